@@ -1,0 +1,111 @@
+"""Every fault that a user can cause or must act on has a code, a place, a message and a hint.
+
+A `SleyError` carries one or more `Diagnostic`s and the exit code of the command that raised it. A fault of our own is an
+`AssertionError` with the values that broke the rule, never a `SleyError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+KeyPath = tuple[str | int, ...]
+"""The way to a value in a plan: `("gradient_handlers", 0, "bucket_mb")`."""
+
+EXIT_OK = 0
+EXIT_RUN_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PLAN_INVALID = 3
+EXIT_PLUGIN = 4
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+def dotted(path: KeyPath) -> str:
+    """The path as a person writes it for `--set`: `gradient_handlers.0.bucket_mb`."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A position in a file; `line` and `column` count characters from 1, 0 where only the file is known."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+    length: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One problem: what is wrong (no final period), where, and what to do about it."""
+
+    code: str
+    message: str
+    path: KeyPath = ()
+    place: Place | None = None
+    source_line: str | None = None
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.place}: " if self.place else ""
+        hint = f"\nhint: {self.hint}" if self.hint else ""
+        return f"{where}error[{self.code}]: {self.message}{hint}"
+
+
+class SleyError(Exception):
+    """The user's fault or the world's: rendered as diagnostics, without a traceback.
+
+    `SleyError("run-folder", "…", hint="…")` makes one diagnostic; `SleyError.many([...])` carries several.
+    """
+
+    exit_code = EXIT_RUN_FAILED
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        path: KeyPath = (),
+        place: Place | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.diagnostics: tuple[Diagnostic, ...] = (
+            Diagnostic(code, message, path=path, place=place, hint=hint),
+        )
+        super().__init__(str(self.diagnostics[0]))
+
+    @classmethod
+    def many(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
+        """One error that carries all `diagnostics`, in the order given; there must be at least one."""
+        found = tuple(diagnostics)
+        assert found, "an error without a diagnostic"
+        error = cls(found[0].code, found[0].message)
+        error.diagnostics = found
+        error.args = ("\n".join(str(diagnostic) for diagnostic in found),)
+        return error
+
+
+class RunError(SleyError):
+    """The run itself failed: a rank died, a wait ran out of time, a batch held an impossible token."""
+
+
+class UsageError(SleyError):
+    """The command line is wrong."""
+
+    exit_code = EXIT_USAGE
+
+
+class PlanError(SleyError):
+    """The plan is wrong: its syntax, a table, a size, a layout, or a file that it names."""
+
+    exit_code = EXIT_PLAN_INVALID
+
+
+class PluginError(SleyError):
+    """A plugin that the plan needs is missing, broken, ambiguous or incompatible."""
+
+    exit_code = EXIT_PLUGIN

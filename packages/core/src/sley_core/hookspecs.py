@@ -1,0 +1,397 @@
+"""The hooks of Sley. They assemble a run; none is called in the step loop.
+
+Every hook is called once, on every rank, before the first step and without communication, except the three notifications
+at the end of this file. Hooks return records; core indexes them by name and follows the plan's order, never the order of
+discovery or registration.
+
+Compatibility: a new hook or a new trailing argument is a minor version (pluggy passes only the arguments that an
+implementation names); removing one is announced for a minor version by a warning first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from sley_core import records
+    from sley_core.plan.plan import Plan
+    from sley_core.run import Run
+    from sley_core.topology import Topology
+
+PROJECT = "sley"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def sley_models() -> Iterable[records.ModelRecord]:  # type: ignore[empty-body]
+    """Models that `[model] use` can name.
+
+    `build(config, data: DataInfo) -> layers, called under torch.device("meta")`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_models():
+            return [ModelRecord(name="tiny", config=TinyConfig, build="my_plugin.tiny:layers")]
+    """
+
+
+@hookspec
+def sley_datasets() -> Iterable[records.DatasetRecord]:  # type: ignore[empty-body]
+    """Datasets that `[data] use` can name.
+
+    `build(config, context: DataContext) -> Dataset`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_datasets():
+            return [DatasetRecord(name="lines", config=LinesConfig, build="my_plugin.lines:Lines")]
+    """
+
+
+@hookspec
+def sley_losses() -> Iterable[records.LossRecord]:  # type: ignore[empty-body]
+    """Losses that `[loss] use` can name.
+
+    `build(config) -> Loss: a weight from the batch alone, and a sum`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_losses():
+            return [LossRecord(name="focal", config=FocalConfig, build="my_plugin.focal:FocalLoss")]
+    """
+
+
+@hookspec
+def sley_optimizers() -> Iterable[records.OptimizerRecord]:  # type: ignore[empty-body]
+    """Optimizers that `[optimizer] use` can name.
+
+    `build(config, groups, device) -> torch.optim.Optimizer`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_optimizers():
+            return [OptimizerRecord(name="lion", config=LionConfig, build="my_plugin.lion:build")]
+    """
+
+
+@hookspec
+def sley_lr_schedules() -> Iterable[records.LRScheduleRecord]:  # type: ignore[empty-body]
+    """Learning-rate schedules that `[learning_rate] use` can name.
+
+    `build(config, num_steps) -> factor(step)`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_lr_schedules():
+            return [LRScheduleRecord(name="sqrt", config=SqrtConfig, build="my_plugin.sqrt:build")]
+    """
+
+
+@hookspec
+def sley_partitioners() -> Iterable[records.PartitionerRecord]:  # type: ignore[empty-body]
+    """Ways to cut a list of layers into pipeline stages.
+
+    `build(config) -> partition(costs, num_chunks)`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_partitioners():
+            return [PartitionerRecord(name="by_hand", config=HandConfig, build="my_plugin.cut:build")]
+    """
+
+
+@hookspec
+def sley_schedules() -> Iterable[records.ScheduleRecord]:  # type: ignore[empty-body]
+    """Pipeline schedules: pure functions that make one list of actions per rank.
+
+    `build(config) -> schedule(stages, chunks, micros)`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_schedules():
+            return [ScheduleRecord(name="mine", config=MineConfig, build="my_plugin.mine:build", link="my_plugin.p2p:Link")]
+    """
+
+
+@hookspec
+def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type: ignore[empty-body]
+    """Handlers that a `[[gradient_handlers]]` table can name.
+
+    `build(config) -> GradientHandler`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_gradient_handlers():
+            return [GradientHandlerRecord(name="topk", config=TopKConfig, build="my_plugin.topk:TopK",
+                role="reducer", exact=False, tolerance=0.1)]
+    """
+
+
+@hookspec
+def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ignore[empty-body]
+    """Objects that are called around every action.
+
+    `build(config, run) -> SchedulerHook`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_scheduler_hooks():
+            return [SchedulerHookRecord(name="spy", config=SpyConfig, build="my_plugin.spy:Spy")]
+    """
+
+
+@hookspec
+def sley_weight_communicators() -> Iterable[records.WeightCommunicatorRecord]:  # type: ignore[empty-body]
+    """Weight communicators: shard weights, gather them just in time.
+
+    `build(config) -> WeightCommunicator`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_weight_communicators():
+            return [WeightCommunicatorRecord(name="ring", config=RingConfig, build="my_plugin.ring:Ring")]
+    """
+
+
+@hookspec
+def sley_sequence_attentions() -> Iterable[records.SequenceAttentionRecord]:  # type: ignore[empty-body]
+    """Attention over a sequence that is split across ranks.
+
+    `build(config, group) -> wrapper`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_sequence_attentions():
+            return [SequenceAttentionRecord(name="ring", config=RingConfig, build="my_plugin.ring:wrap")]
+    """
+
+
+@hookspec
+def sley_memory_pools() -> Iterable[records.MemoryPoolRecord]:  # type: ignore[empty-body]
+    """Pools that lend buffers.
+
+    `build(config) -> MemoryPool`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_memory_pools():
+            return [MemoryPoolRecord(name="arena", config=ArenaConfig, build="my_plugin.arena:Arena")]
+    """
+
+
+@hookspec
+def sley_offload_managers() -> Iterable[records.OffloadManagerRecord]:  # type: ignore[empty-body]
+    """Managers that move a part of a run's memory to the host and back.
+
+    `build(config) -> OffloadManager`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_offload_managers():
+            return [OffloadManagerRecord(name="disk", config=DiskConfig, build="my_plugin.disk:Disk")]
+    """
+
+
+@hookspec
+def sley_activation_policies() -> Iterable[records.ActivationPolicyRecord]:  # type: ignore[empty-body]
+    """Policies that decide what a layer keeps for its backward.
+
+    `build(config, layer_names) -> ActivationPolicy`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_activation_policies():
+            return [ActivationPolicyRecord(name="odd", config=OddConfig, build="my_plugin.odd:build")]
+    """
+
+
+@hookspec
+def sley_metrics_writers() -> Iterable[records.MetricsWriterRecord]:  # type: ignore[empty-body]
+    """Writers of the metrics rows.
+
+    `build(config, folder: Path) -> MetricsWriter, on rank 0`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_metrics_writers():
+            return [MetricsWriterRecord(name="csv", config=CsvConfig, build="my_plugin.csv:Csv")]
+    """
+
+
+@hookspec
+def sley_process_groups(topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
+    """Extra groups, as rank lists. Core makes them on all ranks in plan order; a plugin never calls `new_group`.
+
+    Called: when the topology is known
+    Ranks: all, with equal results
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_process_groups(topology):
+            half = topology.world // 2
+            return [ProcessGroupRecord("halves", (tuple(range(half)), tuple(range(half, topology.world))))]
+    """
+
+
+@hookspec
+def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]:  # type: ignore[empty-body]
+    """What is wrong with the whole resolved plan; it is read-only, and torch stays out.
+
+    Called: after every table is valid
+    Ranks: all
+    May communicate: no
+    Returns: problems, or nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_check_plan(plan, topology):
+            if plan.batch.micro_size % 2:
+                yield Problem(("batch", "micro_size"), "an even number is needed", hint="try 2")
+    """
+
+
+@hookspec
+def sley_estimate(plan: Plan, topology: Topology) -> Iterable[records.Estimate]:  # type: ignore[empty-body]
+    """Bytes that ranks will hold, before anything is allocated.
+
+    Called: by `train-cli show`
+    Ranks: none; no process runs
+    May communicate: no
+    Returns: estimates, or nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_estimate(plan, topology):
+            return [Estimate(rank, "staging buffer", 1 << 20) for rank in range(topology.world)]
+    """
+
+
+@hookspec
+def sley_run_started(run: Run) -> None:
+    """The run is assembled and about to take its first step.
+
+    Called: once, after `assemble`
+    Ranks: all
+    May communicate: yes, on the groups of `run`
+    Returns: nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_run_started(run):
+            print("parameters:", run.book.num_parameters)
+    """
+
+
+@hookspec
+def sley_step_finished(run: Run, row: Mapping[str, float | int]) -> None:
+    """An optimizer step is done; `row` is what the metrics writers receive.
+
+    Called: once per optimizer step
+    Ranks: all
+    May communicate: yes, on the groups of `run`
+    Returns: nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_step_finished(run, row):
+            if row["loss"] > 100:
+                run.stop()
+    """
+
+
+@hookspec
+def sley_run_finished(run: Run, outcome: str) -> None:
+    """The run ends: `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
+
+    Called: once, before groups are torn down
+    Ranks: all that are alive
+    May communicate: no, since others may have failed
+    Returns: nothing
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_run_finished(run, outcome):
+            print(outcome)
+    """

@@ -1,0 +1,76 @@
+"""The types that a plan's tables are made of; pydantic does the rest.
+
+Every table is strict (a bool is no integer, "5" is no number), frozen, and refuses keys that it does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
+
+T = TypeVar("T")
+
+RecordKind = Literal[
+    "models",
+    "datasets",
+    "losses",
+    "optimizers",
+    "lr_schedules",
+    "partitioners",
+    "schedules",
+    "gradient_handlers",
+    "scheduler_hooks",
+    "weight_communicators",
+    "sequence_attentions",
+    "memory_pools",
+    "offload_managers",
+    "activation_policies",
+    "metrics_writers",
+]
+
+
+class Table(BaseModel):
+    """A table of the plan: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _path(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, str):
+        return value
+    folder = (info.context or {}).get("folder")
+    return Path(folder, value) if folder else Path(value)
+
+
+Array = Annotated[tuple[T, ...], BeforeValidator(_tuple), PlainSerializer(list)]
+"""A TOML array, kept as a tuple: `Array[int]`."""
+
+PlanPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(str)]
+"""A path of the plan; a relative one is relative to the plan's folder."""
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FactoryPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+"""`"package.module:attribute"`: code that the user's plan names, and the only code that a plan can name."""
+
+
+@dataclass(frozen=True)
+class RecordReference:
+    """Marks a string field as the name of a record, `plugin.record`: `Annotated[str, RecordReference("schedules")]`.
+
+    The loader imports the plugin that is its first segment.
+    """
+
+    kind: RecordKind

@@ -1,0 +1,147 @@
+"""What the live objects of a run look like. Hooks assemble them once; in the step loop they are called directly.
+
+Third parties write classes with these methods; inheriting from a protocol gives its empty defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+    from sley_core.actions.action import Action
+    from sley_core.engine.book import Entry
+    from sley_core.engine.step_state import MicroStep, StepState
+    from sley_core.run import Run
+
+
+class GradientHandler(Protocol):
+    """Works on accumulated gradients, between backward and the optimizer step. Installs no autograd hooks.
+
+         attach ──> begin_step ──> gradient_ready* ──> chunk_done* ──> finish_step ──> weights_updated ─┐
+                       ^                                                                                │
+                       └────────────────────────────────────────────────────────────────────────────────┘
+
+    The store calls `gradient_ready` once per entry and step, in one order that is the same on all ranks of the entry's
+    reduce group, so a collective may be started there. A step that fails ends at the next `begin_step`, which must
+    forget whatever was under way.
+    """
+
+    def attach(self, run: Run) -> None:
+        """Called once, when book and groups are closed. A reducer lays the store out here."""
+
+    def begin_step(self, step: StepState) -> None:
+        """Before the first forward of an optimizer step."""
+
+    def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        """The accumulated gradient of `entry` on this rank is complete; its reduction may start."""
+
+    def chunk_done(self, chunk: int, step: StepState) -> None:
+        """Every entry of `chunk` has been reported ready."""
+
+    def finish_step(self, step: StepState) -> None:
+        """After the last action: on return `store.grad(entry)` holds this handler's result."""
+
+    def weights_updated(self, step: StepState) -> None:
+        """After the optimizer step."""
+
+    def detach(self) -> None:
+        """The run closes."""
+
+
+class SchedulerHook(Protocol):
+    """Is called around every action, with the tensors that it concerns."""
+
+    def before_forward(self, micro: MicroStep, inputs: Any) -> None: ...
+    def after_forward(self, micro: MicroStep, output: Any) -> None: ...
+    def before_loss(self, micro: MicroStep, output: Any) -> None: ...
+    def after_loss(self, micro: MicroStep, loss: Tensor) -> None: ...
+    def before_backward(self, micro: MicroStep, output_gradient: Any) -> None: ...
+    def after_backward(self, micro: MicroStep, input_gradient: Any) -> None: ...
+
+
+class Loss(Protocol):
+    """A loss is two functions, so that the scale of a gradient does not depend on the layout.
+
+    The gradient of a step is the sum over everything it computes of d(loss)/dw, divided once by the weight of the whole
+    batch. A weight that depends on the output cannot be known before the first backward and is refused.
+    """
+
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        """The weight of these samples, from the batch alone, on the host (cross-entropy: labels not ignored)."""
+        ...
+
+    def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """The **sum** of the loss over these samples: a scalar."""
+        ...
+
+
+class StageLink(Protocol):
+    """Moves activations and their gradients between stages; named by the schedule's record."""
+
+    def prepare(self, run: Run) -> None: ...
+    def post(self, recv: Action) -> None: ...
+    def send(self, action: Action, tensors: Any) -> None: ...
+    def take(self, recv: Action) -> Any: ...
+    def release(self, action: Action) -> None: ...
+    def drain(self) -> None: ...
+    def abort(self, why: str) -> None: ...
+
+
+class WeightCommunicator(Protocol):
+    """Gathers the sharded weights of a layer just before they are used, and reduces their gradients after."""
+
+    def replace(self, layer: nn.Module, name: str) -> nn.Module:
+        """The layer with its weights sharded; called on meta, before the book is closed."""
+        ...
+
+    def before_layer(self, name: str, micro: MicroStep) -> None:
+        """The weights of layer `name` are about to be used."""
+        ...
+
+    def after_layer(self, name: str, micro: MicroStep) -> None:
+        """The layer has run."""
+        ...
+
+
+class MemoryPool(Protocol):
+    """Lends buffers. A lease is a context manager; a buffer that is lent is never lent again before it came back."""
+
+    def lease(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> AbstractContextManager[Tensor]: ...
+    def trim(self) -> int: ...
+
+
+class OffloadManager(Protocol):
+    """Moves one part of a run's memory to the host and back."""
+
+    def offload(self) -> None: ...
+    def onload(self) -> None: ...
+    @property
+    def state(self) -> str: ...
+    def report(self) -> Mapping[str, float]: ...
+
+
+class ActivationPolicy(Protocol):
+    """Decides what a layer keeps between its forward and its backward."""
+
+    def call(
+        self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]
+    ) -> Any:
+        """`layer(*args, **fields)`, with this policy's choice of what autograd saves."""
+        ...
+
+
+@runtime_checkable
+class MetricsWriter(Protocol):
+    """Receives one row per optimizer step, on rank 0."""
+
+    def write(self, row: Mapping[str, float | int]) -> None: ...
+    def close(self) -> None: ...

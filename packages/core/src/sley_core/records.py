@@ -1,0 +1,164 @@
+"""What a plugin's hooks return: small frozen records that say what there is, without building it.
+
+A record names a thing (`each` of plugin `core` is `core.each` in a plan), the model of its table, and where the live object
+comes from: `build` is a `"module:attribute"` string that is imported only when a plan uses the record. Listing records
+therefore costs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+from sley_core.plan.types import Table
+
+Role = Literal["reducer", "tie", "transform", "observer"]
+Scope = Literal["elementwise", "per_matrix", "global"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Something that a plan can name.
+
+    name: unique among the plugin's records of the same hook.
+    config: the pydantic model of its table, without the key `use`.
+    build: `"module:attribute"`; what it is called with stands in the hook's docstring.
+    """
+
+    name: str
+    config: type[Table]
+    build: str
+    summary: str = ""
+
+    def load(self) -> Any:
+        """The object that `build` names; imports its module.
+
+        Raises ImportError or AttributeError as Python does; the loader names the plugin.
+        """
+        module, _, attribute = self.build.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord(Record):
+    """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, made on meta."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRecord(Record):
+    """`build(config, context: DataContext) -> Dataset` (see `sley_core.data.dataset`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRecord(Record):
+    """`build(config) -> Loss` (see `protocols.Loss`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRecord(Record):
+    """`build(config, groups, device) -> torch.optim.Optimizer`.
+
+    scope: what an update of one element depends on; `check` compares it with how the layout cuts the weights.
+    """
+
+    scope: Scope = "elementwise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduleRecord(Record):
+    """`build(config, num_steps) -> Callable[[int], float]`: the factor on every group's `lr` at step 0, 1, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionerRecord(Record):
+    """`build(config) -> (costs, num_chunks) -> boundaries`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRecord(Record):
+    """`build(config) -> (stages, chunks, micros) -> one list of actions per rank`; `link` is the stage link's `build`."""
+
+    link: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientHandlerRecord(Record):
+    """`build(config) -> GradientHandler`.
+
+    role: reducer sums over the reduce group, tie over the holders of a shared parameter, transform changes gradients,
+        observer only looks.
+    result: what a reducer leaves to this rank, the full sum or a shard of it.
+    exact: whether the result is the sum itself; else `tolerance` is the relative error that its contract test allows.
+    before, after: roles that this handler must precede or follow in the plan's list.
+    """
+
+    role: Role
+    result: Literal["full", "shard"] = "full"
+    exact: bool = True
+    tolerance: float = 0.0
+    before: tuple[Role, ...] = ()
+    after: tuple[Role, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerHookRecord(Record):
+    """`build(config, run) -> SchedulerHook`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCommunicatorRecord(Record):
+    """`build(config) -> WeightCommunicator`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceAttentionRecord(Record):
+    """`build(config, group) -> attention module wrapper`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoolRecord(Record):
+    """`build(config) -> MemoryPool`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadManagerRecord(Record):
+    """`build(config) -> OffloadManager`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPolicyRecord(Record):
+    """`build(config, layer_names) -> ActivationPolicy`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsWriterRecord(Record):
+    """`build(config, folder: Path) -> MetricsWriter`, on rank 0 only."""
+
+
+@dataclass(frozen=True)
+class ProcessGroupRecord:
+    """An extra group: core makes it on all ranks, in plan order, and gives it as `run.groups[axis]`."""
+
+    axis: str
+    ranks: tuple[tuple[int, ...], ...]
+    lanes: tuple[str, ...] = ("main",)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `sley_check_plan` yields: core adds file, line and column."""
+
+    path: tuple[str | int, ...]
+    message: str
+    hint: str | None = None
+    code: str = "plan-invalid"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `sley_estimate` yields: bytes that `rank` will hold for `what`."""
+
+    rank: int
+    what: str
+    num_bytes: int

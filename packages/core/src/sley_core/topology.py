@@ -1,0 +1,169 @@
+"""Who computes what, who stores what, and which ranks talk: pure integers, for a world of any size.
+
+Pipeline stages are contiguous blocks of R = world / pp ranks. Inside a stage the same R ranks are seen twice:
+
+    what they compute   R = dp x sp     which samples, which slice of each sequence
+    what they store     R = wdp x wp    which copy, which shard of the weights
+
+`sp` and `wp` run over contiguous ranks and are independent of each other:
+
+    stage of 8 ranks, sp = 4, wp = 2
+    rank        0  1  2  3  4  5  6  7
+    dp, sp     00 01 02 03 10 11 12 13
+    wdp, wp    00 01 10 11 20 21 30 31
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
+"""Every group that core makes, in the order in which all ranks make them."""
+
+LANES = {"pp": ("forward", "backward"), "wp": ("gather", "reduce")}
+"""The communicators of a group. A receive posted ahead must not block a later send, nor a gather a reduction."""
+
+DEFAULT_LANE = "main"
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands on every axis."""
+
+    rank: int
+    stage: int
+    dp: int
+    sp: int
+    wdp: int
+    wp: int
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """One communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order."""
+
+    axis: str
+    lane: str
+    ranks: tuple[int, ...]
+    backend: str = "device"
+
+    @property
+    def label(self) -> str:
+        lane = "" if self.lane == DEFAULT_LANE else f".{self.lane}"
+        return f"{self.axis}{lane}[{_span(self.ranks)}]"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The layout of a world. `dp` and `wdp` follow from the other sizes; `of` checks that everything divides."""
+
+    world: int
+    pp: int = 1
+    sp: int = 1
+    wp: int = 1
+
+    @classmethod
+    def of(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
+        """The topology of `world` ranks.
+
+        Raises ValueError with the equation that fails, numbers put in.
+        """
+        for name, size in (("world", world), ("pp", pp), ("sp", sp), ("wp", wp), ("dp", dp)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} = {size}, but a size is at least 1")
+        if dp is not None and world != pp * dp * sp:
+            raise ValueError(f"world = pp x dp x sp fails: {world} != {pp} x {dp} x {sp}")
+        if world % (pp * sp):
+            raise ValueError(f"world = pp x dp x sp fails: {world} is no multiple of {pp} x {sp}")
+        if world % (pp * wp):
+            raise ValueError(f"world = pp x wdp x wp fails: {world} is no multiple of {pp} x {wp}")
+        return cls(world, pp, sp, wp)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.world // self.pp
+
+    @property
+    def dp(self) -> int:
+        return self.ranks_per_stage // self.sp
+
+    @property
+    def wdp(self) -> int:
+        return self.ranks_per_stage // self.wp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` (global, 0 .. world - 1) stands."""
+        assert 0 <= rank < self.world, f"rank {rank} of a world of {self.world}"
+        stage, within = divmod(rank, self.ranks_per_stage)
+        return Coordinates(
+            rank,
+            stage,
+            dp=within // self.sp,
+            sp=within % self.sp,
+            wdp=within // self.wp,
+            wp=within % self.wp,
+        )
+
+    def ranks_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The members of the group of `axis` that `rank` belongs to, ascending."""
+        at = self.coordinates(rank)
+        size = self.ranks_per_stage
+        first = at.stage * size
+        match axis:
+            case "control" | "all":
+                return tuple(range(self.world))
+            case "stage":
+                return tuple(range(first, first + size))
+            case "pp":
+                return tuple(range(rank - first, self.world, size))
+            case "dp":
+                return tuple(range(first + at.sp, first + size, self.sp))
+            case "sp":
+                return tuple(range(first + at.dp * self.sp, first + (at.dp + 1) * self.sp))
+            case "wdp":
+                return tuple(range(first + at.wp, first + size, self.wp))
+            case "wp":
+                return tuple(range(first + at.wdp * self.wp, first + (at.wdp + 1) * self.wp))
+            case "model":
+                shard = range(at.wdp * self.wp, (at.wdp + 1) * self.wp)
+                return tuple(stage * size + within for stage in range(self.pp) for within in shard)
+        raise ValueError(f"no axis {axis!r}; the axes are {', '.join(AXES)}")
+
+    def size_of(self, axis: str) -> int:
+        """How many ranks a group of `axis` has; the same for every group of one axis."""
+        return len(self.ranks_of(axis, 0))
+
+    def groups(self) -> Iterator[GroupEntry]:
+        """The global table, in the one order in which every rank walks it.
+
+        A group of one rank needs no communicator and has no line; `control` is always there.
+        """
+        for axis in AXES:
+            if self.size_of(axis) == 1 and axis != "control":
+                continue
+            for ranks in self._partition(axis):
+                backend = "gloo" if axis == "control" else "device"
+                for lane in LANES.get(axis, (DEFAULT_LANE,)):
+                    yield GroupEntry(axis, lane, ranks, backend)
+
+    @cached_property
+    def last_stage(self) -> int:
+        return self.pp - 1
+
+    def _partition(self, axis: str) -> Iterator[tuple[int, ...]]:
+        seen: set[int] = set()
+        for rank in range(self.world):
+            if rank not in seen:
+                ranks = self.ranks_of(axis, rank)
+                seen.update(ranks)
+                yield ranks
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 2:
+        step = ranks[1] - ranks[0]
+        if step and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+            return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+    return ",".join(str(rank) for rank in ranks)
