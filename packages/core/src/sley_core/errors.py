@@ -73,9 +73,7 @@ class SleyError(Exception):
         place: Place | None = None,
         hint: str | None = None,
     ) -> None:
-        self.diagnostics: tuple[Diagnostic, ...] = (
-            Diagnostic(code, message, path=path, place=place, hint=hint),
-        )
+        self.diagnostics: tuple[Diagnostic, ...] = (Diagnostic(code, message, path=path, place=place, hint=hint),)
         super().__init__(str(self.diagnostics[0]))
 
     @classmethod

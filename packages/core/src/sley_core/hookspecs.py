@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from sley_core import records
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
+
+    from sley_core import records
     from sley_core.topology import Topology
 
 PROJECT = "sley"

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-    from torch import Tensor, nn
-
     from sley_core.actions.action import Action
     from sley_core.engine.book import Entry
     from sley_core.engine.step_state import MicroStep, StepState
     from sley_core.run import Run
+    from torch import Tensor, nn
 
 
 class GradientHandler(Protocol):
@@ -132,9 +131,7 @@ class OffloadManager(Protocol):
 class ActivationPolicy(Protocol):
     """Decides what a layer keeps between its forward and its backward."""
 
-    def call(
-        self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]
-    ) -> Any:
+    def call(self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]) -> Any:
         """`layer(*args, **fields)`, with this policy's choice of what autograd saves."""
         ...
 
