@@ -1,0 +1,35 @@
+"""The core of Sley. Importing it costs no torch: the names below are imported when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sley_core.hookspecs import hookimpl as hookimpl
+    from sley_core.plan.plan import Plan as Plan
+    from sley_core.plan.plan import load_plan as load_plan
+    from sley_core.run import Run as Run
+
+_HOME = {
+    "Plan": "sley_core.plan.plan",
+    "Run": "sley_core.run",
+    "hookimpl": "sley_core.hookspecs",
+    "load_plan": "sley_core.plan.plan",
+}
+
+__all__ = sorted((*_HOME, "__version__"))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("sley-core")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'sley_core' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
