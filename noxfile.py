@@ -1,0 +1,250 @@
+"""Every check of this repository, for people and for machines.
+
+    nox -s quickstart       train the example plan on two CPU ranks
+    nox -s tests            all tests; `nox -s tests -- -k topology` passes arguments on to pytest
+    nox -l                  everything else
+
+Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
+
+torch is large, so it is installed into three environments only: `dev` (all packages, editable; used by tests,
+typecheck, plans, bench and campaign), `isolated` (wheels) and `quickstart` (what a user has). They are kept between
+calls: `nox -R` skips installing, `nox --reuse-venv=never` makes them anew. The backend is virtualenv with pip, which
+follows the user's own index settings: with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu the small CPU build
+of torch comes, where the public index has the CUDA build for Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.error_on_external_run = True
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["tests", "lint", "typecheck", "isolated", "plans"]
+nox.needs_version = ">=2025.2"
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ("-c", "constraints.txt")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""A test's ranks share the machine's cores; more threads than cores only make them wait for one another."""
+
+
+class Package:
+    """A folder with a pyproject.toml: `folder` relative to the root, `module` its import name."""
+
+    def __init__(self, pyproject: Path) -> None:
+        self.folder = pyproject.parent.relative_to(ROOT).as_posix()
+        self.source = f"{self.folder}/src"
+        self.tests = f"{self.folder}/tests"
+        self.manifest = tomllib.loads(pyproject.read_text("utf-8"))
+        self.distribution: str = self.manifest["project"]["name"]
+        self.module = next(path.parent.name for path in sorted(pyproject.parent.glob("src/*/__init__.py")))
+        self.is_plugin = self.folder.startswith(("packages/", "examples/")) and self.module != "sley_core"
+
+    def test_requirements(self) -> list[str]:
+        """What the package's own tests need: its extra `test`, and its dependency group `tests`."""
+        extras = self.manifest["project"].get("optional-dependencies", {})
+        return [*extras.get("test", ()), *nox.project.dependency_groups(self.manifest, "tests")]
+
+
+def find_packages() -> list[Package]:
+    """All packages, core first: the others need it."""
+    patterns = ("packages/*/pyproject.toml", "apps/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
+    found = [Package(path) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return sorted(found, key=lambda package: package.module != "sley_core")
+
+
+PACKAGES = find_packages()
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+
+
+@nox.session(default=False)
+def dev(session: nox.Session) -> None:
+    """Make .nox/dev: every package editable, with what its tests need. Point an editor here."""
+    editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
+    tests = [requirement for package in PACKAGES for requirement in package.test_requirements()]
+    session.install(*CONSTRAINTS, *editable, *tests, "mypy")
+
+
+def in_dev(session: nox.Session, *command: str, **env: str) -> None:
+    """Run a command of the environment `dev`."""
+    bin_dir = Path(session.cache_dir).parent / "dev" / ("Scripts" if os.name == "nt" else "bin")
+    path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
+    session.run(str(bin_dir / command[0]), *command[1:], external=True, env={"PATH": path, **env})
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train examples/plans/quickstart.toml as a user would; an earlier run of it is overwritten."""
+    session.install(*CONSTRAINTS, "-e", "packages/core", "-e", "apps/train-cli")
+    session.run("train-cli", "run", "examples/plans/quickstart.toml", "--overwrite", *session.posargs)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def tests(session: nox.Session) -> None:
+    """All tests of all packages in one environment."""
+    in_dev(session, "python", "-m", "pytest", *session.posargs, **ONE_THREAD)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style (ruff), and who may import whom (import-linter)."""
+    session.install(*CONSTRAINTS, "ruff", "import-linter")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    config = Path(session.create_tmp()) / "imports.toml"
+    config.write_text("\n".join(import_rules()), "utf-8")
+    sources = os.pathsep.join(package.source for package in PACKAGES)
+    session.run("lint-imports", "--config", str(config), env={"PYTHONPATH": sources})
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def typecheck(session: nox.Session) -> None:
+    """Run mypy --strict, one package at a time."""
+    for package in PACKAGES:
+        in_dev(session, "mypy", package.source)
+
+
+@nox.session
+def isolated(session: nox.Session) -> None:
+    """Each package passes its tests with nothing of Sley but core beside it, from wheels."""
+    wheels = Path(session.create_tmp()) / "wheels"
+    core, *_ = PACKAGES
+    session.install(*CONSTRAINTS, "torch")
+    for package in PACKAGES:
+        session.run("pip", "wheel", "-q", "--no-deps", "-w", str(wheels / package.module), package.folder)
+    for package in PACKAGES:
+        session.log(f"{package.distribution}, alone with {core.distribution}")
+        session.run("pip", "uninstall", "-q", "-y", *(other.distribution for other in PACKAGES), silent=True)
+        both = {str(wheel) for each in (core, package) for wheel in (wheels / each.module).glob("*.whl")}
+        session.install(*CONSTRAINTS, *sorted(both))
+        session.run("python", "-P", "-c", alone_program(package))
+        session.install(*CONSTRAINTS, *sorted(both), *package.test_requirements())
+        session.run("python", "-P", "-m", "pytest", package.tests, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def plans(session: nox.Session) -> None:
+    """Check every example plan and every plan in the documentation; train each example for three steps."""
+    examples = sorted((ROOT / "examples" / "plans").glob("*.toml"))
+    assert examples, "no example plans"
+    with tempfile.TemporaryDirectory() as folder:
+        written = list(write_plans_of_docs(examples[0], Path(folder)))
+        in_dev(session, "train-cli", "check", *map(str, (*examples, *written)))
+        for example in examples:
+            override = ("--set", "run.steps=3", "--set", f'run.folder="{Path(folder, "runs").as_posix()}"')
+            in_dev(session, "train-cli", "run", str(example), "--overwrite", *override)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def bench(session: nox.Session) -> None:
+    """Run every benchmark, or those named: `nox -s bench -- overhead`."""
+    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+        if not session.posargs or script.stem in session.posargs:
+            in_dev(session, "python", str(script), **ONE_THREAD)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def campaign(session: nox.Session) -> None:
+    """The tests that are too long for every change."""
+    in_dev(session, "python", "-m", "pytest", "-m", "campaign", *session.posargs, **ONE_THREAD)
+
+
+# -- what the sessions are made of -------------------------------------------------------------------------------------
+
+
+def import_rules() -> Iterator[str]:
+    """The configuration of import-linter: DESIGN's arrows between packages, and what must stay free of torch."""
+    modules = [package.module for package in PACKAGES]
+    plugins = [package.module for package in PACKAGES if package.is_plugin]
+    apps = [package.module for package in PACKAGES if package.folder.startswith("apps/")]
+    yield "[tool.importlinter]"
+    yield f"root_packages = {modules}"
+    yield "include_external_packages = true"
+    yield "exclude_type_checking_imports = true"
+
+    def contract(name: str, kind: str, **lists: list[str]) -> Iterator[str]:
+        yield from ("[[tool.importlinter.contracts]]", f'name = "{name}"', f'type = "{kind}"')
+        yield from (f"{key} = {values}" for key, values in lists.items())
+
+    if len(plugins) > 1:
+        yield from contract("no plugin imports a sibling", "independence", modules=plugins)
+    yield from contract(
+        "core imports no plugin and no app", "forbidden", source_modules=["sley_core"], forbidden_modules=modules[1:]
+    )
+    if plugins:
+        yield from contract(
+            "an app meets plugins through core only", "forbidden", source_modules=apps, forbidden_modules=plugins
+        )
+        yield from contract("a plugin imports no app", "forbidden", source_modules=plugins, forbidden_modules=apps)
+    yield from contract(
+        "plans and plugins are known without torch",
+        "forbidden",
+        source_modules=sorted(torch_free_modules()),
+        forbidden_modules=["torch"],
+    )
+
+
+def torch_free_modules() -> Iterator[str]:
+    """What `train-cli check` and `train-cli plugins` may import: a second and a half is too long for a help page."""
+    for package in PACKAGES:
+        for path in (ROOT / package.source).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT / package.source).with_suffix("").parts)
+            if name.endswith((".config", ".plugin")) and ".testing." not in name:
+                yield name
+    for name in ("errors", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"):
+        yield f"sley_core.{name}"
+
+
+def alone_program(package: Package) -> str:
+    """A program that fails unless `package` comes from a wheel, all of it imports, and no sibling can be imported."""
+    absent = [other.module for other in PACKAGES if other.module not in (package.module, "sley_core")]
+    return f"""
+import importlib, importlib.util, pkgutil
+import {package.module} as package
+assert "site-packages" in package.__file__, package.__file__
+found = [name for name in {absent} if importlib.util.find_spec(name)]
+assert not found, f"siblings can be imported: {{found}}"
+for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
+    if ".testing" not in module.name and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def write_plans_of_docs(base: Path, folder: Path) -> Iterator[Path]:
+    """Write each ```toml block of the documentation as a plan of its own; the name says where it stands.
+
+    A block that is a part of a plan replaces the tables of the same names in `base`. A package manifest is no plan.
+    """
+    places = ("*.md", "docs/**/*.md", "packages/*/*.md", "apps/*/*.md", "examples/**/*.md")
+    for page in sorted({page for place in places for page in ROOT.glob(place)}):
+        text = page.read_text("utf-8")
+        for block in re.finditer(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            tables = tomllib.loads(block[1])
+            if {"project", "build-system"} & tables.keys():
+                continue
+            line = text.count("\n", 0, block.start()) + 2
+            name = f"{page.relative_to(ROOT).as_posix().replace('/', '-')}-line-{line}.toml"
+            plan = folder / name
+            whole = "plan" in tables
+            plan.write_text(block[1] if whole else without(tables, base.read_text("utf-8")) + block[1], "utf-8")
+            yield plan
+
+
+def without(tables: dict[str, object], plan: str) -> str:
+    """The text of `plan` without the tables that `tables` has."""
+    preamble, *parts = re.split(r"^(?=\[)", plan, flags=re.MULTILINE)
+    names = [part.lstrip("[").split("]")[0].split(".")[0] for part in parts]
+    return preamble + "".join(part for part, name in zip(parts, names, strict=True) if name not in tables) + "\n"
