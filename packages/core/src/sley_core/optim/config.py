@@ -1,0 +1,145 @@
+"""The tables `[optimizer]` and `[learning_rate]` of core. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from sley_core.plan.types import (
+    Array,
+    FactoryPath,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Table,
+)
+
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+class GroupConfig(Table):
+    """Options for the parameters whose name matches; the first group of the list that matches a name has it."""
+
+    match: Annotated[str, Field(min_length=1)]
+    """A pattern on parameter names, in which `*` stands for anything, dots too: `blocks.0.*`, `*.bias`."""
+
+    lr: PositiveFloat | None = None
+    """The learning rate of these parameters; left out, the optimizer's."""
+
+    weight_decay: NonNegativeFloat | None = None
+    """The decay of all these parameters, norms and biases too; left out, the optimizer's, on matrices alone."""
+
+    freeze: bool = False
+    """Leave these parameters as they are: no gradient, no update."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _frozen_has_no_options(cls, freeze: bool, info: ValidationInfo) -> bool:
+        given = [key for key in ("lr", "weight_decay") if info.data.get(key) is not None]
+        if freeze and given:
+            raise ValueError(f"a frozen group is never updated, so `{given[0]}` has no effect")
+        return freeze
+
+
+class OptimizerConfig(Table):
+    """What every optimizer's table has; the config of an optimizer record is a subclass."""
+
+    lr: PositiveFloat
+    """The highest learning rate; `[learning_rate]` scales it from step to step."""
+
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of the matrices; norms and biases have none unless a group says so."""
+
+    clip_norm: PositiveFloat | None = None
+    """Scale the gradients down where their norm over the whole model is above this; left out, never."""
+
+    clip_kind: Annotated[float, Field(ge=1)] | Literal["inf"] = 2.0
+    """Which norm `grad_norm` and clipping use: p for the p-norm, `"inf"` for the largest element."""
+
+    groups: Array[GroupConfig] = ()
+    """Options by parameter name; the first group that matches a name has it."""
+
+
+class AdamWConfig(OptimizerConfig):
+    """AdamW: moments of the gradient, decay apart from them (Loshchilov and Hutter, 2019)."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay of the matrices; each step takes lr x weight_decay of them away. Norms and biases: see `groups`."""
+
+    betas: Annotated[Array[BelowOne], Field(min_length=2, max_length=2)] = (0.9, 0.95)
+    """How much of the running means of the gradient and of its square each step keeps."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment before dividing."""
+
+
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent with momentum."""
+
+    momentum: BelowOne = 0.0
+    """How much of the running sum of gradients each step keeps."""
+
+    dampening: BelowOne = 0.0
+    """How much of a new gradient is left out of that sum."""
+
+    nesterov: bool = False
+    """Look one momentum step ahead; needs `momentum` and no `dampening`."""
+
+    @field_validator("nesterov")
+    @classmethod
+    def _nesterov_needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        if nesterov and (not info.data.get("momentum", 1.0) or info.data.get("dampening", 0.0)):
+            raise ValueError("`nesterov` needs a `momentum` above 0 and a `dampening` of 0")
+        return nesterov
+
+
+class FactoryOptimizerConfig(OptimizerConfig):
+    """Any subclass of torch.optim.Optimizer, by its path: `factory = "torch.optim:NAdam"`."""
+
+    factory: FactoryPath
+    """The class, `"package.module:Name"`; it is called with the parameter groups, `lr` and `options`."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the class, as it names them."""
+
+
+class LearningRateConfig(Table):
+    """What core's learning-rate tables have in common."""
+
+    warmup_steps: NonNegative = 0
+    """Steps over which the rate rises to its full value; the first of them has 1/warmup_steps of it, not 0."""
+
+
+class ConstantConfig(LearningRateConfig):
+    """The full rate after the warm-up."""
+
+
+class DecayConfig(LearningRateConfig):
+    """What the falling learning rates have in common."""
+
+    min_ratio: Fraction = 0.0
+    """The last step's share of the full rate."""
+
+    decay_steps: Positive | None = None
+    """Steps below the full rate; left out, all after the warm-up."""
+
+
+class LinearConfig(DecayConfig):
+    """Falls in a straight line from the full rate to `min_ratio` of it."""
+
+
+class CosineConfig(DecayConfig):
+    """Falls along half a cosine from the full rate to `min_ratio` of it (Loshchilov and Hutter, 2017)."""
+
+
+class WarmupStableDecayConfig(DecayConfig):
+    """Holds the full rate and falls over the last `decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
+
+    decay_steps: Positive | None = None
+    """Steps of the fall at the end of the run; left out, a tenth of the run."""
+
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """How it falls; `sqrt` is steep first (Hägele et al., 2024, 1-sqrt)."""

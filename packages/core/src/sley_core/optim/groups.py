@@ -1,0 +1,107 @@
+"""Which parameters share a learning rate and a decay, and which are frozen.
+
+Groups go by names that do not depend on the layout, so that every rank and every layout cuts them alike. The first
+group whose pattern matches has a parameter: exceptions stand above the rule, and a group without options is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sley_core.errors import Diagnostic, PlanError
+from sley_core.optim.config import GroupConfig, OptimizerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Grouped(Protocol):
+    """What a parameter must tell to be put into a group; an entry of the parameter book does.
+
+    decays: whether the optimizer's own decay applies, i.e. it is a matrix and belongs to no norm.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameter(self) -> torch.Tensor: ...
+    @property
+    def decays(self) -> bool: ...
+
+
+def frozen(names: Iterable[str], config: OptimizerConfig) -> set[str]:
+    """The names that the plan freezes. `names` are those of the whole model, whatever part of it this rank owns.
+
+    Raises PlanError "group-unmatched" for every group that no name falls to, with close names, and "all-frozen" where
+    nothing is left to train.
+    """
+    every = list(names)
+    owner = {name: _first_match(name, config.groups) for name in every}
+    unmatched = [index for index in range(len(config.groups)) if index not in set(owner.values())]
+    if unmatched:
+        raise PlanError.many(_unmatched(index, every, config.groups) for index in unmatched)
+    found = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
+    if every and len(found) == len(every):
+        raise PlanError(
+            "all-frozen",
+            f"every one of the {len(every)} parameters is frozen, so there is nothing to train",
+            path=("optimizer", "groups"),
+            hint="narrow the pattern of a group with `freeze = true`",
+        )
+    return found
+
+
+def parameter_groups(entries: Iterable[Grouped], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the entries.
+
+    A group's own `weight_decay` is taken as written; else a parameter that does not decay has 0. `initial_lr` keeps the
+    full rate that `scale_learning_rate` scales. Without entries there is one empty group, which torch.optim accepts.
+    Frozen entries do not belong here; see `frozen`.
+    """
+    groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+    for entry in entries:
+        index = _first_match(entry.name, config.groups)
+        group = GroupConfig(match="*") if index is None else config.groups[index]
+        assert not group.freeze, f"{entry.name} is frozen and still among the parameters to train"
+        lr = config.lr if group.lr is None else group.lr
+        decay = config.weight_decay if entry.decays else 0.0
+        decay = decay if group.weight_decay is None else group.weight_decay
+        groups.setdefault((lr, decay), []).append(entry.parameter)
+    if not groups:
+        groups[config.lr, config.weight_decay] = []
+    return [
+        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": decay}
+        for (lr, decay), parameters in groups.items()
+    ]
+
+
+def scale_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Every group's rate becomes `factor` times its full rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
+    for index, group in enumerate(groups):
+        if fnmatchcase(name, group.match):
+            return index
+    return None
+
+
+def _unmatched(index: int, names: Sequence[str], groups: Sequence[GroupConfig]) -> Diagnostic:
+    pattern = groups[index].match
+    path = ("optimizer", "groups", index, "match")
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if matches:
+        first = _first_match(matches[0], groups)
+        assert first is not None, matches[0]
+        message = (
+            f"`{pattern}` matches nothing that an earlier group, as `{groups[first].match}`, does not have already"
+        )
+        return Diagnostic("group-unmatched", message, path, hint="put the narrower pattern first")
+    close = get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names[:3])
+    hint = "names look like " + ", ".join(f"`{name}`" for name in close) if close else None
+    return Diagnostic("group-unmatched", f"`{pattern}` matches no parameter", path, hint=hint)

@@ -1,0 +1,86 @@
+"""Learning rates: pure functions from the step (0, 1, ...) to the share of the full rate. Imports no torch.
+
+A warm-up of w steps gives 1/w, 2/w, ..., 1: no step is spent at rate 0. A fall starts from the last step at the full
+rate and has exactly `min_ratio` at its end, the run's last step unless `decay_steps` says otherwise; there it stays.
+
+       1 ┤  ╭───────╮           core.warmup_stable_decay;
+         │ ╱         ╲          linear and cosine have no level stretch
+     min ┤╱           ╰──
+         └┴──┴───────┴─┴──> step
+          0  w-1    last at the full rate
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from sley_core.errors import PlanError
+from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
+
+Factor = Callable[[int], float]
+"""The share of the full rate at a step."""
+
+Shape = Callable[[float], float]
+"""From progress in [0, 1] to what is left of the way down: 1 at 0, 0 at 1, never rising."""
+
+SHAPES: dict[str, Shape] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+
+
+def constant(config: ConstantConfig, _num_steps: int) -> Factor:
+    """1 after the warm-up."""
+    return lambda step: _warmup(step, config.warmup_steps)
+
+
+def linear(config: LinearConfig, num_steps: int) -> Factor:
+    """A straight line from 1 to `min_ratio`."""
+    return _from_the_top("linear", config, num_steps)
+
+
+def cosine(config: CosineConfig, num_steps: int) -> Factor:
+    """Half a cosine from 1 to `min_ratio`."""
+    return _from_the_top("cosine", config, num_steps)
+
+
+def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
+    """1 until the last `decay_steps` of the run, then down to `min_ratio`.
+
+    Raises PlanError where the warm-up and the fall do not both fit into the run.
+    """
+    decay_steps = config.decay_steps or math.ceil(num_steps / 10)
+    if config.warmup_steps + decay_steps > num_steps:
+        raise PlanError(
+            "learning-rate-steps",
+            f"warm-up and decay do not fit into the run: {config.warmup_steps} + {decay_steps} > {num_steps} steps",
+            path=("learning_rate", "decay_steps" if config.decay_steps else "warmup_steps"),
+            hint="shorten one of them, or raise `run.steps`",
+        )
+    last_full = num_steps - 1 - decay_steps
+    return _fall(SHAPES[config.shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
+
+
+def _from_the_top(shape: str, config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
+    last_full = max(config.warmup_steps - 1, 0)
+    decay_steps = config.decay_steps or max(num_steps - 1 - last_full, 1)
+    return _fall(SHAPES[shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
+
+
+def _fall(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min_ratio: float) -> Factor:
+    """Warm-up, 1 up to the step `last_full`, then along `shape` to `min_ratio` within `decay_steps`."""
+
+    def factor(step: int) -> float:
+        if step <= last_full:
+            return _warmup(step, warmup_steps)
+        if step >= last_full + decay_steps:
+            return min_ratio
+        return min_ratio + (1.0 - min_ratio) * shape((step - last_full) / decay_steps)
+
+    return factor
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
