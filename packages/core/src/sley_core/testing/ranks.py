@@ -1,0 +1,240 @@
+"""Runs a function on n ranks of a real gloo world: their results in order of rank, or a failure within the limit.
+
+Ranks are forked from a server that has imported torch once: about 0.1 s for two ranks, where a fresh interpreter takes
+seconds. They meet through a file in a private folder and talk on the loopback interface alone. Whatever happens, also
+when the test is interrupted, no process is left when the call is over.
+
+Because they are forked from one process, ranks share the seed of `hash(str)`: a test here cannot find an order that
+depends on it. Runs of the command line start fresh interpreters and can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from sley_core.testing.rank_process import Job, Outcome, output_file, rank_main, stacks_file
+from sley_core.testing.shipping import pack
+
+GRACE_S = 1.0
+"""How long the other ranks have to finish once one has failed."""
+
+_LAST_WORDS_S = 2.0
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RankError(Exception):
+    """A rank failed with an exception that cannot be raised here, or died without one."""
+
+
+class RankTimeoutError(RankError):
+    """The time limit passed; the message holds the Python stacks of every rank that was still at work."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`Ranks(2)(function, *args, **kwargs)` calls `function` on two ranks; the result is the list of what they return.
+
+    function: at module level, in any module, also one that pytest loaded by file. With `init`, the default group is up
+        (gloo), and `torch.distributed.get_rank()` tells the rank; without, RANK, WORLD_SIZE, LOCAL_RANK and SLEY_STORE
+        are in the environment, as they always are, and the function joins by itself.
+    raises: the exception of the rank that failed first, with its traceback and a word on the others as notes;
+        RankError if it cannot be raised here; RankTimeoutError after `timeout_s`.
+    """
+
+    size: int
+    timeout_s: float = 60.0
+    init: bool = True
+
+    def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        __tracebackhide__ = True
+        call, files = pack((function, args, kwargs))
+        with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
+            world.start(self._jobs(call, files, folder))
+            outcomes = world.collect(time.monotonic() + self.timeout_s, self.timeout_s)
+        if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended):
+            raise _first_failure(failed, self.size)
+        return [pickle.loads(outcome.value) for outcome in outcomes]
+
+    def _jobs(self, call: bytes, files: dict[str, str], folder: str) -> list[Job]:
+        store = Path(folder, "store").as_uri()
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        shared = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size), "SLEY_STORE": store}
+        return [
+            Job(
+                rank=rank,
+                size=self.size,
+                init=self.init,
+                timeout_s=self.timeout_s,
+                call=call,
+                files=files,
+                store=store,
+                folder=folder,
+                cwd=str(Path.cwd()),
+                sys_path=list(sys.path),
+                environ={
+                    **os.environ,
+                    **shared,
+                    "GLOO_SOCKET_IFNAME": loopback,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                },
+                filters=list(warnings.filters),
+            )
+            for rank in range(self.size)
+        ]
+
+
+@dataclass
+class _World:
+    """The processes of one call. On leaving the context they are gone, and their output stands in this one's."""
+
+    folder: str
+    processes: list[ForkServerProcess] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
+
+    def __enter__(self) -> _World:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for connection in self.connections:
+            connection.close()
+        # Ranks that succeeded leave by themselves once they are told so; after a failure there is nothing to wait for.
+        deadline = time.monotonic() + (0.0 if failure[0] else _LAST_WORDS_S)
+        for process in self.processes:
+            if process.pid is not None:
+                process.join(max(0.0, deadline - time.monotonic()))
+                _kill(process)
+        for rank in range(len(self.processes)):
+            _echo(rank, output_file(self.folder, rank))
+
+    def start(self, jobs: list[Job]) -> None:
+        _CONTEXT.set_forkserver_preload(["sley_core.testing.preload"])
+        for job in jobs:
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=rank_main, args=(theirs,), name=f"rank {job.rank}")
+            self.processes.append(process)
+            self.connections.append(ours)
+            process.start()
+            theirs.close()
+        # Sent only now that every process id is known: a rank without a job ends when this process forgets it.
+        for connection, job in zip(self.connections, jobs, strict=True):
+            with contextlib.suppress(BrokenPipeError):
+                connection.send_bytes(pickle.dumps(job))
+
+    def collect(self, deadline: float, timeout_s: float) -> list[Outcome]:
+        """One outcome per rank, at the latest shortly after `deadline` (of the monotonic clock)."""
+        __tracebackhide__ = True
+        outcomes: dict[int, Outcome] = {}
+        failed = False
+        while len(outcomes) < len(self.connections):
+            waiting = [c for rank, c in enumerate(self.connections) if rank not in outcomes]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if not failed:
+                    raise self._timed_out(set(outcomes), timeout_s)
+                break
+            for connection in ready:
+                rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns what it was given
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].failed and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        for rank, process in enumerate(self.processes):
+            if rank not in outcomes:
+                _kill(process)
+                outcomes[rank] = Outcome.lost(
+                    rank, f"still at work {GRACE_S:g} s after that, killed", ended=float("inf")
+                )
+        return [outcomes[rank] for rank in range(len(self.processes))]
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            outcome = pickle.loads(self.connections[rank].recv_bytes())
+            assert isinstance(outcome, Outcome), outcome
+            return outcome
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(_LAST_WORDS_S)
+            # A rank that dies silently is the cause of what its peers then say, so it comes first.
+            how = _how_it_ended(self.processes[rank].exitcode)
+            return Outcome.lost(rank, how, ended=0.0, trace=self._stacks(rank))
+
+    def _stacks(self, rank: int) -> str:
+        """The Python stacks that faulthandler wrote in `rank`, without its lines about signals and extensions."""
+        lines = _read(stacks_file(self.folder, rank)).splitlines()
+        return "\n".join(line for line in lines if line.startswith(("Thread", "Current thread", "  File")))
+
+    def _timed_out(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
+        hung = [(rank, process) for rank, process in enumerate(self.processes) if rank not in finished]
+        for _, process in hung:
+            _signal(process, signal.SIGABRT)
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for _, process in hung:
+            process.join(max(0.0, deadline - time.monotonic()))
+            _kill(process)
+        lines = [f"{len(hung)} of {len(self.processes)} ranks did not finish within {timeout_s:g} s"]
+        lines += [f"rank {rank} had finished" for rank in sorted(finished)]
+        for rank, _ in hung:
+            lines.append(f"stacks of rank {rank}:\n{self._stacks(rank) or '  none were written'}")
+        return RankTimeoutError("\n".join(lines))
+
+
+def _first_failure(failed: list[Outcome], size: int) -> BaseException:
+    """The exception to raise for `failed`, which is in order of time and not empty."""
+    first, *others = failed
+    error = pickle.loads(first.error) if first.error else None
+    if not isinstance(error, BaseException) or isinstance(error, SystemExit | KeyboardInterrupt):
+        error = RankError(f"rank {first.rank} of {size}: {first.summary}")
+    error.add_note(f"rank {first.rank} of {size} failed first\n{first.trace}".rstrip())
+    for other in sorted(others, key=lambda outcome: outcome.rank):
+        error.add_note(f"rank {other.rank}: {other.summary}")
+    return error
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "closed its connection without a result"
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    return f"left with exit code {code} before it returned"
+
+
+def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _kill(process: ForkServerProcess) -> None:
+    """Ends the rank and what it started; a process that is gone is fine."""
+    assert process.pid is not None, process
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():
+        process.kill()
+    process.join()
+
+
+def _echo(rank: int, path: Path) -> None:
+    for line in _read(path).splitlines():
+        print(f"[rank {rank}] {line}")
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").rstrip() if path.exists() else ""
