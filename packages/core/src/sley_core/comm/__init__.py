@@ -1,0 +1,1 @@
+"""Devices, groups and collectives: the one place that calls torch.distributed."""

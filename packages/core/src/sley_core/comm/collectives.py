@@ -1,0 +1,82 @@
+"""The collectives that Sley uses. Each names its group, and a group of one is the identity.
+
+torch.distributed renames functions between versions; what changed is hidden here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sley_core.comm.groups import Group
+from sley_core.errors import RunError
+
+Op = Literal["sum", "max", "min"]
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Pending:
+    """A collective under way. `wait` returns when the result is there (on CUDA: when this stream will see it)."""
+
+    __slots__ = ("_group", "_operation", "_what", "_work")
+
+    def __init__(self, work: Any, operation: str, group: Group, what: str) -> None:
+        self._work = work
+        self._operation = operation
+        self._group = group
+        self._what = what
+
+    def wait(self) -> None:
+        """Raises RunError `collective-failed`, naming operation, group and tensor, when time ran out or a peer died."""
+        if self._work is None:
+            return
+        guarded(self._work.wait, self._operation, self._group, self._what)
+        self._work = None
+
+
+def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pending:
+    """Starts the reduction of `tensor` (contiguous, any floating or integer dtype) in place over `group`.
+
+    what: what the tensor is, for the error of a wait that fails.
+    """
+    if group.size == 1:
+        return Pending(None, "all-reduce", group, what)
+    work = guarded(
+        lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), "all-reduce", group, what
+    )
+    return Pending(work, "all-reduce", group, what)
+
+
+def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
+    """Starts a broadcast of `tensor` in place from the first rank of `group`."""
+    if group.size == 1:
+        return Pending(None, "broadcast", group, what)
+    work = guarded(
+        lambda: dist.broadcast(tensor, src=group.ranks[0], group=group.lane(), async_op=True), "broadcast", group, what
+    )
+    return Pending(work, "broadcast", group, what)
+
+
+def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
+    """Every rank's `value` (small, picklable), in the order of the group's ranks; blocks. For `control` only."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    guarded(lambda: dist.all_gather_object(values, value, group=group.lane()), "all-gather of objects", group, what)
+    return values
+
+
+def guarded(call: Callable[[], Any], operation: str, group: Group, what: str) -> Any:
+    """`call()`; torch's RuntimeError becomes a RunError that says which operation, on which group, of what."""
+    try:
+        return call()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(
+            "collective-failed",
+            f"{operation} of {what} over {group} failed on rank {group.rank}: {first}",
+            hint="another rank of the group stopped, or did not come within [limits] collective_timeout_s",
+        ) from error

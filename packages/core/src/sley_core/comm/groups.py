@@ -1,0 +1,103 @@
+"""Communicators, made from the topology's table: all ranks walk it in one order and join the lines that name them.
+
+Nothing runs on the default group after start-up, and nobody else calls `new_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from sley_core.topology import AXES, DEFAULT_LANE, GroupEntry, Topology
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one axis that this rank talks to, with one communicator per lane.
+
+    ranks: global, ascending. A group of one rank has no communicator, and every collective on it is the identity.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int
+    lanes: Mapping[str, dist.ProcessGroup]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def coord(self) -> int:
+        """This rank's place among `ranks`."""
+        return self.ranks.index(self.rank)
+
+    def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
+        """The communicator of lane `name`; only a group of two or more has one."""
+        return self.lanes[name]
+
+    def __str__(self) -> str:
+        return f"{self.axis}{list(self.ranks)}"
+
+
+class Groups(Mapping[str, Group]):
+    """`groups["dp"]` is this rank's group on axis `dp`. Closes what it opened."""
+
+    def __init__(self, groups: Mapping[str, Group]) -> None:
+        self._groups = dict(groups)
+
+    def __getitem__(self, axis: str) -> Group:
+        return self._groups[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+
+def make_groups(
+    topology: Topology,
+    rank: int,
+    *,
+    backend: str,
+    timeout: timedelta,
+    extra: Iterable[GroupEntry] = (),
+) -> Groups:
+    """Joins every line of the table that names `rank`; every rank of the world calls this once, with equal tables.
+
+    backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
+    communicator: what runs on them is issued in one order by all members anyway.
+    """
+    lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
+    members: dict[str, tuple[int, ...]] = {}
+    shared: dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup] = {}
+    for entry in [*topology.groups(), *extra]:
+        if rank not in entry.ranks:
+            continue
+        members[entry.axis] = entry.ranks
+        if len(entry.ranks) == 1:
+            continue
+        used = "gloo" if entry.backend == "gloo" and backend != "fake" else backend
+        key = (entry.ranks, entry.lane, used)
+        if key not in shared:
+            shared[key] = _new_group(entry, used, timeout)
+        lanes.setdefault(entry.axis, {})[entry.lane] = shared[key]
+    for axis in AXES:
+        members.setdefault(axis, (rank,))
+    return Groups({axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()})
+
+
+def _new_group(entry: GroupEntry, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(
+        list(entry.ranks),
+        backend=backend,
+        timeout=timeout,
+        group_desc=entry.label,
+        use_local_synchronization=backend != "fake",
+    )
+    assert isinstance(group, dist.ProcessGroup), f"{entry.label} was not made on a rank that it names"
+    return group

@@ -1,0 +1,98 @@
+"""The processes of a run, as one of them sees it: who am I, how many are we, what do I run on.
+
+    World.alone()       one process, nothing to join
+    World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, told by the environment
+    World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from sley_core.comm.device import Device
+from sley_core.comm.groups import Groups, make_groups
+from sley_core.errors import RunError
+from sley_core.topology import Topology
+
+RENDEZVOUS = "SLEY_RENDEZVOUS"
+"""The environment variable in which a local launch names its file store; else `env://` is used."""
+
+
+@dataclass
+class World(AbstractContextManager["World"]):
+    """One rank's view of the world. Use as a context manager: it leaves the default group that it joined."""
+
+    rank: int
+    size: int
+    device: Device
+    owns_default_group: bool = False
+
+    @classmethod
+    def alone(cls, device: str = "auto") -> World:
+        """The world of one process."""
+        return cls(0, 1, Device.pick(device))
+
+    @classmethod
+    def join(cls, device: str = "auto", *, timeout_s: float = 600.0, environ: Mapping[str, str] | None = None) -> World:
+        """The world that the launcher's environment describes; `alone` where there is none.
+
+        A default group that exists is used and left open. timeout_s: of start-up and of every collective.
+        Raises RunError `rendezvous-failed` when the others do not come.
+        """
+        environ = os.environ if environ is None else environ
+        local_rank = int(environ.get("LOCAL_RANK", 0))
+        if dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size(), Device.pick(device, local_rank))
+        if int(environ.get("WORLD_SIZE", 1)) == 1 and "RANK" not in environ:
+            return cls.alone(device)
+        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        picked = Device.pick(device, local_rank)
+        try:
+            dist.init_process_group(
+                picked.backend,
+                init_method=environ.get(RENDEZVOUS, "env://"),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=picked.torch_device if picked.type == "cuda" else None,
+            )
+        except (RuntimeError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise RunError("rendezvous-failed", f"rank {rank} of {size} could not meet the others: {first}") from error
+        return cls(rank, size, picked, owns_default_group=True)
+
+    @classmethod
+    def fake(cls, rank: int, size: int) -> World:
+        """Rank `rank` of a world of `size` that exists only here: meta device, torch's fake backend."""
+        dist.init_process_group("fake", rank=rank, world_size=size)
+        return cls(rank, size, Device(torch.device("meta")), owns_default_group=True)
+
+    @property
+    def is_fake(self) -> bool:
+        return not self.device.is_real
+
+    def groups(self, topology: Topology, timeout_s: float) -> Groups:
+        """This rank's communicators; a collective over the world."""
+        assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
+        return make_groups(
+            topology, self.rank, backend=self.device.backend, timeout=timedelta(seconds=timeout_s)
+        )
+
+    def close(self) -> None:
+        """Leaves the default group and with it every group made from it."""
+        if self.owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self.owns_default_group = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,67 @@
+"""The one function through which every layer is called.
+
+    wait for what the layer needs ──> seed its generators ──> activation policy ──> layer
+      `before_layer`                   (seed, step, micro, layer)
+
+Recomputation passes through it again, with phase `recompute`: that is how scheduler hooks see it. Nothing that must happen
+hangs on what comes after the layer, since recomputation stops as soon as it has what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.model.seeds import derive
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.model.layers import Layer
+    from sley_core.protocols import ActivationPolicy, SchedulerHook
+
+Wait = Callable[[], None]
+
+
+class LayerCaller:
+    """Calls layers. `waits[name]` are awaited before every use of layer `name`, recomputation included."""
+
+    def __init__(
+        self, device: Device, seed: int, policy: ActivationPolicy, hooks: Sequence[SchedulerHook] = ()
+    ) -> None:
+        self.device = device
+        self.seed = seed
+        self.policy = policy
+        self.hooks = hooks
+        self.waits: dict[str, list[Wait]] = {}
+
+    def before_layer(self, name: str, wait: Wait) -> None:
+        """From now on `wait` is called before every use of the weights of layer `name`."""
+        self.waits.setdefault(name, []).append(wait)
+
+    def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+        """`layer(*args, **fields)`. args: the previous layer's output, or nothing for the first layer."""
+        if micro.phase is Phase.EVALUATE:
+            return self._run(layer, args, fields, micro)
+        runs = 0
+
+        def run(*args: Any, **fields: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            if runs > 1:
+                self._report_recomputation(layer, args, micro)
+            return self._run(layer, args, fields, micro)
+
+        return self.policy.call(layer.name, run, args, fields)
+
+    def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+        for wait in self.waits.get(layer.name, ()):
+            wait()
+        self.device.seed(derive(self.seed, "forward", micro.step, micro.global_micro, layer.name))
+        return layer.module(*args, **fields)
+
+    def _report_recomputation(self, layer: Layer, args: tuple[Any, ...], micro: MicroStep) -> None:
+        again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
+        for hook in self.hooks:
+            hook.before_forward(again, args[0] if args else None)

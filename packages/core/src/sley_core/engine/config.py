@@ -1,0 +1,20 @@
+"""The tables of the engine's own records; no torch."""
+
+from __future__ import annotations
+
+from sley_core.plan.types import Fraction, Table
+
+
+class EachConfig(Table):
+    """`core.each`: one all-reduce per parameter. The default, and the oracle of every other reducer."""
+
+
+class KeepConfig(Table):
+    """`core.keep`: every layer keeps what its backward needs."""
+
+
+class RecomputeConfig(Table):
+    """`core.recompute`: layers keep their inputs only and run again in backward."""
+
+    fraction: Fraction = 1.0
+    """How many of the model's blocks are recomputed, from the first on: 0 is none, 1 is all. Blocks are all layers but the first and the last."""

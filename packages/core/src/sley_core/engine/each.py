@@ -1,0 +1,39 @@
+"""`core.each`: one all-reduce per parameter. Slow, plain, and the oracle of every faster reducer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sley_core.comm.collectives import Pending, all_reduce
+from sley_core.protocols import GradientHandler
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
+    from sley_core.engine.config import EachConfig
+    from sley_core.engine.step_state import StepState
+    from sley_core.run import Run
+
+
+class Each(GradientHandler):
+    """Sums each entry over its reduce group, in the store's order; entries of a group of one are left alone."""
+
+    def __init__(self, config: EachConfig) -> None:
+        self.config = config
+        self._pending: list[Pending] = []
+
+    def attach(self, run: Run) -> None:
+        self._store = run.store
+        self._groups = run.groups
+
+    def begin_step(self, step: StepState) -> None:
+        self._pending = []
+
+    def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        group = self._groups[entry.reduce_group]
+        # The entry's reduce group; the store reports entries in one order on all of its ranks.
+        self._pending.append(all_reduce(self._store.gradient(entry), group, what=entry.name))
+
+    def finish_step(self, step: StepState) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []

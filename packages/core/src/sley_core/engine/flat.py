@@ -1,0 +1,48 @@
+"""One aligned buffer, many views: buckets, fused gathers, masters and offload stand on it.
+
+    | a a a a a . . . | b b . . . . . . | c c c c c c c . |      . padding, always zero
+    0                 offset of b       offset of c
+
+A pass over the buffer costs one call instead of one per tensor, and no step allocates memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+ALIGNMENT_BYTES = 256
+"""Where every view starts: what vector loads and NCCL's copy paths like, and what CUDA's allocator gives."""
+
+
+class FlatBuffer:
+    """`len(shapes)` contiguous views into one zeroed tensor `data` of `dtype` on `device`, each view aligned.
+
+    data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
+    written, so a sum or a norm over `data` is one over the views.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
+        self.offsets, numel = offsets(shapes, ALIGNMENT_BYTES // dtype.itemsize)
+        self.data: Tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self.views: list[Tensor] = [
+            self.data[start : start + prod(shape)].view(tuple(shape))
+            for start, shape in zip(self.offsets, shapes, strict=True)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+def offsets(shapes: Sequence[Sequence[int]], alignment: int) -> tuple[list[int], int]:
+    """Where each shape starts, in elements and a multiple of `alignment`, and how many elements all take."""
+    starts: list[int] = []
+    end = 0
+    for shape in shapes:
+        starts.append(end)
+        end += -(-prod(shape) // alignment) * alignment
+    return starts, end

@@ -1,0 +1,85 @@
+"""The one place that knows the step, the micro-batch, and which gradient is the last.
+
+Nobody else counts: store, handlers, communicators and offload read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sley_core.actions.action import GRADIENT_KINDS, Action
+
+
+class Phase(StrEnum):
+    """Why a layer runs: for the first time, again inside a backward, or without gradients."""
+
+    TRAIN = "train"
+    RECOMPUTE = "recompute"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What is running: `chunk` and `micro` count per rank, `global_micro` over the whole batch in every layout.
+
+    layer: the layer's name where the function that calls layers reports a recomputation, else empty.
+    """
+
+    chunk: int
+    micro: int
+    phase: Phase
+    step: int
+    global_micro: int
+    layer: str = ""
+
+
+class StepState:
+    """Where this rank stands in its list of actions.
+
+         begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
+
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the place of the
+    first of them among those of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.num_micros = 0
+        self.first_micro = 0
+        self.action: Action | None = None
+        self._last: dict[int, Action] = {}
+        self._done: set[int] = set()
+
+    def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
+        """A new optimizer step, whatever became of the one before."""
+        self.step = step
+        self.num_micros = num_micros
+        self.first_micro = first_micro
+        self.action = None
+        self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
+        self._done = set()
+
+    def micro_step(self, action: Action, phase: Phase) -> MicroStep:
+        """What `action` works on."""
+        return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)
+
+    def enter(self, action: Action) -> None:
+        self.action = action
+
+    def leave(self, action: Action) -> None:
+        if self._last.get(action.chunk) == action:
+            self._done.add(action.chunk)
+        self.action = None
+
+    def gradients_final(self, chunks: frozenset[int]) -> bool:
+        """Whether the running action is the last of this step that can add to a gradient of all `chunks`."""
+        action = self.action
+        if action is None or self._last.get(action.chunk) != action:
+            return False
+        return all(chunk == action.chunk or chunk in self._done for chunk in chunks)
+
+    def all_done(self, chunks: frozenset[int]) -> bool:
+        """Whether every one of `chunks` has had its last gradient action."""
+        return chunks <= self._done

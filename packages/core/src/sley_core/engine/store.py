@@ -1,0 +1,232 @@
+"""The only owner of accumulated gradients, and the only one that knows when a gradient is complete.
+
+Each trainable entry of the book has a slot: a view into a flat buffer in `precision.gradients`. Contributions come from
+autograd (a post-accumulate hook per parameter, the store's own) or from code that computes weight gradients itself
+(`add`). With StepState the store reports each entry ready once per step:
+
+    begin_step ──> contribution* ──> ready, in the order of `order` ──> finish_step
+                                       ^ in the chunk's last gradient action, when as many contributions have come as in
+                                         the first step; what is untouched then is completed as zeros
+
+One order for all ranks of a reduce group is what makes it safe to start a collective at `ready`: two ranks that start two
+reductions in opposite order sum the wrong tensors without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.flat import FlatBuffer
+from sley_core.engine.step_state import StepState
+
+Ready = Callable[[Entry], None]
+
+
+class Slot:
+    """The gradient of one entry: `view` in its buffer, and what this step has brought so far.
+
+    contributions: in this step. final: in the action that completes the gradient. expected: what `final` was in the
+    first step, for a parameter that a backward reaches more than once (a module used twice under recomputation).
+    """
+
+    __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "parameter", "view")
+
+    def __init__(self, entry: Entry, view: Tensor) -> None:
+        self.entry = entry
+        self.parameter = entry.parameter
+        self.chunks = entry.chunks
+        self.view = view
+        self.contributions = 0
+        self.final = 0
+        self.expected = 0
+        self.is_ready = False
+
+
+class GradientBuffer(FlatBuffer):
+    """The gradients of some entries with one reduce group and one dtype, side by side."""
+
+    def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__([entry.parameter.shape for entry in entries], dtype, device)
+        self.entries = list(entries)
+        self.reduce_group = entries[0].reduce_group
+        assert all(entry.reduce_group == self.reduce_group for entry in entries), f"{entries} do not reduce together"
+
+
+class GradientStore:
+    """Slots for all trainable entries of `book`, in `dtype` on `device`.
+
+    The reducer calls `lay_out` when it attaches; without one, entries lie in one buffer per reduce group, in reverse
+    order of use. `on_ready` is called once per entry and step, `on_chunk_done` once per chunk.
+    """
+
+    def __init__(self, book: ParameterBook, dtype: torch.dtype, device: torch.device, state: StepState) -> None:
+        self.book = book
+        self.dtype = dtype
+        self.device = device
+        self.state = state
+        self.buffers: list[GradientBuffer] = []
+        self.on_ready: list[Ready] = []
+        self.on_chunk_done: list[Callable[[int], None]] = []
+        self._slots: dict[Entry, Slot] = {}
+        self._order: list[Slot] = []
+        self._seen: list[Entry] = []
+        self._next = 0
+        self._learned = False
+        self._laid_out_for: list[bool] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.lay_out(by_reduce_group(reversed(book.trainable)))
+
+    def lay_out(self, buffers: Iterable[Sequence[Entry]]) -> None:
+        """One buffer per given list of entries; together they name every trainable entry once.
+
+        The order of readiness becomes the order given. Contributions of a step under way are forgotten.
+        """
+        lists = [list(entries) for entries in buffers if len(entries)]
+        flat = [entry for entries in lists for entry in entries]
+        assert sorted(entry.index for entry in flat) == sorted(entry.index for entry in self.book.trainable), (
+            "a layout names every trainable entry once"
+        )
+        self._drop_hooks()
+        self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in lists]
+        self._slots = {
+            entry: Slot(entry, view)
+            for buffer in self.buffers
+            for entry, view in zip(buffer.entries, buffer.views, strict=True)
+        }
+        self._order = [self._slots[entry] for entry in flat]
+        self._laid_out_for = self._trainability()
+        self._learned = False
+        self._seen = []
+        for slot in self._order:
+            hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, slot))
+            self._hooks.append(hook)
+
+    def gradient(self, entry: Entry) -> Tensor:
+        """The accumulated gradient of `entry`: shape of its parameter, dtype of the store. A view, never a copy."""
+        return self._slots[entry].view
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries that have a slot, in the order in which they are reported ready."""
+        return [slot.entry for slot in self._order]
+
+    @property
+    def seen_order(self) -> list[Entry]:
+        """The entries in the order in which the first step completed them; empty before. Local to this rank."""
+        return list(self._seen)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    def begin_step(self) -> None:
+        """Forgets the step before, complete or not: the first contribution of this one overwrites."""
+        if self._trainability() != self._laid_out_for:
+            self.lay_out(self._relaid())
+        self._next = 0
+        for slot in self._order:
+            slot.contributions = 0
+            slot.final = 0
+            slot.is_ready = False
+            slot.parameter.grad = None
+
+    def add(self, entry: Entry, gradient: Tensor) -> None:
+        """A contribution computed outside autograd: shape of the parameter, any floating dtype."""
+        slot = self._slots[entry]
+        if slot.contributions:
+            slot.view.add_(gradient)
+        else:
+            slot.view.copy_(gradient)
+        self._contributed(slot)
+
+    def chunk_done(self, chunk: int) -> None:
+        """The chunk's last gradient action is over: what no contribution reached is zero, and everything is ready."""
+        for slot in self._order:
+            if not slot.is_ready and chunk in slot.chunks and self.state.all_done(slot.chunks):
+                self._complete(slot)
+        if not self._learned and all(slot.is_ready for slot in self._order):
+            for slot in self._order:
+                slot.expected = slot.final
+            self._learned = True
+        self._report()
+        for notify in self.on_chunk_done:
+            notify(chunk)
+
+    def finish_step(self) -> None:
+        """Hands the optimizer its views: `parameter.grad` is the slot."""
+        for slot in self._order:
+            slot.parameter.grad = slot.view
+
+    def close(self) -> None:
+        self._drop_hooks()
+        for slot in self._order:
+            slot.parameter.grad = None
+
+    def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
+        """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself."""
+        gradient = parameter.grad
+        assert gradient is not None, f"{slot.entry.name}: the hook fired without a gradient"
+        if gradient is not slot.view:
+            if slot.contributions:
+                slot.view.add_(gradient)
+            else:
+                slot.view.copy_(gradient)
+            parameter.grad = slot.view if parameter.dtype == slot.view.dtype else None
+        self._contributed(slot)
+
+    def _contributed(self, slot: Slot) -> None:
+        assert not slot.is_ready, f"{slot.entry.name}: a contribution after its gradient was reported ready"
+        slot.contributions += 1
+        if not self.state.gradients_final(slot.chunks):
+            return
+        slot.final += 1
+        if not self._learned:
+            if slot.final == 1:
+                self._seen.append(slot.entry)
+        elif slot.final == slot.expected:
+            slot.is_ready = True
+            if slot is self._order[self._next]:
+                self._report()
+
+    def _complete(self, slot: Slot) -> None:
+        if not slot.contributions:
+            slot.view.zero_()
+        slot.is_ready = True
+
+    def _report(self) -> None:
+        """Reports ready entries up to the first that is not: one order, whatever autograd's was."""
+        while self._next < len(self._order) and self._order[self._next].is_ready:
+            slot = self._order[self._next]
+            self._next += 1
+            for notify in self.on_ready:
+                notify(slot.entry)
+
+    def _trainability(self) -> list[bool]:
+        return [entry.parameter.requires_grad for entry in self.book]
+
+    def _relaid(self) -> list[list[Entry]]:
+        """The layout after parameters were frozen or unfrozen: buffers keep their members, new ones get their own."""
+        trainable = self.book.trainable
+        wanted = {entry.index for entry in trainable}
+        kept = [[entry for entry in buffer.entries if entry.index in wanted] for buffer in self.buffers]
+        have = {entry.index for entries in kept for entry in entries}
+        new = [entry for entry in reversed(trainable) if entry.index not in have]
+        return [*kept, *by_reduce_group(new)]
+
+    def _drop_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def by_reduce_group(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """The entries in the order given, one list per reduce group."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.reduce_group, []).append(entry)
+    return list(groups.values())

@@ -1,0 +1,102 @@
+"""The end of a step, after every gradient is reduced: norm, clip, learning rate, optimizer step.
+
+The norm counts what each rank owns once: a gradient that `copies` ranks hold adds 1/copies on each of them, so one sum over
+all ranks is the norm of the whole model in every layout. On CUDA nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import all_reduce
+from sley_core.comm.device import Device
+from sley_core.comm.groups import Groups
+from sley_core.engine.store import GradientBuffer, GradientStore
+from sley_core.optim.groups import scale_learning_rate
+
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks know after a step: float64 scalars on the device.
+
+    loss: the sum over the global batch, not yet divided by its weight. stops: how many ranks ask to stop.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    stops: Tensor
+
+
+class Update:
+    """Steps `optimizer` over the views of `store`.
+
+    factor: the learning rate's factor at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of
+    the p-norm, math.inf for the largest element.
+    """
+
+    def __init__(
+        self,
+        store: GradientStore,
+        optimizer: torch.optim.Optimizer,
+        factor: Callable[[int], float],
+        groups: Groups,
+        device: Device,
+        *,
+        clip_norm: float | None,
+        norm_kind: float,
+    ) -> None:
+        self.store = store
+        self.optimizer = optimizer
+        self.factor = factor
+        self.groups = groups
+        self.device = device
+        self.clip_norm = clip_norm
+        self.norm_kind = norm_kind
+
+    def step(self, step: int, loss: Tensor, stop: bool) -> Totals:
+        """Clips and steps; `loss` is this rank's sum, a float64 scalar on the device."""
+        totals = self._totals(loss, stop)
+        if self.clip_norm is not None:
+            self._clip(totals.grad_norm, self.clip_norm)
+        scale_learning_rate(self.optimizer, self.factor(step))
+        self.optimizer.step()
+        return totals
+
+    def _totals(self, loss: Tensor, stop: bool) -> Totals:
+        """Norm, loss and votes in one all-reduce over all ranks (two for the inf-norm), once per step."""
+        everyone = self.groups["all"]
+        norm = self._local_norm(self.store.buffers)
+        scalars = torch.stack([loss, norm, torch.full((), float(stop), dtype=torch.float64, device=loss.device)])
+        if math.isinf(self.norm_kind):
+            all_reduce(norm, everyone, "max", what="the gradient norm").wait()
+        # All ranks of the world; every rank ends every step here, after its own reductions.
+        all_reduce(scalars, everyone, what="loss and gradient norm").wait()
+        if not math.isinf(self.norm_kind):
+            norm = scalars[1] ** (1 / self.norm_kind)
+        return Totals(scalars[0], norm, scalars[2])
+
+    def _local_norm(self, buffers: Sequence[GradientBuffer]) -> Tensor:
+        """This rank's share: sum of |g|^p over what it owns, or the largest |g|; a float64 scalar, 0 without gradients."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
+        for buffer in buffers:
+            norm = torch.linalg.vector_norm(buffer.data, self.norm_kind).double()
+            if math.isinf(self.norm_kind):
+                total = torch.maximum(total, norm)
+            else:
+                total += norm**self.norm_kind / self.groups[buffer.reduce_group].size
+        return total
+
+    def _clip(self, norm: Tensor, clip_norm: float) -> None:
+        factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0)
+        if not self.device.is_async and float(factor) == 1.0:
+            return
+        for buffer in self.store.buffers:
+            buffer.data.mul_(factor.to(buffer.data.dtype))

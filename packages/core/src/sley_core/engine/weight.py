@@ -1,0 +1,36 @@
+"""The loss weight of the global batch: known from the data alone, before the first backward.
+
+Dividing once by it is what makes gradients independent of micro-batches, dp, sp and padding; a mean of means is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import all_reduce
+from sley_core.comm.device import Device
+from sley_core.comm.groups import Group
+
+
+class BatchWeight:
+    """The sum of `local` over `group`, the ranks of one stage; its all-reduce runs beside the first forward."""
+
+    def __init__(self, local: float, group: Group, device: Device) -> None:
+        self._total = torch.full((), local, dtype=torch.float64, device=device.torch_device)
+        # The stage's ranks: one scalar per step and evaluation, the first collective of each.
+        self._pending = all_reduce(self._total, group, what="the loss weight of the batch")
+        self._inverse: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """A float64 scalar on the device."""
+        self._pending.wait()
+        return self._total
+
+    def inverse(self, like: Tensor) -> Tensor:
+        """One over the weight, in the dtype of the loss `like`; 0 where nothing in the batch counts."""
+        if self._inverse is None:
+            total = self.total
+            self._inverse = torch.where(total > 0, 1 / total, 0.0).to(like.dtype)
+        return self._inverse
