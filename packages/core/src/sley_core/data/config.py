@@ -1,0 +1,141 @@
+"""The `[data]` tables. A combination that cannot mean anything is an error of the table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field as Limits
+from pydantic import model_validator
+
+from sley_core.plan.types import Array, NonNegative, PlanPath, Positive, Table
+
+Documents = Literal["pack", "cut", "pad"]
+"""How documents become samples of equal length.
+
+pack: documents lie end to end and keep their boundaries: `cu_seqlens`, positions that restart, no label across.
+cut: documents lie end to end as one long text, boundaries forgotten.
+pad: a document starts a sample of its own, the last of its samples is filled up with ignored labels.
+"""
+
+FIRST_TOO_LARGE = {"uint16": 1 << 16, "uint32": 1 << 32}
+"""The first token id that a token file of this type cannot hold."""
+
+
+class DataConfig(Table):
+    """What every dataset can be told."""
+
+    shuffle: bool = True
+    """Whether each epoch has an order of its own, drawn from the seed; a stream keeps its own order."""
+
+    samples_per_epoch: Positive | None = None
+    """Samples in an epoch; a run writes it into its resolved plan, and data with another number is refused."""
+
+
+class TextConfig(DataConfig):
+    """Text files as tokens: bytes, or those of a tokenizer."""
+
+    source: Literal["python-stdlib"] | None = None
+    """Text that every machine has: the source files of the running Python's standard library."""
+
+    files: Array[PlanPath] = ()
+    """Text files, as paths or patterns such as `corpus/**/*.txt`; a file matched twice is read once."""
+
+    sequence: Positive
+    """Tokens per sample."""
+
+    documents: Documents = "pack"
+    """How documents become samples: "pack" keeps their boundaries, "cut" forgets them, "pad" fills each up."""
+
+    separator: Annotated[str, Limits(min_length=1)] | None = None
+    """The text at which a file falls into documents; without it each file is one document."""
+
+    tokenizer: PlanPath | None = None
+    """A Hugging Face `tokenizer.json` (needs `sley-core[tokenizers]`); without it tokens are bytes."""
+
+    end_of_document: Annotated[str, Limits(min_length=1)] | None = None
+    """A token of the tokenizer to put after every document."""
+
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = 0.02
+    """The share of documents, chosen by their names, that is kept for evaluation and never trained on."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> TextConfig:
+        if self.source is None and not self.files:
+            raise ValueError("one of `source` and `files` is needed")
+        if self.source is not None and self.files:
+            raise ValueError("`source` and `files` exclude each other")
+        if self.end_of_document is not None and self.tokenizer is None:
+            raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; give `tokenizer` too")
+        return self
+
+
+class TokensConfig(DataConfig):
+    """Token files: raw little-endian integers without a header, as nanoGPT writes them, mapped and never copied."""
+
+    files: Array[PlanPath]
+    """Token files, as paths or patterns such as `train-*.bin`; together they are one stream, in this order."""
+
+    held_out_files: Array[PlanPath] = ()
+    """Token files to evaluate on."""
+
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """The type of the tokens in the files."""
+
+    vocab_size: Positive
+    """Token ids in the files are below this."""
+
+    sequence: Positive
+    """Tokens per sample."""
+
+    documents: Documents = "cut"
+    """How documents become samples: "cut" forgets their boundaries; "pack" and "pad" need `end_of_document`."""
+
+    end_of_document: NonNegative | None = None
+    """The token id that ends every document."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> TokensConfig:
+        if not self.files:
+            raise ValueError("`files` names no file")
+        if self.documents != "cut" and self.end_of_document is None:
+            raise ValueError(f'`documents = "{self.documents}"` needs the `end_of_document` token id')
+        if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
+            raise ValueError(f"`end_of_document` {self.end_of_document} is not below `vocab_size` {self.vocab_size}")
+        if self.vocab_size > FIRST_TOO_LARGE[self.dtype]:
+            raise ValueError(f"{self.dtype} cannot hold every token of a vocabulary of {self.vocab_size}")
+        return self
+
+
+class FieldConfig(Table):
+    """One field of a batch that a factory's dataset gives."""
+
+    dtype: str
+    """The name of a torch dtype, such as "int64"."""
+
+    batch_dim: NonNegative = 0
+    """The dim of a batch along which samples lie."""
+
+    sequence_dim: NonNegative | None = None
+    """The dim of a batch that sequence parallelism may cut."""
+
+    ids: Literal["token", "label"] | None = None
+    """Whether values are token ids, to be checked against `vocab_size`; negative labels are ignored."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> FieldConfig:
+        if self.batch_dim == self.sequence_dim:
+            raise ValueError(f"`batch_dim` and `sequence_dim` are both {self.batch_dim}")
+        return self
+
+
+class FactoryDataConfig(DataConfig):
+    """A dataset of one's own, made by `factory`; what it does not declare itself can be declared here."""
+
+    fields: dict[str, FieldConfig] | None = None
+    """The fields of a batch; without it the dataset's `info` tells, or else its first sample."""
+
+    vocab_size: Positive | None = None
+    """Token ids are below this."""
+
+    sequence: Positive | None = None
+    """Positions per sample."""

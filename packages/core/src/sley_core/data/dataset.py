@@ -1,0 +1,109 @@
+"""A dataset declares its fields, and gives samples as dicts of tensors; nothing here imports torch.
+
+A sample is one row of a batch, without the batch dim. Samples are stacked into a batch along each field's `batch_dim`.
+What cuts a batch (data parallelism, micro-batches, sequence parallelism) follows the declared `Field`s alone, so a
+dataset with fields of its own needs no code elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Split = Literal["train", "held_out"]
+Sample: TypeAlias = "dict[str, Tensor]"
+Batch: TypeAlias = "dict[str, Tensor]"
+Collate: TypeAlias = Callable[[Sequence[Sample]], Batch]
+
+IGNORED = -100
+"""The label of a position that has no weight in the loss (PyTorch's default `ignore_index`)."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a batch.
+
+    dtype: the name of a torch dtype, "int64".
+    batch_dim: the dim of a **batch** along which samples lie; a sample does not have it.
+    sequence_dim: the dim of a batch that sequence parallelism cuts, or None for a field that every slice needs whole.
+    ids: "token" for token ids, all in [0, vocab_size); "label" for token ids of which negative ones are ignored. Either
+        is checked against the vocabulary, batch by batch; None is not.
+    """
+
+    dtype: str
+    batch_dim: int = 0
+    sequence_dim: int | None = None
+    ids: Literal["token", "label"] | None = None
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What a model may know of its data: the fields of a batch, and sizes where there are any.
+
+    vocab_size: token ids are in [0, vocab_size).
+    sequence: positions per sample, where all samples have the same number.
+    """
+
+    fields: Mapping[str, Field]
+    vocab_size: int | None = None
+    sequence: int | None = None
+
+
+@dataclass(frozen=True)
+class DataContext:
+    """What a dataset is built for: the run's seed, and which part of the data is wanted."""
+
+    seed: int = 0
+    split: Split = "train"
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Samples by index: any index in [0, len) at any time, and from a thread that is not the main one.
+
+    It may also have `collate(samples) -> batch`; without it samples are stacked along each field's `batch_dim`.
+    """
+
+    @property
+    def info(self) -> DataInfo:
+        """The fields; cheap, for it is asked where only the model is of interest."""
+        ...
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples in their own order, without a length. Each `iter` starts over; the end of a finite one is a new epoch.
+
+    With `state() -> Any` and `restore(state)` (or torch's names, `state_dict` and `load_state_dict`) a restored run
+    goes on from there: the next `iter` continues, later ones start over. Without them it walks to its place again.
+    """
+
+    @property
+    def info(self) -> DataInfo:
+        """As `Dataset.info`."""
+        ...
+
+    def __iter__(self) -> Iterator[Sample]: ...
+
+
+AnyDataset: TypeAlias = Dataset | Stream
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples can only be walked: no `__len__` and `__getitem__`, or torch's `IterableDataset`.
+
+    An `IterableDataset` inherits a `__getitem__` that only raises, and may have a length.
+    """
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(dataset).__mro__}
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return not indexed or "torch.utils.data.dataset.IterableDataset" in names

@@ -1,0 +1,140 @@
+"""The feed hands a rank its rows of each global batch, and its state is one number that no layout shows in.
+
+Samples form one endless sequence: epoch after epoch, each in its own order, none dropped between them. Batch b holds
+the samples [b * G, (b + 1) * G) of that sequence, so a batch may span epochs, and concatenating the rows of all ranks
+gives the same global batch in every layout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from sley_core.data.collate import collate_of
+from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
+from sley_core.data.order import Order
+from sley_core.data.prefetch import Prefetch
+from sley_core.data.walk import own_state, walk
+from sley_core.errors import PlanError
+
+
+@dataclass(frozen=True)
+class _Item:
+    batch: Batch
+    samples: tuple[int, ...]
+    state: dict[str, Any]
+
+
+class Feed:
+    """An endless source of one rank's rows; close it, or use it as a context manager, to end its thread.
+
+    dataset: a Dataset, or a Stream.
+    batch_size: samples of a **global** batch, over all ranks.
+    rows: this rank's rows of the global batch.
+    shuffle: whether each epoch of a Dataset has an order of its own.
+    timeout_s: how long `next` and `close` wait for the dataset before they raise RunError.
+
+    After `next`, `wait_s` is how long it waited, and `samples` names the batch's rows: the dataset's index of each, or
+    for a stream its place in the whole sequence. What a dataset raises, `next` raises.
+    """
+
+    def __init__(
+        self,
+        dataset: AnyDataset,
+        *,
+        seed: int,
+        batch_size: int,
+        rows: range,
+        shuffle: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        assert len(rows), rows
+        assert rows == range(batch_size)[rows.start : rows.stop], (rows, batch_size)
+        self._dataset = dataset
+        self._seed = seed
+        self._batch_size = batch_size
+        self._rows = rows
+        self._shuffle = shuffle
+        self._timeout_s = timeout_s
+        self._prefetch: Prefetch[_Item] | None = None
+        self._state: dict[str, Any] = {"samples": 0}
+        self.wait_s = 0.0
+        self.samples: tuple[int, ...] = ()
+
+    def next(self) -> Batch:
+        """This rank's rows of the next global batch, on the host."""
+        begin = time.perf_counter()
+        if self._prefetch is None:
+            self._prefetch = Prefetch(self._items(self._state))
+        item = self._prefetch.get(self._timeout_s)
+        self.wait_s = time.perf_counter() - begin
+        self.samples, self._state = item.samples, item.state
+        return item.batch
+
+    def state(self) -> dict[str, Any]:
+        """The place after the last batch that `next` returned; small, and the same on every rank of every layout."""
+        return deepcopy(self._state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place that `state` told; `{"samples": 0}` is the beginning."""
+        self.close()
+        self._state = deepcopy(dict(state))
+
+    def close(self) -> None:
+        """Ends the thread; what it had prepared is made again by the next `next`."""
+        if self._prefetch is not None:
+            self._prefetch.close(self._timeout_s)
+            self._prefetch = None
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _items(self, state: Mapping[str, Any]) -> Iterator[_Item]:
+        if is_stream(self._dataset):
+            return self._walked(cast(Stream, self._dataset), state)
+        return self._indexed(cast(Dataset, self._dataset), state["samples"])
+
+    def _indexed(self, dataset: Dataset, done: int) -> Iterator[_Item]:
+        collate = collate_of(dataset)
+        num_samples = len(dataset)
+        if not num_samples:
+            raise PlanError("data-empty", "the data set has no samples", path=("data",))
+
+        @lru_cache(maxsize=2)
+        def order(epoch: int) -> Order:
+            return Order(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+
+        while True:
+            places = (divmod(done + row, num_samples) for row in self._rows)
+            indices = tuple(order(epoch)[place] for epoch, place in places)
+            samples = [_read(dataset, index) for index in indices]
+            done += self._batch_size
+            yield _Item(collate(samples), indices, {"samples": done})
+
+    def _walked(self, stream: Stream, state: Mapping[str, Any]) -> Iterator[_Item]:
+        """Every rank walks the whole stream and keeps its rows: only so can a stream be the same in all layouts."""
+        collate = collate_of(stream)
+        samples = walk(stream, state)
+        stream_state = own_state(stream)
+        done = state["samples"]
+        while True:
+            # `range` comes first: `zip` then takes no sample beyond the batch.
+            kept = [sample for row, sample in zip(range(self._batch_size), samples, strict=False) if row in self._rows]
+            numbers = tuple(done + row for row in self._rows)
+            done += self._batch_size
+            yield _Item(collate(kept), numbers, {"samples": done} | stream_state())
+
+
+def _read(dataset: Dataset, index: int) -> Sample:
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"while reading sample {index} of the data set")
+        raise

@@ -1,0 +1,56 @@
+"""The order of an epoch: every sample exactly once, the same for every layout, at the cost of one index.
+
+The place of a sample is computed, not looked up, so an epoch of any size needs no memory and any place in it can be
+entered at once: a rank asks only for the rows it owns, and restoring a position is setting a number.
+
+The permutation of [0, n) is a Feistel network over pairs (left, right) of [0, a)^2 with a = ceil(sqrt(n)), walked
+again while the result is not below n (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: a
+network is bijective whatever its round function is, and so is walking along its cycles until one is inside). As
+(a - 1)^2 < n, a walk has a^2 / n steps on average: 2 at n = 2, and close to 1 for large n. The round function is
+BLAKE2b, and there are ten rounds, as in NIST SP 800-38G, because small domains need more than the four that do for
+large ones.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from math import isqrt
+
+NUM_ROUNDS = 10
+
+
+class Order:
+    """`order[place]` is the sample that comes at `place` of the epoch, both in [0, num_samples).
+
+    It depends on (num_samples, seed, epoch) alone. With `shuffle = False` it is the place itself.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
+        assert num_samples > 0, num_samples
+        self._num_samples = num_samples
+        self._shuffle = shuffle
+        self._side = isqrt(num_samples - 1) + 1
+        self._key = blake2b(f"order/{seed}/{epoch}".encode(), digest_size=32).digest()
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, place: int) -> int:
+        if not 0 <= place < self._num_samples:
+            raise IndexError(place)
+        if not self._shuffle:
+            return place
+        sample = self._network(place)
+        while sample >= self._num_samples:
+            sample = self._network(sample)
+        return sample
+
+    def _network(self, value: int) -> int:
+        left, right = divmod(value, self._side)
+        for number in range(NUM_ROUNDS):
+            left, right = right, (left + self._round(number, right)) % self._side
+        return left * self._side + right
+
+    def _round(self, number: int, value: int) -> int:
+        digest = blake2b(value.to_bytes(8, "little"), digest_size=8, key=self._key, salt=bytes([number])).digest()
+        return int.from_bytes(digest, "little")

@@ -1,0 +1,94 @@
+"""Samples of equal length from a stream of tokens and the offsets of its documents: pack, cut, pad.
+
+Pure functions: tokens and offsets in, tensors of one sample out. Labels are the next tokens, already shifted.
+`offsets` is int64 [num_documents + 1]: document d is [offsets[d], offsets[d + 1]), none of them empty.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sley_core.data.config import Documents
+from sley_core.data.counts import num_windows, window
+from sley_core.data.dataset import IGNORED, Field, Sample
+from sley_core.data.token_array import TokenArray
+
+WINDOW_BLOCK = 1 << 20
+
+TOKENS = {"tokens": Field("int64", 0, 1, ids="token"), "labels": Field("int64", 0, 1, ids="label")}
+BOUNDARIES = {"positions": Field("int64", 0, 1), "cu_seqlens": Field("int32", 0, None)}
+
+
+def token_fields(documents: Documents) -> dict[str, Field]:
+    """The fields of a batch: tokens and labels [b, s]; packed, also positions [b, s] and cu_seqlens [b, n + 1]."""
+    return TOKENS | BOUNDARIES if documents == "pack" else dict(TOKENS)
+
+
+def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:
+    """Window `index` of the stream; labels that an earlier window has covered are ignored (see `counts.window`)."""
+    start, covered = window(index, len(tokens), sequence)
+    values = tokens.read(start, start + sequence + 1)
+    labels = values[1:].clone()
+    labels[:covered] = IGNORED
+    return {"tokens": values[:-1], "labels": labels}
+
+
+def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, max_documents: int) -> Sample:
+    """Window `index` with its boundaries: nothing attends or predicts across a document's end.
+
+    positions: restart at 0 with each document, and with the window, which may begin inside one.
+    cu_seqlens: int32 [max_documents + 1], the starts of the window's documents, then `sequence` until the end
+        (documents of no tokens), so that all samples have one shape.
+    """
+    start, _ = window(index, len(tokens), sequence)
+    sample = cut_sample(tokens, index, sequence)
+    inside = _starts_after(offsets, start, start + sequence) - start
+    sample["labels"][inside - 1] = IGNORED
+    starts = torch.cat([inside.new_zeros(1), inside[inside < sequence]])
+    lengths = torch.diff(starts, append=starts.new_tensor([sequence]))
+    sample["positions"] = torch.arange(sequence) - starts.repeat_interleave(lengths)
+    sample["cu_seqlens"] = torch.full((max_documents + 1,), sequence, dtype=torch.int32)
+    sample["cu_seqlens"][: starts.numel()] = starts
+    return sample
+
+
+def _starts_after(offsets: Tensor, start: int, stop: int) -> Tensor:
+    """Starts of documents in (start, stop]."""
+    first, last = torch.searchsorted(offsets, torch.tensor([start, stop]), right=True).tolist()
+    return offsets[first:last]
+
+
+def max_documents(offsets: Tensor, sequence: int) -> int:
+    """The most documents that any window holds, pieces included."""
+    num_tokens = int(offsets[-1])
+    most = 0
+    for first in range(0, num_windows(num_tokens, sequence), WINDOW_BLOCK):
+        last = min(first + WINDOW_BLOCK, num_windows(num_tokens, sequence))
+        starts = (torch.arange(first, last) * sequence).clamp(max=num_tokens - 1 - sequence)
+        before = torch.searchsorted(offsets, starts, right=True)
+        inside = torch.searchsorted(offsets, starts + sequence) - before
+        most = max(most, int(inside.max()) + 1)
+    return most
+
+
+def chunk_ends(offsets: Tensor, sequence: int) -> Tensor:
+    """int64 [num_documents]: samples of the documents up to and including each, when documents are padded."""
+    num_labels = torch.diff(offsets) - 1
+    return ((num_labels + sequence - 1) // sequence).cumsum(0)
+
+
+def pad_sample(tokens: TokenArray, offsets: Tensor, ends: Tensor, index: int, sequence: int) -> Sample:
+    """Piece `index` of the documents, filled up at its end with token 0 and ignored labels.
+
+    ends: what `chunk_ends` returns. A pad is a token of every vocabulary, and nothing attends to it under causal
+    attention.
+    """
+    document = int(torch.searchsorted(ends, index, right=True))
+    before = int(ends[document - 1]) if document else 0
+    start = int(offsets[document]) + (index - before) * sequence
+    values = tokens.read(start, min(start + sequence + 1, int(offsets[document + 1])))
+    sample = {"tokens": torch.zeros(sequence, dtype=torch.int64), "labels": torch.full((sequence,), IGNORED)}
+    sample["tokens"][: values.numel() - 1] = values[:-1]
+    sample["labels"][: values.numel() - 1] = values[1:]
+    return sample

@@ -1,0 +1,53 @@
+"""Tokens of one or several sources, read as one stream; only what is asked for is copied."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+SIGNED = {torch.uint8: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32}
+"""Types of the same size that PyTorch compares with vector instructions and on every device."""
+
+
+class TokenArray:
+    """A stream of tokens: `array.read(start, stop)` is an int64 copy of that range, whichever parts it lies in.
+
+    parts: 1-dimensional uint8, uint16 or uint32 tensors, all of one dtype; they may be mapped files.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = tuple(parts)
+        self._ends = list(accumulate(part.numel() for part in self._parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Tokens [start, stop) as int64; the range must lie inside the array."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        pieces = list(self._pieces(start, stop))
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
+        return joined.to(torch.int64)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        number = bisect_right(self._ends, start)
+        while start < stop:
+            end = self._ends[number]
+            offset = end - self._parts[number].numel()
+            yield self._parts[number][start - offset : min(stop, end) - offset]
+            start, number = end, number + 1
+
+    def find(self, token: int, *, block: int = 1 << 24) -> Tensor:
+        """Positions of `token` as int64, in ascending order; reads every part, a block of tokens at a time."""
+        found = []
+        for part, end in zip(self._parts, self._ends, strict=True):
+            wanted = torch.tensor([token]).to(part.dtype).view(SIGNED[part.dtype])
+            values = part.view(SIGNED[part.dtype])
+            for start in range(0, part.numel(), block):
+                hits = (values[start : start + block] == wanted).nonzero().flatten()
+                found.append(hits + (end - part.numel() + start))
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)

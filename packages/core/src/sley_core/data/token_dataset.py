@@ -1,0 +1,80 @@
+"""What `core.text` and `core.tokens` share: documents become samples of one length, loaded at the first need."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sley_core.data import packing
+from sley_core.data.config import Documents
+from sley_core.data.counts import num_windows
+from sley_core.data.dataset import DataInfo, Sample
+from sley_core.data.token_array import TokenArray
+from sley_core.errors import PlanError
+
+
+class TokenDataset:
+    """Samples of `sequence` tokens with their labels; every label of the data comes exactly once per epoch.
+
+    A subclass gives `vocab_size` and `load() -> (tokens, offsets)`, which is called once, by the first `len` or sample;
+    `info` needs neither. offsets may be None where documents are cut.
+    """
+
+    def __init__(self, sequence: int, documents: Documents) -> None:
+        self._sequence = sequence
+        self._documents = documents
+
+    @cached_property
+    def info(self) -> DataInfo:
+        return DataInfo(packing.token_fields(self._documents), self.vocab_size, self._sequence)
+
+    @property
+    def vocab_size(self) -> int:
+        raise NotImplementedError
+
+    def load(self) -> tuple[TokenArray, Tensor | None]:
+        raise NotImplementedError
+
+    @cached_property
+    def _data(self) -> tuple[TokenArray, Tensor]:
+        tokens, offsets = self.load()
+        return tokens, torch.tensor([0, len(tokens)]) if offsets is None else offsets
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return packing.chunk_ends(self._data[1], self._sequence)
+
+    @cached_property
+    def _max_documents(self) -> int:
+        return packing.max_documents(self._data[1], self._sequence)
+
+    @cached_property
+    def _num_samples(self) -> int:
+        tokens = self._data[0]
+        if self._documents == "pad":
+            count = int(self._ends[-1]) if self._ends.numel() else 0
+        else:
+            count = num_windows(len(tokens), self._sequence)
+        if not count:
+            raise too_short(len(tokens), self._sequence)
+        return count
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(index)
+        tokens, offsets = self._data
+        if self._documents == "pad":
+            return packing.pad_sample(tokens, offsets, self._ends, index, self._sequence)
+        if self._documents == "cut":
+            return packing.cut_sample(tokens, index, self._sequence)
+        return packing.pack_sample(tokens, offsets, index, self._sequence, self._max_documents)
+
+
+def too_short(num_tokens: int, sequence: int) -> PlanError:
+    message = f"the data has {num_tokens} tokens; one sample needs {sequence} and a label for the last"
+    return PlanError("data-short", message, path=("data", "sequence"), hint="give more text or a smaller `sequence`")

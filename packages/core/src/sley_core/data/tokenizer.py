@@ -1,0 +1,90 @@
+"""A Hugging Face `tokenizer.json`, read by the optional package `tokenizers`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sley_core.errors import PlanError, PluginError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Implementation
+
+BATCH = 256
+"""Documents that are encoded in one call, which shares them out over the threads of `tokenizers`."""
+
+INSTALL = 'pip install "sley-core[tokenizers]"'
+
+
+class Tokenizer:
+    """Text to token ids, without special tokens but the one that is asked for at the end of each document.
+
+    Raises PluginError if `tokenizers` is not installed, PlanError if the file is no tokenizer or lacks the token.
+    """
+
+    def __init__(self, path: Path, end_of_document: str | None) -> None:
+        self._implementation = _load(path)
+        self._end: tuple[int, ...] = ()
+        if end_of_document is not None:
+            token = self._implementation.token_to_id(end_of_document)
+            if token is None:
+                raise PlanError(
+                    "tokenizer-invalid",
+                    f"`{end_of_document}` is not a token of `{path}`",
+                    path=("data", "end_of_document"),
+                    hint="give a token as `added_tokens` or `vocab` of that file spell it",
+                )
+            self._end = (token,)
+
+    @property
+    def vocab_size(self) -> int:
+        """One above the highest token id, added tokens included."""
+        return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], list[int]]:
+        """The ids of all documents end to end, as an array of 2 or 4 byte integers, and the length of each.
+
+        Raises PlanError naming a document that is not UTF-8.
+        """
+        ids = array("H" if self.vocab_size <= 1 << 16 else "I")
+        lengths = []
+        pairs = iter(documents)
+        while batch := [_text(name, content) for name, content in islice(pairs, BATCH)]:
+            for encoding in self._implementation.encode_batch_fast(batch, add_special_tokens=False):
+                before = len(ids)
+                ids.extend(encoding.ids)
+                ids.extend(self._end)
+                lengths.append(len(ids) - before)
+        return ids, lengths
+
+
+def _load(path: Path) -> Implementation:
+    try:
+        from tokenizers import Tokenizer as Implementation
+    except ImportError:
+        raise PluginError(
+            "tokenizers-missing",
+            "`tokenizer` needs the package `tokenizers`, which is not installed",
+            path=("data", "tokenizer"),
+            hint=INSTALL,
+        ) from None
+    try:
+        return Implementation.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises plain Exception
+        message = f"`{path}` is not a Hugging Face tokenizer: {error}"
+        raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
+
+
+def _text(name: str, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            "data-encoding",
+            f"document `{name}` is not UTF-8: {error.reason} at byte {error.start}",
+            path=("data", "files"),
+            hint="convert the file, or leave `tokenizer` out and train on bytes, which take any encoding",
+        ) from None
