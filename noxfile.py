@@ -129,9 +129,10 @@ def isolated(session: nox.Session) -> None:
         session.log(f"{package.distribution}, alone with {core.distribution}")
         session.run("pip", "uninstall", "-q", "-y", *(other.distribution for other in PACKAGES), silent=True)
         both = {str(wheel) for each in (core, package) for wheel in (wheels / each.module).glob("*.whl")}
-        session.install(*CONSTRAINTS, *sorted(both))
+        install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS, *sorted(both))  # under `nox -R` too
+        session.run(*install)
         session.run("python", "-P", "-c", alone_program(package))
-        session.install(*CONSTRAINTS, *sorted(both), *package.test_requirements())
+        session.run(*install, *package.test_requirements())
         session.run("python", "-P", "-m", "pytest", package.tests, *session.posargs, env=ONE_THREAD)
 
 

@@ -1,0 +1,159 @@
+"""The layout of a world: both factorizations, the groups of every axis, and the one table of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sley_core.topology import AXES, LANES, GroupEntry, Topology
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    """A valid topology of at most some thousand ranks; `sp` and `wp` need not divide one another."""
+    pp, sp, wp = draw(st.integers(1, 6)), draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    least = next(size for size in range(sp, sp * wp + 1, sp) if size % wp == 0)
+    return Topology.of(pp * least * draw(st.integers(1, 4)), pp, sp, wp)
+
+
+def groups_of(topology: Topology, axis: str) -> list[tuple[int, ...]]:
+    """The groups of `axis`, by their first rank."""
+    return sorted({topology.ranks_of(axis, rank) for rank in range(topology.world)})
+
+
+def test_sixteen_ranks_in_two_stages() -> None:
+    """The worked example: world 16, pp 2, sp 4, wp 2."""
+    topology = Topology.of(16, pp=2, sp=4, wp=2)
+    assert (topology.dp, topology.wdp, topology.ranks_per_stage) == (2, 4, 8)
+    assert groups_of(topology, "sp") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert groups_of(topology, "wp") == [(rank, rank + 1) for rank in range(0, 16, 2)]
+    assert groups_of(topology, "dp") == [(stage + i, stage + i + 4) for stage in (0, 8) for i in range(4)]
+    assert groups_of(topology, "wdp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert groups_of(topology, "pp") == [(rank, rank + 8) for rank in range(8)]
+    assert groups_of(topology, "stage") == [tuple(range(8)), tuple(range(8, 16))]
+    assert groups_of(topology, "model") == [(2 * i, 2 * i + 1, 2 * i + 8, 2 * i + 9) for i in range(4)]
+    assert groups_of(topology, "control") == groups_of(topology, "all") == [tuple(range(16))]
+
+
+def test_eight_ranks_seen_twice() -> None:
+    """The drawing at the head of topology.py: a stage of 8 ranks, sp 4, wp 2."""
+    topology = Topology.of(8, sp=4, wp=2)
+    seen = [topology.coordinates(rank) for rank in range(8)]
+    assert [f"{at.dp}{at.sp}" for at in seen] == ["00", "01", "02", "03", "10", "11", "12", "13"]
+    assert [f"{at.wdp}{at.wp}" for at in seen] == ["00", "01", "10", "11", "20", "21", "30", "31"]
+
+
+@given(topologies())
+def test_both_factorizations_hold(topology: Topology) -> None:
+    assert topology.world == topology.pp * topology.dp * topology.sp == topology.pp * topology.wdp * topology.wp
+    seen = [topology.coordinates(rank) for rank in range(topology.world)]
+    assert len({(at.stage, at.dp, at.sp) for at in seen}) == topology.world
+    assert len({(at.stage, at.wdp, at.wp) for at in seen}) == topology.world
+
+
+@given(topologies())
+def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology) -> None:
+    sizes = {
+        "control": topology.world,
+        "all": topology.world,
+        "stage": topology.ranks_per_stage,
+        "pp": topology.pp,
+        "dp": topology.dp,
+        "sp": topology.sp,
+        "wdp": topology.wdp,
+        "wp": topology.wp,
+        "model": topology.pp * topology.wp,
+    }
+    assert set(sizes) == set(AXES)
+    for axis, size in sizes.items():
+        groups = groups_of(topology, axis)
+        assert topology.size_of(axis) == size
+        assert all(len(ranks) == size and list(ranks) == sorted(ranks) for ranks in groups), axis
+        assert Counter(rank for ranks in groups for rank in ranks) == Counter(range(topology.world)), axis
+        for ranks in groups:
+            assert all(topology.ranks_of(axis, rank) == ranks for rank in ranks), axis
+
+
+@given(topologies())
+def test_the_members_of_a_group_differ_on_its_axis_alone(topology: Topology) -> None:
+    same = {
+        "stage": ("stage",),
+        "dp": ("stage", "sp"),
+        "sp": ("stage", "dp"),
+        "wdp": ("stage", "wp"),
+        "wp": ("stage", "wdp"),
+    }
+    for axis, kept in same.items():
+        for ranks in groups_of(topology, axis):
+            places = [topology.coordinates(rank) for rank in ranks]
+            assert len({tuple(getattr(at, name) for name in kept) for at in places}) == 1, axis
+    for ranks in groups_of(topology, "pp"):
+        places = [topology.coordinates(rank) for rank in ranks]
+        assert [at.stage for at in places] == list(range(topology.pp))
+        assert len({(at.dp, at.sp, at.wdp, at.wp) for at in places}) == 1
+
+
+@given(topologies())
+def test_stages_sequences_and_shards_are_contiguous(topology: Topology) -> None:
+    for axis in ("stage", "sp", "wp"):
+        for ranks in groups_of(topology, axis):
+            assert all(after == before + 1 for before, after in pairwise(ranks)), axis
+
+
+@given(topologies())
+def test_the_table_has_every_lane_of_every_group_once_and_one_order(topology: Topology) -> None:
+    table = list(topology.groups())
+    assert table == list(Topology(topology.world, topology.pp, topology.sp, topology.wp).groups())
+    assert len(set(table)) == len({entry.label for entry in table}) == len(table)
+    assert table[0] == GroupEntry("control", "main", tuple(range(topology.world)), backend="gloo")
+    expected = {
+        (axis, lane, ranks)
+        for axis in AXES
+        for ranks in groups_of(topology, axis)
+        for lane in LANES.get(axis, ("main",))
+        if len(ranks) > 1 or axis == "control"
+    }
+    assert {(entry.axis, entry.lane, entry.ranks) for entry in table} == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "equation"),
+    [
+        ({"world": 0}, "world = 0, but a size is at least 1"),
+        ({"world": 4, "wp": -1}, "wp = -1, but a size is at least 1"),
+        ({"world": 8, "dp": 3}, "world = pp x dp x sp fails: 8 != 1 x 3 x 1"),
+        ({"world": 8, "pp": 3}, "world = pp x dp x sp fails: 8 is no multiple of 3 x 1"),
+        ({"world": 8, "pp": 2, "sp": 3}, "world = pp x dp x sp fails: 8 is no multiple of 2 x 3"),
+        ({"world": 8, "pp": 2, "sp": 2, "wp": 3}, "world = pp x wdp x wp fails: 8 is no multiple of 2 x 3"),
+    ],
+)
+def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation: str) -> None:
+    with pytest.raises(ValueError, match=f"^{equation}$"):
+        Topology.of(**sizes)
+
+
+def test_an_unknown_axis_names_the_axes() -> None:
+    with pytest.raises(ValueError, match="no axis 'tp'; the axes are control, all, stage, pp"):
+        Topology.of(2).ranks_of("tp", 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "label"), [((0, 1), "wp.gather[0,1]"), ((2, 3, 4), "wp.gather[2-4]"), ((1, 5, 9), "wp.gather[1-9:4]")]
+)
+def test_a_label_is_short(ranks: tuple[int, ...], label: str) -> None:
+    assert GroupEntry("wp", "gather", ranks).label == label
+
+
+def test_a_hundred_thousand_ranks_take_a_moment() -> None:
+    start = time.perf_counter()
+    topology = Topology.of(100_000, pp=10, sp=8, wp=16)
+    table = list(topology.groups())
+    seconds = time.perf_counter() - start
+    members = Counter(entry.axis for entry in table for _ in entry.ranks)
+    assert members == {axis: 100_000 * len(LANES.get(axis, ("main",))) for axis in AXES}
+    assert seconds < 5, f"the group table took {seconds:.1f} s"
