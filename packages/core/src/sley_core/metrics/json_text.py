@@ -1,0 +1,44 @@
+"""JSON that every reader accepts, and files that are there whole or not at all. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """`value` as JSON text; infinities and NaN become null, since JSON has no such numbers.
+
+    Raises TypeError for what JSON has no form for.
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Puts `value` at `path`, indented: whoever reads it, at any moment, finds the old text or the new one, whole.
+
+    Raises OSError where the folder cannot be written.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(to_json(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,58 @@
+"""The metrics file of a run: one JSON object per line. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sley_core.errors import RunError
+from sley_core.metrics.config import JsonlConfig
+from sley_core.metrics.json_text import to_json
+from sley_core.protocols import MetricsWriter
+
+NAME = "metrics.jsonl"
+
+
+class JsonlWriter(MetricsWriter):
+    """The writer `core.jsonl`: every row is in the file when `write` returns, so a killed run keeps its rows.
+
+    Rows are appended to what a file has; nothing is ever cut off. A last line that a power cut left half is ended
+    first, so that it spoils no other. Numbers that are not finite are null.
+    """
+
+    def __init__(self, config: JsonlConfig, folder: Path) -> None:
+        self.path = folder / NAME
+        try:
+            self._file = self.path.open("a+b", buffering=0)
+            if not self._ends_with_newline():
+                self._file.write(b"\n")
+        except OSError as error:
+            raise RunError(
+                "metrics-file",
+                f"cannot open `{self.path}`: {error.strerror}",
+                hint="name a folder that can be written in `[run] folder`",
+            ) from error
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        """One line, handed to the system in one piece.
+
+        Raises RunError where it cannot be, as on a full disk.
+        """
+        line = (to_json(row) + "\n").encode()
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise RunError("metrics-file", f"cannot write to `{self.path}`: {error.strerror}") from error
+        if written != len(line):
+            raise RunError("metrics-file", f"cannot write to `{self.path}`: {written} of {len(line)} bytes were taken")
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._file.close()
+
+    def _ends_with_newline(self) -> bool:
+        size = self._file.seek(0, 2)
+        if size == 0:
+            return True
+        self._file.seek(size - 1)
+        return self._file.read(1) == b"\n"

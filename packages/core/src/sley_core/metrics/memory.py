@@ -1,0 +1,35 @@
+"""The most memory that this process has held on its device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+STATUS = Path("/proc/self/status")
+
+
+def memory_mb(device: torch.device) -> float:
+    """The high-water mark in MiB: of what torch has allocated on a CUDA device, of the resident set on a CPU.
+
+    The resident set holds everything: torch's libraries (some 200 MiB), threads' stacks, files that are mapped.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resident_mb()
+
+
+def resident_mb() -> float:
+    """The largest resident set of this process, in MiB.
+
+    From /proc where there is one: getrusage would answer with the parent's mark where that was higher at the fork.
+    """
+    if STATUS.exists():
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 2**10
+    import resource
+
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -1,0 +1,81 @@
+"""What a run comes to, in `summary.json`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sley_core.metrics.json_text import write_json
+
+NAME = "summary.json"
+NUM_LAST = 20
+"""Over how many of the last steps the mean loss is taken: one step's loss says more of its batch than of the model."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run before its first step.
+
+    device: as a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of ranks. plugins: distribution and
+    version by plugin. versions: of Python, torch and whatever else decides the numbers.
+    """
+
+    name: str
+    device: str
+    world: int
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class Totals:
+    """What rows add up to; holds a few numbers, however long the run."""
+
+    def __init__(self, rows: Iterable[Mapping[str, float | int]] = ()) -> None:
+        self.steps = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.held_out_loss: float | None = None
+        self.losses: deque[float] = deque(maxlen=NUM_LAST)
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, float | int]) -> None:
+        """Counts one step's row; the last `held_out_loss` of any row stays."""
+        self.steps += 1
+        self.tokens += int(row["tokens"])
+        self.seconds += row["seconds"]
+        self.losses.append(row["loss"])
+        if "held_out_loss" in row:
+            self.held_out_loss = row["held_out_loss"]
+
+
+def summary(facts: Facts, outcome: str, totals: Totals) -> dict[str, Any]:
+    """The content of `summary.json`: a pure function of what is known and what was counted.
+
+    outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null where there was no step, or no evaluation;
+    `tokens_per_s` is over all steps, the first and slow ones too.
+    """
+    losses = list(totals.losses)
+    return {
+        "name": facts.name,
+        "outcome": outcome,
+        "steps": totals.steps,
+        "final_loss": losses[-1] if losses else None,
+        f"mean_loss_last_{NUM_LAST}": sum(losses) / len(losses) if losses else None,
+        "held_out_loss": totals.held_out_loss,
+        "tokens": totals.tokens,
+        "seconds": totals.seconds,
+        "tokens_per_s": totals.tokens / totals.seconds if totals.seconds > 0 else None,
+        "world": facts.world,
+        "device": facts.device,
+        "plugins": dict(facts.plugins),
+        "versions": dict(facts.versions),
+    }
+
+
+def write_summary(folder: Path, content: Mapping[str, Any]) -> None:
+    """Puts `summary.json` into the run's folder, whole or not at all."""
+    write_json(folder / NAME, content)
