@@ -45,7 +45,7 @@ class Package:
         self.tests = f"{self.folder}/tests"
         self.manifest = tomllib.loads(pyproject.read_text("utf-8"))
         self.distribution: str = self.manifest["project"]["name"]
-        self.module = next(path.parent.name for path in sorted(pyproject.parent.glob("src/*/__init__.py")))
+        self.module = next(path.parent.name for path in pyproject.parent.glob("src/*/py.typed"))
         self.is_plugin = self.folder.startswith(("packages/", "examples/")) and self.module != "sley_core"
 
     def test_requirements(self) -> list[str]:
@@ -200,13 +200,15 @@ def import_rules() -> Iterator[str]:
 
 def torch_free_modules() -> Iterator[str]:
     """What `train-cli check` and `train-cli plugins` may import: a second and a half is too long for a help page."""
+    of_core = {"errors", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"}
     for package in PACKAGES:
         for path in (ROOT / package.source).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT / package.source).with_suffix("").parts)
-            if name.endswith((".config", ".plugin")) and ".testing." not in name:
+            name = path.relative_to(ROOT / package.source).with_suffix("").as_posix().replace("/", ".")
+            first, *rest = name.removesuffix(".__init__").split(".")
+            if rest[-1:] in (["config"], ["plugin"]) and "testing" not in rest:
                 yield name
-    for name in ("errors", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"):
-        yield f"sley_core.{name}"
+            elif first == "sley_core" and len(rest) == 1 and rest[0] in of_core:
+                yield f"{first}.{rest[0]}"
 
 
 def alone_program(package: Package) -> str:
