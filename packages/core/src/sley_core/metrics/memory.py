@@ -25,10 +25,14 @@ def resident_mb() -> float:
 
     From /proc where there is one: getrusage would answer with the parent's mark where that was higher at the fork.
     """
-    if STATUS.exists():
-        for line in STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 2**10
+    try:
+        status = STATUS.read_bytes()
+        return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) / 2**10
+    except (OSError, IndexError):
+        return _resource_mb()
+
+
+def _resource_mb() -> float:
     import resource
 
     unit = 2**20 if sys.platform == "darwin" else 2**10

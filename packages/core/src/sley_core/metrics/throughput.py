@@ -1,78 +1,73 @@
-"""The row of a step: what it did, how long it took, and what part of the device's peak that is."""
+"""What a step took: its part of a metrics row, from a batch's size and the time that it needed."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from sley_core.metrics.flops import device_peak_flops, model_flops_per_token
 from sley_core.metrics.memory import memory_mb
 
-Row = dict[str, float | int]
-"""One optimizer step as the metrics writers receive it; `mfu` is there where the device's peak is known."""
+if TYPE_CHECKING:
+    from sley_core.data.dataset import DataInfo
+    from sley_core.run import Run
 
 
 class Meter:
-    """Times the steps and makes their rows.
+    """Counts samples and tokens as the dataset declares them, and measures steps.
 
+    A token is a position of the first field that has a sequence dim; where no field has one, a sample is one token.
     flops_per_token: see `sley_core.metrics.flops`. peak_flops: FLOP/s of all devices of the run together, None where
-    not known. now: a clock in seconds.
+    not known.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        flops_per_token: float | None = None,
-        peak_flops: float | None = None,
-        now: Callable[[], float] = time.perf_counter,
+        self, device: torch.device, info: DataInfo, *, flops_per_token: float = 0.0, peak_flops: float | None = None
     ) -> None:
         self.device = device
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self._now = now
-        self._since = now()
+        fields = list(info.fields.items())
+        self._name, self._field = next((item for item in fields if item[1].sequence_dim is not None), fields[0])
 
-    def start(self) -> None:
-        """What was before this moment belongs to no step (assembly, an evaluation)."""
-        self._since = self._now()
+    @classmethod
+    def of(cls, run: Run, info: DataInfo) -> Meter:
+        """The meter of this run: FLOPs of its layers, peak of its devices."""
+        device = run.world.device.torch_device
+        peak = device_peak_flops(device, run.plan.precision.compute)
+        return cls(
+            device,
+            info,
+            flops_per_token=model_flops_per_token((layer.module for layer in run.layers), info.sequence or 0),
+            peak_flops=None if peak is None else peak * run.world.size,
+        )
 
-    def lap(self) -> float:
-        """Seconds since `start` or the last `lap`, whichever was later: the laps of a run leave no gap."""
-        now = self._now()
-        seconds, self._since = now - self._since, now
-        return seconds
+    def num_samples(self, batch: Mapping[str, Tensor]) -> int:
+        """How many samples `batch` has."""
+        return batch[self._name].shape[self._field.batch_dim]
 
-    def row(
-        self,
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        tokens: int,
-        seconds: float,
-        data_wait_s: float,
-    ) -> Row:
-        """The row of one step.
+    def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        """How many tokens `batch` has, those whose label is ignored too: all are computed."""
+        dim = self._field.sequence_dim
+        return self.num_samples(batch) * (1 if dim is None else batch[self._name].shape[dim])
 
-        step: from 1. loss: the mean over the step's labels. grad_norm: before clipping. lr: the rate of parameters
-        that no group gives another. tokens: of this step, over all ranks. seconds: a `lap`. data_wait_s: how much of it
-        this rank waited for data. The row adds tokens_per_s, memory_mb (this rank's high-water mark, MiB), and mfu.
+    def measure(self, tokens: int, seconds: float, data_wait_s: float) -> dict[str, float | int]:
+        """`tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, and `mfu` where the device's peak is known.
+
+        tokens: of the step, over all ranks. seconds: of the step. data_wait_s: how much of it this rank waited for
+        data. memory_mb: this rank's high-water mark in MiB. mfu: of all devices together, a fraction.
         """
-        tokens_per_s = tokens / seconds if seconds > 0 else 0.0
-        row: Row = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
+        tokens_per_s = tokens / seconds
+        row = {
             "tokens": tokens,
             "seconds": seconds,
             "tokens_per_s": tokens_per_s,
             "data_wait_s": data_wait_s,
             "memory_mb": memory_mb(self.device),
         }
-        if self.flops_per_token is not None and self.peak_flops is not None:
+        if self.peak_flops is not None:
             row["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
         return row
