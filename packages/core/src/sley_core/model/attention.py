@@ -1,0 +1,92 @@
+"""Causal attention that keeps packed documents apart; the one place where tokens of a sequence meet.
+
+A sequence-parallel attention replaces this module and wraps it: it turns sequence shards into head shards, calls it
+with the whole sequence of a few heads, and turns the context back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sley_core.model.fields import once_per_field
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN: Any = varlen_attn
+    # 2.10 still had `is_causal` in its place
+    _HAS_VARLEN = "window_size" in inspect.signature(_VARLEN).parameters
+except ImportError:  # a build of torch without it
+    _HAS_VARLEN = False
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over the earlier positions of the same document."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The context [b, s, h, d].
+
+        q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of h_kv.
+        cu_seqlens: [b, n + 1] integers: where each row's documents begin, 0 first, then padded with s. None: one
+            document per row.
+        """
+        if cu_seqlens is not None and _HAS_VARLEN and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            return _by_document(q, k, v, cu_seqlens)
+        mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1])
+        context = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return context.transpose(1, 2)
+
+
+def document_mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
+    """Who may look at whom, [b, 1, s, s] bool: earlier or equal positions of the same document.
+
+    Built once per micro-batch, not once per layer (`once_per_field`).
+    """
+    return once_per_field(cu_seqlens, ("document mask", num_positions), lambda: _mask(cu_seqlens, num_positions))
+
+
+def _mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
+    positions = torch.arange(num_positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(
+        cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True
+    )
+    same = document[:, :, None] == document[:, None, :]
+    return (same & (positions[:, None] >= positions[None, :]))[:, None]
+
+
+def _by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The same through torch's varlen kernel, which computes no pair of positions from two documents."""
+    batch, num_positions = q.shape[:2]
+    bounds = once_per_field(cu_seqlens, ("varlen", num_positions), lambda: _flat_bounds(cu_seqlens, num_positions))
+    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    context: Tensor = _VARLEN(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        bounds,
+        bounds,
+        num_positions,
+        num_positions,  # upper bounds: the true maximum would have to travel to the host
+        window_size=(-1, 0),
+        **grouped,
+    )
+    return context.reshape(batch, num_positions, *context.shape[1:])
+
+
+def _flat_bounds(cu_seqlens: Tensor, num_positions: int) -> Tensor:
+    """Document bounds of all rows laid end to end, [b n + 1] int32; padding becomes documents of no length."""
+    rows = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * num_positions
+    end = rows.new_tensor([len(cu_seqlens) * num_positions])
+    return torch.cat([(cu_seqlens[:, :-1] + rows).flatten(), end]).to(torch.int32)

@@ -1,0 +1,195 @@
+"""The reference decoder, `core.llama`: the architecture of Touvron et al. 2023 (LLaMA) with grouped-query attention.
+
+    embed ──> blocks.0 ──> ... ──> blocks.n-1 ──> head ──> logits [b, s, v]
+
+    block:  x + attention(norm(x)),  then  x + feed_forward(norm(x))
+
+Weights are laid out as in Hugging Face's Llama (`hf.py`). Norms and rotary tables are computed in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sley_core.errors import PlanError
+from sley_core.model.attention import Attention
+from sley_core.model.fields import once_per_field
+from sley_core.model.layers import Model
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import DataInfo
+    from sley_core.model.config import LlamaConfig
+
+
+def layers(config: LlamaConfig, data: DataInfo) -> Model:
+    """The layers `embed`, `blocks.0` ... and `head`.
+
+    The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and `cu_seqlens` [b, n + 1] where the data
+    has them. Raises PlanError "model-vocabulary" where the vocabulary is unknown or smaller than the data's.
+    """
+    vocab_size = _vocab_size(config, data)
+    embed = Embed(vocab_size, config.hidden)
+    blocks = [(f"blocks.{at}", Block(config)) for at in range(config.num_layers)]
+    head = Head(config, vocab_size)
+    if config.tie_embeddings:
+        head.output.weight = embed.tokens.weight
+    return Model([("embed", embed), *blocks, ("head", head)], init_weights=_Normal(config))
+
+
+def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
+    path = ("model", "vocab_size")
+    if config.vocab_size is None:
+        if data.vocab_size is None:
+            raise PlanError(
+                "model-vocabulary", "the data does not say how many token ids it has", path=path, hint="set vocab_size"
+            )
+        return data.vocab_size
+    if data.vocab_size is not None and config.vocab_size < data.vocab_size:
+        message = f"vocab_size = {config.vocab_size} is less than the {data.vocab_size} token ids of the data"
+        raise PlanError("model-vocabulary", message, path=path, hint="leave it out to take the data's")
+    return config.vocab_size
+
+
+class _Normal:
+    """First weights: normal, with smaller projections into the residual stream (GPT-2, Radford et al. 2019, 2.3).
+
+    Each block adds two of them to the stream; at std / sqrt(2 x blocks) its variance does not grow with the depth.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.std = config.init_std
+        self.residual_std = config.init_std / math.sqrt(2 * config.num_layers)
+
+    def __call__(self, module: nn.Module, name: str) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            into_residual = name.endswith((".attention.output", ".feed_forward.down"))
+            nn.init.normal_(module.weight, std=self.residual_std if into_residual else self.std)
+
+
+class Embed(nn.Module):
+    """A row of the table for each token: [b, s] -> [b, s, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(tokens)
+        return embedded
+
+
+class Block(nn.Module):
+    """One decoder block: [b, s, hidden] -> [b, s, hidden]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention = SelfAttention(config)
+        self.feed_forward_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.feed_forward = FeedForward(config.hidden, config.ffn_hidden)
+
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), positions, cu_seqlens)
+        out: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        return out
+
+
+class Head(nn.Module):
+    """The last norm and the scores of every token id: [b, s, hidden] -> [b, s, v]."""
+
+    def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.output = nn.Linear(config.hidden, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight, computed in fp32 at least (Zhang and Sennrich 2019); the dtype of x comes back."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__(hidden, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float32, torch.float64):
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.query = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
+        self.key = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.value = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.output = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.core = Attention()
+
+    def forward(self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
+        )
+        q, k = self.rotary(q, k, positions)
+        context = self.core(q, k, v, cu_seqlens=cu_seqlens)
+        out: Tensor = self.output(context.flatten(-2))
+        return out
+
+
+class Rotary(nn.Module):
+    """Turns pairs of channels by an angle that grows with the position (Su et al. 2021), in Hugging Face's pairing.
+
+    Channel i of the first half is turned with channel i of the second by position / theta^(2 i / head_dim).
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self.key = head_dim, theta
+        self.register_buffer("frequencies", 1.0 / theta**exponents, persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """q, k: [b, s, heads, d]. positions: [b, s] integers; None counts each row from 0."""
+        if positions is None:
+            cos, sin = self._tables(torch.arange(q.shape[1], device=q.device)[None])
+        else:
+            fixed = positions  # the tables are shared by all blocks of a forward
+            cos, sin = once_per_field(fixed, ("rotary", *self.key), lambda: self._tables(fixed))
+        return _turned(q, cos, sin), _turned(k, cos, sin)
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [b, s, 1, d / 2]."""
+        angles = (positions[:, :, None].float() * self.frequencies.float())[:, :, None]
+        return angles.cos(), angles.sin()
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, ffn_hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn_hidden, bias=False)
+        self.up = nn.Linear(hidden, ffn_hidden, bias=False)
+        self.down = nn.Linear(ffn_hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out

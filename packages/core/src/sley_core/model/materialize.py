@@ -1,0 +1,207 @@
+"""Gives the parameters of the layers that a rank owns their first values, which are the same in every layout.
+
+The values of a layer depend on the run's seed and on qualified module names alone: not on the device, the order, or on
+which other layers this rank owns. One layer after another is drawn on the host in fp32, then cast and moved.
+
+Within a layer, modules are initialised from the innermost outwards, as constructors do it, so that a parent has the
+last word over its children. Each module, under a seed of its own,
+
+1. runs its own `reset_parameters()` (or `_reset_parameters()`, as torch's attention calls it), if it has one,
+2. then the model's `init_weights(module, name)`, if there is one, which therefore may also change a few values only.
+
+Parameters are NaN before, and none may be NaN after: what nobody initialises is refused by name. A parameter that
+several modules hold (a tie) has the values that the first of them gives it; a submodule that several layers hold
+belongs to the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.errors import PlanError
+from sley_core.model.build import cause_of, like
+from sley_core.model.layers import MODEL, InitWeights, Layer
+from sley_core.model.seeds import derive
+
+_Moved: TypeAlias = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place that holds a parameter, and the meta parameter that was built there."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+    meta: nn.Parameter
+
+
+@torch.no_grad()
+def materialize(
+    layers: Sequence[Layer],
+    *,
+    seed: int,
+    init_weights: InitWeights | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+    owned: Collection[str] | None = None,
+) -> None:
+    """Every parameter of the owned layers is real, `dtype`, on `device`, initialised, and tied as it was built.
+
+    layers: all layers of the model, as `build_on_meta` gave them, owned or not: they say who shares what.
+    owned: names of the layers to materialise, None for all; the others stay on meta.
+    Buffers of owned layers are moved to `device`; a floating-point one is widened to `dtype` but never narrowed.
+    A rank that does not own the first holder of a tied parameter draws that layer too, for the moment.
+    Raises PlanError "model-init" with the name of a parameter that nobody initialises.
+    """
+    owned = {layer.name for layer in layers} if owned is None else set(owned)
+    drawing = _Drawing(layers, seed, init_weights)
+    final: dict[int, nn.Parameter] = {}
+    buffers: dict[int, _Moved] = {}
+    for layer in layers:
+        if layer.name not in owned and not drawing.is_needed_by(layer.name, owned):
+            continue
+        values = drawing.draw(layer)
+        for slot in drawing.slots[layer.name]:
+            if layer.name not in owned:
+                setattr(slot.module, slot.attribute, slot.meta)
+                continue
+            if id(slot.meta) not in final:
+                final[id(slot.meta)] = like(slot.meta, values.pop(id(slot.meta)).to(device=device, dtype=dtype))
+            setattr(slot.module, slot.attribute, final[id(slot.meta)])
+        if layer.name in owned:
+            _move_buffers(layer.module, dtype, device, buffers)
+
+
+class _Drawing:
+    """Draws single layers of a model, knowing which layer each parameter and each module belongs to."""
+
+    def __init__(self, layers: Sequence[Layer], seed: int, init_weights: InitWeights | None) -> None:
+        self.seed = seed
+        self.init_weights = init_weights
+        self.slots = {layer.name: _slots(layer) for layer in layers}
+        self.home: dict[int, str] = {}  # of parameters and modules, by id, both kept alive by `slots` and the layers
+        self.sharers: dict[str, set[str]] = {layer.name: set() for layer in layers}
+        for layer in layers:
+            for slot in self.slots[layer.name]:
+                self._belongs(slot.meta, layer.name, matters=True)
+            for module in layer.module.modules():
+                # what a method may write besides parameters, which count for themselves
+                writable = _reset(module) is not None or init_weights is not None
+                self._belongs(module, layer.name, matters=writable and any(True for _ in module.buffers(recurse=False)))
+        self.shared: dict[int, Tensor] = {}  # host values of parameters that a later layer needs again
+
+    def _belongs(self, thing: nn.Parameter | nn.Module, name: str, matters: bool) -> None:
+        home = self.home.setdefault(id(thing), name)
+        if matters and home != name:
+            self.sharers[home].add(name)
+
+    def is_needed_by(self, name: str, owned: Collection[str]) -> bool:
+        """Whether an owned layer, or one that must be drawn for it, shares something that belongs to layer `name`."""
+        return any(sharer in owned or self.is_needed_by(sharer, owned) for sharer in self.sharers[name])
+
+    def draw(self, layer: Layer) -> dict[int, Tensor]:
+        """Host fp32 values of the layer's parameters, by id of the meta parameter; they also stand in its slots."""
+        slots = self.slots[layer.name]
+        own: dict[int, nn.Parameter] = {}
+        for slot in slots:
+            key = id(slot.meta)
+            if key not in own:
+                known = self.shared.get(key) if self.home[key] != layer.name else None
+                blank = torch.full(slot.meta.shape, torch.nan, dtype=torch.float32)
+                own[key] = like(slot.meta, blank if known is None else known.clone())
+            setattr(slot.module, slot.attribute, own[key])
+        self._initialise(layer)
+        values: dict[int, Tensor] = {}
+        for slot in slots:
+            key = id(slot.meta)
+            if self.home[key] == layer.name:
+                values[key] = own[key].data
+                _check_written(slot, values[key])
+            else:
+                values[key] = self.shared[key]
+        self._keep_shared(layer, values)
+        return values
+
+    def _initialise(self, layer: Layer) -> None:
+        done: set[int] = set()
+        state = torch.default_generator.get_state()
+        try:
+            for name, module in _inside_out(layer.module, layer.name, set()):
+                if self.home[id(module)] == layer.name:
+                    self._initialise_module(module, name, done)
+        finally:
+            torch.default_generator.set_state(state)
+
+    def _initialise_module(self, module: nn.Module, name: str, done: set[int]) -> None:
+        """done: ids of the parameters that have their values; this module's methods change them in vain."""
+        direct = list(module.parameters(recurse=False))
+        tied = [(parameter, parameter.clone()) for parameter in direct if id(parameter) in done]
+        torch.default_generator.manual_seed(derive(self.seed, "init", name))
+        try:
+            reset = _reset(module)
+            if reset is not None:
+                reset()
+            if self.init_weights is not None:
+                self.init_weights(module, name)
+        except Exception as error:
+            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {cause_of(error)}"
+            raise PlanError("model-init", message, path=MODEL) from error
+        for parameter, value in tied:
+            parameter.copy_(value)
+        done.update(id(parameter) for parameter in direct)
+
+    def _keep_shared(self, layer: Layer, values: dict[int, Tensor]) -> None:
+        later = {id(slot.meta) for name in self.sharers[layer.name] for slot in self.slots[name]}
+        self.shared.update((key, value) for key, value in values.items() if key in later)
+
+
+def _slots(layer: Layer) -> list[_Slot]:
+    return [
+        _Slot(module, attribute, f"{name}.{attribute}", parameter)
+        for name, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False)
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+
+
+def _inside_out(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, children before their parent, siblings in the order in which they were registered."""
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        if id(child) not in seen:
+            yield from _inside_out(child, f"{name}.{child_name}", seen)
+    yield name, module
+
+
+def _reset(module: nn.Module) -> Callable[[], None] | None:
+    method: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None
+
+
+def _check_written(slot: _Slot, value: Tensor) -> None:
+    if not torch.isnan(value).any():
+        return
+    kind = type(slot.module).__name__
+    why = "has no reset_parameters()" if _reset(slot.module) is None else "does not set all of it"
+    raise PlanError(
+        "model-init",
+        f"the parameter {slot.name!r} has no first value: its module ({kind}) {why}",
+        path=MODEL,
+        hint=f"give {kind} a reset_parameters() that sets it, or return sley_core.model.layers.Model(layers, "
+        "init_weights) from the factory",
+    )
+
+
+def _move_buffers(layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, _Moved]) -> None:
+    """moved: by id of the buffer as it was, which is kept so that no other gets its id; shared ones stay shared."""
+    for module in layer.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) not in moved:
+                wider = buffer.is_floating_point() and torch.finfo(dtype).bits > torch.finfo(buffer.dtype).bits
+                moved[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if wider else buffer.dtype)
+            setattr(module, name, moved[id(buffer)][1])
