@@ -42,4 +42,7 @@ def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> torch.Te
                 f"field `{name}` is {tuple(values[0].shape)} in row 0 and {tuple(value.shape)} in row {row}",
                 hint="make all samples of one shape, or give the dataset a `collate(samples)` that pads them",
             )
+    if max(field.batch_dim, field.sequence_dim or 0) > values[0].ndim:
+        dims = f"batch_dim {field.batch_dim} and sequence_dim {field.sequence_dim}"
+        raise RunError("data-sample", f"field `{name}` of {values[0].ndim} dims per sample has no {dims}")
     return torch.stack(values, dim=field.batch_dim)

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from sley_core.plan.types import Array, NonNegative, PlanPath, Positive, Table
 
+DType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 Documents = Literal["pack", "cut", "pad"]
 """How documents become samples of equal length.
 
@@ -17,8 +18,8 @@ cut: documents lie end to end as one long text, boundaries forgotten.
 pad: a document starts a sample of its own, the last of its samples is filled up with ignored labels.
 """
 
-FIRST_TOO_LARGE = {"uint16": 1 << 16, "uint32": 1 << 32}
-"""The first token id that a token file of this type cannot hold."""
+TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+"""Bytes of a token in a token file."""
 
 
 class DataConfig(Table):
@@ -101,7 +102,7 @@ class TokensConfig(DataConfig):
             raise ValueError(f'`documents = "{self.documents}"` needs the `end_of_document` token id')
         if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
             raise ValueError(f"`end_of_document` {self.end_of_document} is not below `vocab_size` {self.vocab_size}")
-        if self.vocab_size > FIRST_TOO_LARGE[self.dtype]:
+        if self.vocab_size > 1 << 8 * TOKEN_BYTES[self.dtype]:
             raise ValueError(f"{self.dtype} cannot hold every token of a vocabulary of {self.vocab_size}")
         return self
 
@@ -109,8 +110,8 @@ class TokensConfig(DataConfig):
 class FieldConfig(Table):
     """One field of a batch that a factory's dataset gives."""
 
-    dtype: str
-    """The name of a torch dtype, such as "int64"."""
+    dtype: DType
+    """The torch dtype of the field."""
 
     batch_dim: NonNegative = 0
     """The dim of a batch along which samples lie."""

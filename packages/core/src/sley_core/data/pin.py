@@ -1,0 +1,18 @@
+"""A plan that was resolved for one set of data is not run on another; torch-free."""
+
+from __future__ import annotations
+
+from sley_core.data.config import DataConfig
+from sley_core.records import Problem
+
+
+def pin_problem(config: DataConfig, num_samples: int) -> Problem | None:
+    """What is wrong if an epoch has `num_samples` samples and the plan says another number, else None."""
+    if config.samples_per_epoch in (None, num_samples):
+        return None
+    return Problem(
+        ("data", "samples_per_epoch"),
+        f"the data has {num_samples} samples per epoch, and this plan was made for {config.samples_per_epoch}",
+        "the data has changed since; remove `samples_per_epoch` to train on what is there now",
+        "data-changed",
+    )

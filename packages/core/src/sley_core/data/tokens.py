@@ -1,0 +1,61 @@
+"""`core.tokens`: files of token ids, mapped into memory and read where a sample lies."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sley_core.data.config import TokensConfig
+from sley_core.data.dataset import DataContext
+from sley_core.data.documents import as_error, token_files
+from sley_core.data.token_array import TokenArray
+from sley_core.data.token_dataset import TokenDataset
+
+
+class TokensDataset(TokenDataset):
+    """Samples of raw token files, which together are one stream in the order of the plan; no file is copied.
+
+    Where documents are cut, opening costs nothing, whatever the size. To pack or pad them the whole stream is read once
+    for its `end_of_document` tokens, about a second per 2 GB from a warm page cache.
+    Raises PlanError with every file that is missing, empty or of a size that is no whole number of tokens.
+    """
+
+    def __init__(self, config: TokensConfig, context: DataContext) -> None:
+        super().__init__(config.sequence, config.documents)
+        self._config = config
+        self._split = context.split
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    def load(self) -> tuple[TokenArray, Tensor | None]:
+        """The split's files as one stream; the offsets of its documents, if they have an end token."""
+        files, problems = token_files(self._config, self._split)
+        if problems:
+            raise as_error(problems)
+        tokens = TokenArray([map_tokens(file.path, getattr(torch, self._config.dtype)) for file in files])
+        if self._config.documents == "cut" or self._config.end_of_document is None:
+            return tokens, None
+        starts = tokens.find(self._config.end_of_document) + 1
+        return tokens, torch.cat([torch.tensor([0]), starts[starts < len(tokens)], torch.tensor([len(tokens)])])
+
+
+def map_tokens(path: Path, dtype: torch.dtype) -> Tensor:
+    """The tokens of a file as a read-only view of it: pages come in when they are read, and writing to it crashes.
+
+    The map is shared and read-only, so that files larger than memory may be mapped: PyTorch's own `from_file` maps
+    privately and writable, which Linux counts as memory that must exist.
+    """
+    assert sys.byteorder == "little", "token files are little-endian"
+    with path.open("rb") as file:
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        # PyTorch warns that it has no read-only tensors. Nothing writes to these: `TokenArray.read` copies.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(buffer, dtype=dtype)
