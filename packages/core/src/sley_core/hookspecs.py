@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from sley_core import records
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
-
-    from sley_core import records
     from sley_core.topology import Topology
 
 PROJECT = "sley"
@@ -150,7 +149,7 @@ def sley_schedules() -> Iterable[records.ScheduleRecord]:  # type: ignore[empty-
     Example:
         @hookimpl
         def sley_schedules():
-            return [ScheduleRecord(name="mine", config=MineConfig, build="my_plugin.mine:build", link="my_plugin.p2p:Link")]
+            return [ScheduleRecord(name="mine", config=MineConfig, build="my_plugin:mine", link="my_plugin:Link")]
     """
 
 

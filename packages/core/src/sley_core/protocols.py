@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from torch import Tensor, nn
+
     from sley_core.actions.action import Action
     from sley_core.engine.book import Entry
     from sley_core.engine.step_state import MicroStep, StepState
     from sley_core.run import Run
-    from torch import Tensor, nn
 
 
 class GradientHandler(Protocol):
@@ -70,6 +71,8 @@ class Loss(Protocol):
 
     The gradient of a step is the sum over everything it computes of d(loss)/dw, divided once by the weight of the whole
     batch. A weight that depends on the output cannot be known before the first backward and is refused.
+
+    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device.
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:

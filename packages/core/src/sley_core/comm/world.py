@@ -1,8 +1,8 @@
 """The processes of a run, as one of them sees it: who am I, how many are we, what do I run on.
 
-    World.alone()       one process, nothing to join
-    World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, told by the environment
-    World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta
+World.alone()       one process, nothing to join
+World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, told by the environment
+World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sley_core.comm.groups import Groups, make_groups
 from sley_core.errors import RunError
 from sley_core.topology import Topology
 
-RENDEZVOUS = "SLEY_RENDEZVOUS"
+STORE = "SLEY_STORE"
 """The environment variable in which a local launch names its file store; else `env://` is used."""
 
 
@@ -58,7 +58,7 @@ class World(AbstractContextManager["World"]):
         try:
             dist.init_process_group(
                 picked.backend,
-                init_method=environ.get(RENDEZVOUS, "env://"),
+                init_method=environ.get(STORE, "env://"),
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=timeout_s),
@@ -82,9 +82,7 @@ class World(AbstractContextManager["World"]):
     def groups(self, topology: Topology, timeout_s: float) -> Groups:
         """This rank's communicators; a collective over the world."""
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
-        return make_groups(
-            topology, self.rank, backend=self.device.backend, timeout=timedelta(seconds=timeout_s)
-        )
+        return make_groups(topology, self.rank, backend=self.device.backend, timeout=timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         """Leaves the default group and with it every group made from it."""

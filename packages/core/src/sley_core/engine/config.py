@@ -17,4 +17,4 @@ class RecomputeConfig(Table):
     """`core.recompute`: layers keep their inputs only and run again in backward."""
 
     fraction: Fraction = 1.0
-    """How many of the model's blocks are recomputed, from the first on: 0 is none, 1 is all. Blocks are all layers but the first and the last."""
+    """The share of the model's blocks (all layers but the first and the last) that is recomputed, from the first on."""

@@ -49,6 +49,7 @@ class Executor:
         self.fields = fields
         self.device = device
         self.hooks = hooks
+        self._reads = reads(chunks, loss, fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
         self._losses: dict[Action, Tensor] = {}
 
@@ -129,4 +130,11 @@ class Executor:
 
     def _move_in(self, batch: HostBatch, micro: int, num_micros: int) -> dict[str, Tensor]:
         part = cut(batch, self.fields, micro, num_micros)
-        return {name: self.device.move(value) for name, value in part.items()}
+        return {name: self.device.move(value) for name, value in part.items() if name in self._reads}
+
+
+def reads(chunks: Sequence[Sequence[Layer]], loss: Loss, fields: Mapping[str, Field]) -> frozenset[str]:
+    """The batch fields that these layers and the loss read; all of them where a loss does not tell."""
+    by_layers = {name for layers in chunks for layer in layers for name in layer.fields}
+    by_loss = getattr(loss, "fields", None)
+    return frozenset(by_layers | set(fields if by_loss is None else by_loss))

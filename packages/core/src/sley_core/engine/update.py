@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,22 +16,11 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
 from sley_core.engine.store import GradientBuffer, GradientStore
+from sley_core.engine.totals import Totals
 from sley_core.optim.groups import scale_learning_rate
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What all ranks know after a step: float64 scalars on the device.
-
-    loss: the sum over the global batch, not yet divided by its weight. stops: how many ranks ask to stop.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    stops: Tensor
 
 
 class Update:
@@ -60,13 +48,20 @@ class Update:
         self.device = device
         self.clip_norm = clip_norm
         self.norm_kind = norm_kind
+        self._factor = 1.0
+
+    @property
+    def lr(self) -> float:
+        """The rate of the last step, of parameters that no group gives another."""
+        return float(self.optimizer.defaults["lr"]) * self._factor
 
     def step(self, step: int, loss: Tensor, stop: bool) -> Totals:
         """Clips and steps; `loss` is this rank's sum, a float64 scalar on the device."""
         totals = self._totals(loss, stop)
         if self.clip_norm is not None:
             self._clip(totals.grad_norm, self.clip_norm)
-        scale_learning_rate(self.optimizer, self.factor(step))
+        self._factor = self.factor(step)
+        scale_learning_rate(self.optimizer, self._factor)
         self.optimizer.step()
         return totals
 

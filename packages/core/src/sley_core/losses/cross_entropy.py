@@ -26,6 +26,7 @@ class CrossEntropy(Loss):
 
     def __init__(self, config: CrossEntropyConfig) -> None:
         self.config = config
+        self.fields = (config.labels,)
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         """How many labels of these samples are not ignored; reads the labels alone, on the host."""

@@ -1,0 +1,178 @@
+"""From a plan to a run, in one order on every rank; up to the parameter book the same in a fake world of any size.
+
+checks ──> layers on meta, ties ──> groups, agree ──> book closed ──> layers materialised ──> store, handlers,
+                                                                       optimizer ──> data ──> executor
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sley_core.comm.agree import agree
+from sley_core.comm.groups import Groups
+from sley_core.data.dataset import DataContext
+from sley_core.data.feed import Feed
+from sley_core.data.vocabulary import check_tokens
+from sley_core.engine.book import ParameterBook
+from sley_core.engine.call import LayerCaller
+from sley_core.engine.evaluate import Evaluation
+from sley_core.engine.execute import Executor
+from sley_core.engine.profile import StepProfiler
+from sley_core.engine.step_state import StepState
+from sley_core.engine.stepper import Stepper
+from sley_core.engine.store import GradientStore
+from sley_core.engine.update import Update
+from sley_core.errors import PlanError
+from sley_core.metrics.flops import device_peak_flops, model_flops_per_token
+from sley_core.metrics.throughput import Meter
+from sley_core.model.build import build_on_meta
+from sley_core.model.layers import Model
+from sley_core.model.materialize import materialize
+from sley_core.optim.groups import frozen, parameter_groups
+from sley_core.plan.check import check_plan
+from sley_core.run import Run
+
+if TYPE_CHECKING:
+    from sley_core.comm.world import World
+    from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import GradientHandler, SchedulerHook
+    from sley_core.topology import Topology
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
+    """The run of `plan` on this rank of `world`; every rank calls it, and it communicates.
+
+    folder: the run's folder, in which rank 0's metrics writers and the profiler write; None writes nothing.
+    In a fake world nothing is allocated and no data is read: the run can be looked at, not stepped.
+    Raises PlanError for whatever the plan's checks find, RunError where ranks disagree.
+    """
+    if problems := check_plan(plan, world.size):
+        raise PlanError.many(problems)
+    topology = plan.topology(world.size)
+    dataset = plan.data.build(DataContext(plan.run.seed, "train"))
+    model = draft_model(plan, dataset.info)
+    chunks = [model.layers]
+    groups = world.groups(topology, plan.limits.collective_timeout_s)
+    _agree(plan, world, topology, groups)
+    book = ParameterBook(chunks)
+    if not world.is_fake:
+        materialize(
+            model.layers,
+            seed=plan.run.seed,
+            init_weights=model.init_weights,
+            dtype=DTYPES[plan.precision.compute],
+            device=world.device.torch_device,
+        )
+    return _run(plan, world, topology, groups, model, book, dataset, folder)
+
+
+def draft_model(plan: Plan, info: DataInfo) -> Model:
+    """The model on meta, with what the plan freezes frozen. Raises PlanError as `build_on_meta` and `frozen` do."""
+    model = build_on_meta(plan.model, info, plan.run.seed)
+    book = ParameterBook([model.layers])
+    optimizer: Any = plan.optimizer.config
+    for name in frozen(book.names, optimizer):
+        book[name].parameter.requires_grad_(False)
+    return model
+
+
+def _run(
+    plan: Plan,
+    world: World,
+    topology: Topology,
+    groups: Groups,
+    model: Model,
+    book: ParameterBook,
+    dataset: AnyDataset,
+    folder: Path | None,
+) -> Run:
+    state = StepState()
+    store = GradientStore(book, DTYPES[plan.precision.gradients], world.device.torch_device, state)
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    hooks: list[SchedulerHook] = []
+    caller = LayerCaller(world.device, plan.run.seed, policy, hooks)
+    run = Run(plan, world, topology, groups, model.layers, book, store, caller, dataset.info.fields)
+    hooks.extend(component.build(run) for component in plan.scheduler_hooks)
+    if plan.model.config.compile:
+        for layer in model.layers:
+            layer.module.compile()
+    handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
+    for handler in handlers:
+        handler.attach(run)
+    executor = Executor([model.layers], caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
+    run.stepper = Stepper(executor, store, handlers, _update(plan, run), groups, world.device)
+    run.meter = _meter(plan, run, dataset.info)
+    if not world.is_fake:
+        _open_data(plan, run, dataset, executor)
+    if folder is not None:
+        _open_outputs(plan, run, folder)
+    return run
+
+
+def _update(plan: Plan, run: Run) -> Update:
+    config: Any = plan.optimizer.config
+    entries = run.book.trainable
+    optimizer = plan.optimizer.build(parameter_groups(entries, config), run.world.device.torch_device)
+    return Update(
+        run.store,
+        optimizer,
+        plan.learning_rate.build(plan.run.steps),
+        run.groups,
+        run.world.device,
+        clip_norm=config.clip_norm,
+        norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
+    )
+
+
+def _meter(plan: Plan, run: Run, info: DataInfo) -> Meter:
+    device = run.world.device.torch_device
+    peak = device_peak_flops(device, plan.precision.compute)
+    return Meter(
+        device,
+        flops_per_token=model_flops_per_token((layer.module for layer in run.layers), info.sequence or 0),
+        peak_flops=peak * run.world.size if peak else None,
+    )
+
+
+def _open_data(plan: Plan, run: Run, dataset: AnyDataset, executor: Executor) -> None:
+    rows = range(run.rows.start, run.rows.stop)
+    data: Any = plan.data.config
+    size = plan.batch.global_size
+    run.feed = Feed(dataset, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=data.shuffle)
+    run.check_batch = lambda batch: check_tokens(batch, dataset.info)
+    if plan.evaluation is None:
+        return
+    held_out = plan.data.build(DataContext(plan.run.seed, "held_out"))
+    run.evaluation = Evaluation(
+        executor,
+        [layer.module for layer in run.layers],
+        Feed(held_out, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=False),
+        run.groups,
+        run.world.device,
+        num_batches=plan.evaluation.steps,
+        num_micros=len(rows) // plan.batch.micro_size,
+    )
+
+
+def _open_outputs(plan: Plan, run: Run, folder: Path) -> None:
+    if run.world.rank == 0:
+        run.writers = [component.build(folder) for component in plan.metrics]
+    if plan.profile is not None:
+        first, last = plan.profile.steps
+        run.profiler = StepProfiler(first, last, folder, run.world.rank, run.world.device)
+
+
+def _agree(plan: Plan, world: World, topology: Topology, groups: Groups) -> None:
+    table = "\n".join(entry.label for entry in topology.groups())
+    facts = {"the plan": plan.digest, "torch": torch.__version__, "the group table": sha256(table.encode()).hexdigest()}
+    facts |= {f"plugin {name}": str(version) for name, version in plan.plugins.items()}
+    if not world.is_fake:
+        agree(facts, groups["control"])

@@ -1,0 +1,58 @@
+"""What all ranks know after a step, and how it reaches the host: at once on CPU, a step later on CUDA."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.device import Device
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Float64 scalars on the device, equal on all ranks.
+
+    loss: the sum over the global batch, not yet divided by its weight. stops: how many ranks ask to stop.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    stops: Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch."""
+
+    loss: float
+    grad_norm: float
+    weight: float
+    wants_stop: bool
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class PendingTotals:
+    """Totals on their way to the host; `read` waits for them, and only for them."""
+
+    def __init__(self, totals: Totals, weight: Tensor, device: Device) -> None:
+        values = torch.stack([totals.loss, totals.grad_norm, totals.stops, weight])
+        self._event: torch.cuda.Event | None = None
+        if device.is_async:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values
+
+    def read(self) -> StepResult:
+        if self._event is not None:
+            self._event.synchronize()
+        loss, grad_norm, stops, weight = self._values.tolist()
+        return StepResult(loss / weight if weight else 0.0, grad_norm, weight, stops > 0)

@@ -1,0 +1,221 @@
+"""A run: what `assemble` returns, what the command line drives, and what a program of your own uses.
+
+with assemble(plan, world) as run:
+    run.train()                      # all steps of the plan
+    row = run.step(batch)            # or one step, on your own samples
+    loss = run.evaluate()            # held-out loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from sley_core.data.sizes import num_samples, num_tokens
+from sley_core.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Groups
+    from sley_core.comm.world import World
+    from sley_core.data.dataset import Field
+    from sley_core.data.feed import Feed
+    from sley_core.engine.book import ParameterBook
+    from sley_core.engine.call import LayerCaller, Wait
+    from sley_core.engine.evaluate import Evaluation
+    from sley_core.engine.execute import HostBatch
+    from sley_core.engine.profile import StepProfiler
+    from sley_core.engine.stepper import Stepper
+    from sley_core.engine.store import GradientStore
+    from sley_core.engine.totals import PendingTotals
+    from sley_core.metrics.throughput import Meter, Row
+    from sley_core.model.layers import Layer
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import MetricsWriter
+    from sley_core.topology import Topology
+
+Outcome = Literal["finished", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose totals are still on their way to the host."""
+
+    number: int
+    totals: PendingTotals
+    lr: float
+    tokens: int
+    data_wait_s: float
+
+
+class Run(AbstractContextManager["Run"]):
+    """One rank's part of a run. All ranks call the same methods in the same order.
+
+    plan, world, topology, groups: what it was assembled from. layers: this rank's. book: their parameters. store: the
+    accumulated gradients. fields: of a batch. listeners: called with each row, on every rank. num_steps_done: optimizer
+    steps taken. `assemble` fills the rest in.
+    """
+
+    stepper: Stepper
+    meter: Meter
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        topology: Topology,
+        groups: Groups,
+        layers: Sequence[Layer],
+        book: ParameterBook,
+        store: GradientStore,
+        caller: LayerCaller,
+        fields: Mapping[str, Field],
+    ) -> None:
+        self.plan = plan
+        self.world = world
+        self.topology = topology
+        self.groups = groups
+        self.layers = layers
+        self.book = book
+        self.store = store
+        self.caller = caller
+        self.fields = fields
+        self.listeners: list[Callable[[Row], None]] = []
+        self.num_steps_done = 0
+        self.feed: Feed | None = None
+        self.evaluation: Evaluation | None = None
+        self.writers: Sequence[MetricsWriter] = ()
+        self.profiler: StepProfiler | None = None
+        self.check_batch: Callable[[HostBatch], None] = lambda batch: None
+        self.was_stopped = False
+        self._stop_asked = False
+
+    @property
+    def rows(self) -> slice:
+        """This rank's samples within the global batch."""
+        size = self.plan.batch.global_size // self.topology.dp
+        start = self.groups["dp"].coord * size
+        return slice(start, start + size)
+
+    def train(self) -> Outcome:
+        """Steps until the plan's last step, or until somebody asked to stop.
+
+        On CUDA a row is read while the next step runs. Raises RunError `not-finite` when the loss or the gradient norm
+        is no longer a number.
+        """
+        launched: _Launched | None = None
+        self.meter.start()
+        while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
+            before, launched = launched, self._launch(None)
+            if before is not None:
+                self._emit(before)
+            if self._evaluates_after(launched) or not self.world.device.is_async:
+                self._emit(launched)
+                launched = None
+        if launched is not None:
+            self._emit(launched)
+        return "interrupted" if self.was_stopped else "finished"
+
+    def step(self, batch: HostBatch | None = None) -> Row:
+        """One optimizer step; returns its row, the same on every rank.
+
+        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; left out, the
+        next ones of the plan's data.
+        """
+        self.meter.start()
+        return self._emit(self._launch(batch))
+
+    def evaluate(self) -> float:
+        """The mean loss on held-out data; changes nothing. Raises UsageError where the plan has no `[evaluation]`."""
+        if self.evaluation is None:
+            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
+        return self.evaluation()
+
+    def before_layer(self, name: str, wait: Wait) -> None:
+        """`wait` is called before every use of the weights of layer `name`, recomputation included."""
+        self.caller.before_layer(name, wait)
+
+    def stop(self) -> None:
+        """Asks all ranks to stop after the step in progress; safe in a signal handler."""
+        self._stop_asked = True
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds for parameters, gradients and optimizer states."""
+        states = self.stepper.update.optimizer.state.values()
+        tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
+        return {
+            "parameters": sum(entry.numel * entry.parameter.element_size() for entry in self.book),
+            "gradients": self.store.num_bytes,
+            "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        }
+
+    def close(self) -> None:
+        """Ends threads, files and hooks; the world stays for whoever joined it."""
+        for feed in (self.feed, self.evaluation.feed if self.evaluation else None):
+            if feed is not None:
+                feed.close()
+        if self.profiler is not None:
+            self.profiler.close()
+        self.stepper.close()
+        for writer in self.writers:
+            writer.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _launch(self, batch: HostBatch | None) -> _Launched:
+        wait_s = 0.0
+        if batch is None:
+            assert self.feed is not None, "a fake world takes no steps"
+            batch = self.feed.next()
+            wait_s = self.feed.wait_s
+        self.check_batch(batch)
+        number = self.num_steps_done + 1
+        if self.profiler is not None:
+            self.profiler.before_step(number)
+        num_micros = num_samples(batch, self.fields) // self.plan.batch.micro_size
+        totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
+        if self.profiler is not None:
+            self.profiler.after_step(number)
+        self.num_steps_done = number
+        tokens = num_tokens(batch, self.fields) * self.topology.dp
+        return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s)
+
+    def _emit(self, launched: _Launched) -> Row:
+        result = launched.totals.read()
+        seconds = self.meter.lap()
+        if not result.is_finite:
+            raise RunError(
+                "not-finite",
+                f"step {launched.number}: loss {result.loss}, gradient norm {result.grad_norm}",
+                hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step",
+            )
+        self.was_stopped = result.wants_stop
+        row = self.meter.row(
+            step=launched.number,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=launched.lr,
+            tokens=launched.tokens,
+            seconds=seconds,
+            data_wait_s=launched.data_wait_s,
+        )
+        if self._evaluates_after(launched):
+            assert self.evaluation is not None
+            row["held_out_loss"] = self.evaluation()
+            self.meter.start()
+        for writer in self.writers:
+            writer.write(row)
+        for listener in self.listeners:
+            listener(row)
+        return row
+
+    def _evaluates_after(self, launched: _Launched) -> bool:
+        if self.evaluation is None or self.plan.evaluation is None:
+            return False
+        return launched.number % self.plan.evaluation.every == 0 or launched.number == self.plan.run.steps
