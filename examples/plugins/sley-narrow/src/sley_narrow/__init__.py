@@ -1,0 +1,1 @@
+"""A gradient handler that sends half the bytes."""

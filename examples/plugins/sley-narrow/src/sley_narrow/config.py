@@ -1,0 +1,12 @@
+"""The table of `narrow.reducer` in a plan."""
+
+from __future__ import annotations
+
+from sley_core.plan.types import NonNegative, Table
+
+
+class NarrowConfig(Table):
+    """`narrow.reducer`: gradients travel as bfloat16."""
+
+    min_numel: NonNegative = 1024
+    """Smaller gradients travel as they are: norms and biases are sensitive, and cost nothing."""

@@ -1,0 +1,24 @@
+"""What this package offers to Sley. Imports no torch: it is read to check a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sley_core.hookspecs import hookimpl
+from sley_core.records import GradientHandlerRecord
+from sley_narrow.config import NarrowConfig
+
+
+@hookimpl
+def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
+    return [
+        GradientHandlerRecord(
+            name="reducer",
+            config=NarrowConfig,
+            build="sley_narrow.handler:Narrow",
+            role="reducer",
+            exact=False,
+            tolerance=2**-6,
+            summary="sums gradients in bfloat16: half the bytes",
+        )
+    ]

@@ -1,0 +1,38 @@
+"""What the pages of docs/ show is what is there."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="the documentation is not part of the sdist")
+
+
+def test_the_plugin_of_the_page_is_the_example() -> None:
+    text = (ROOT / "docs" / "write-a-plugin.md").read_text("utf-8")
+    shown = dict(re.findall(r"^\*\*(\S+)\*\*\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert {"pyproject.toml", "src/sley_narrow/plugin.py", "src/sley_narrow/handler.py"} <= shown.keys()
+    for path, code in shown.items():
+        assert code == (EXAMPLE / path).read_text("utf-8"), path
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if ">>> " in page.read_text("utf-8")], ids=lambda page: page.name
+)
+def test_the_examples_of_a_page_give_what_it_says(page: Path) -> None:
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *PAGES], ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name} links to {target}"
