@@ -120,7 +120,8 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def isolated(session: nox.Session) -> None:
     """Each package passes its tests with nothing of Sley but core beside it, from wheels."""
-    wheels = Path(session.create_tmp()) / "wheels"
+    folder = Path(session.create_tmp())
+    wheels = folder / "wheels"
     core, *_ = PACKAGES
     session.install(*CONSTRAINTS, "torch")
     for package in PACKAGES:
@@ -131,7 +132,9 @@ def isolated(session: nox.Session) -> None:
         both = {str(wheel) for each in (core, package) for wheel in (wheels / each.module).glob("*.whl")}
         install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS, *sorted(both))  # under `nox -R` too
         session.run(*install)
-        session.run("python", "-P", "-c", alone_program(package))
+        program = folder / f"{package.module}_is_alone.py"
+        program.write_text(alone_program(package), "utf-8")
+        session.run("python", "-P", str(program))
         session.run(*install, *package.test_requirements())
         session.run("python", "-P", "-m", "pytest", package.tests, *session.posargs, env=ONE_THREAD)
 
