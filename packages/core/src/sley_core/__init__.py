@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sley_core.hookspecs import hookimpl as hookimpl
     from sley_core.plan.load import load_plan as load_plan
-    from sley_core.plan.plan import Plan as load_plan
+    from sley_core.plan.plan import Plan as Plan
     from sley_core.run import Run as Run
 
 _HOME = {

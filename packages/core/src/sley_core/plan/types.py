@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo, ValidationInfo
 
 T = TypeVar("T")
 
@@ -51,18 +51,32 @@ def _path(value: Any, info: ValidationInfo) -> Any:
     return Path(folder, value) if folder else Path(value)
 
 
-Array = Annotated[tuple[T, ...], BeforeValidator(_tuple), PlainSerializer(list)]
+def _path_text(value: Path, info: SerializationInfo) -> str:
+    folder = (info.context or {}).get("folder")
+    return value.relative_to(folder).as_posix() if folder and value.is_relative_to(folder) else str(value)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Says what a field takes, where its type and limits alone would not: `Annotated[str, Field(...), Words("a name")]`."""
+
+    text: str
+
+
+Array = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
 """A TOML array, kept as a tuple: `Array[int]`."""
 
-PlanPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(str)]
-"""A path of the plan; a relative one is relative to the plan's folder."""
+PlanPath = Annotated[Path, BeforeValidator(_path), PlainSerializer(_path_text)]
+"""A path of the plan; a relative one is relative to the plan's folder, and is written back as it was given."""
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-FactoryPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+FactoryPath = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), Words('a path to code, "package.module:name"')
+]
 """`"package.module:attribute"`: code that the user's plan names, and the only code that a plan can name."""
 
 

@@ -1,0 +1,111 @@
+"""Which distributions say that they have a plugin, and which core they need: metadata alone, nothing is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions, version
+from types import ModuleType
+from typing import Any
+
+GROUP = "sley.plugins"
+CORE = "core"
+CORE_DIST = "sley-core"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plugin as its distribution's metadata announce it.
+
+    entry_point: what to import; None where `module` is given instead.
+    requires: the distribution's `Requires-Dist` lines.
+    """
+
+    name: str
+    dist: str
+    version: str
+    entry_point: EntryPoint | None = None
+    requires: tuple[str, ...] = ()
+    module: ModuleType | Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Plugin, distribution and version, for messages."""
+        return f"plugin `{self.name}` ({self.dist} {self.version})"
+
+
+def installed() -> Mapping[str, list[Found]]:
+    """All plugins on `sys.path`, by name. A distribution whose metadata cannot be read has none.
+
+    A distribution that is met twice counts where it is met first, as for an import.
+    """
+    found: dict[str, list[Found]] = {}
+    seen: set[str] = set()
+    for dist in distributions():
+        text = _entry_points(dist)
+        if GROUP not in text:
+            continue
+        name = _field(dist, "Name", "unnamed")
+        if _canonical(name) in seen:
+            continue
+        seen.add(_canonical(name))
+        for key, value in _of_group(text):
+            point = EntryPoint(key, value, GROUP)
+            one = Found(key, name, _field(dist, "Version", "?"), point, tuple(dist.requires or ()))
+            found.setdefault(key, []).append(one)
+    return found
+
+
+@cache
+def core_version() -> str:
+    """The installed version of core, or "0" where core runs from a folder that was never installed."""
+    try:
+        return version(CORE_DIST)
+    except PackageNotFoundError:
+        return "0"
+
+
+def unmet_requirement(found: Found) -> str | None:
+    """The requirement on core that the installed core does not meet, or None."""
+    if not found.requires or core_version() == "0":
+        return None
+    # Only a third party's plugin needs this import, which takes 15 ms.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for line in found.requires:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if _canonical(requirement.name) != CORE_DIST or not applies:
+            continue
+        if not requirement.specifier.contains(core_version(), prereleases=True):
+            return f"{CORE_DIST}{requirement.specifier}"
+    return None
+
+
+def _field(dist: Distribution, key: str, otherwise: str) -> str:
+    values = dist.metadata.get_all(key) or [otherwise]
+    return str(values[0])
+
+
+def _entry_points(dist: Distribution) -> str:
+    try:
+        return dist.read_text("entry_points.txt") or ""
+    except (OSError, ValueError):
+        return ""  # a neighbour that nobody named; were it named, it would be missing
+
+
+def _of_group(text: str) -> list[tuple[str, str]]:
+    """The `name = value` lines of our section, read here because one broken line makes importlib refuse the file."""
+    section = re.search(rf"^\[\s*{re.escape(GROUP)}\s*\]\s*$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
+    lines = section[1].splitlines() if section else []
+    pairs = [line.split("#")[0].partition("=") for line in lines]
+    return [(key.strip(), value.strip()) for key, equals, value in pairs if equals]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

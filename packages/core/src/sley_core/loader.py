@@ -1,0 +1,152 @@
+"""Finds the plugins that a plan names, imports those and no other, and refuses a broken one by name.
+
+Discovery reads metadata only: a broken neighbour that no plan names does no harm. pluggy validates a plugin and calls its
+hooks; the order in which plugins are asked is the plan's, never pluggy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from sley_core.discovery import CORE, CORE_DIST, GROUP, Found, core_version, installed, unmet_requirement
+from sley_core.errors import PlanError, PluginError
+from sley_core.plan.kinds import words
+from sley_core.plan.types import RecordKind
+from sley_core.plan.words import suggestion
+from sley_core.plugin_rules import hooks_of, imported, records_of, said
+from sley_core.records import Record
+
+FIRST_PARTY = ("dp", "isp", "memory", "pp")
+"""Plugins of Sley's own distributions `sley-<name>`."""
+
+BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)
+"""Core's own plugin, where core runs from a folder that was never installed."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin that has been imported and found sound."""
+
+    name: str
+    dist: str
+    version: str
+    records: Mapping[RecordKind, Mapping[str, Record]]
+    hooks: Any = field(compare=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Plugin, distribution and version, for messages."""
+        return f"plugin `{self.name}` ({self.dist} {self.version})"
+
+    def __str__(self) -> str:
+        return f"{self.dist} {self.version}"
+
+    def call(self, hook: str, **arguments: Any) -> list[Any]:
+        """What this plugin's `hook` returns: nothing or one thing. A generator is run to its end.
+
+        Raises PluginError "plugin-failed" for whatever the hook raises.
+        """
+        try:
+            returned = getattr(self.hooks, hook)(**arguments)
+            return [list(one) if hasattr(one, "__next__") else one for one in returned]
+        except Exception as error:
+            message = f"{self.label} failed in `{hook}`: {type(error).__name__}: {error}"
+            raise PluginError("plugin-failed", message, hint="report this to the plugin's authors") from error
+
+    def build_of(self, record: Record) -> Any:
+        """The object that the record's `build` names; PluginError "plugin-import" if there is none."""
+        try:
+            return record.load()
+        except Exception as error:
+            message = f"{self.label}: cannot import `{record.build}` of `{self.name}.{record.name}`: {said(error)}"
+            raise PluginError("plugin-import", message, hint=f"reinstall {self.dist}, or report it") from error
+
+
+class Loader:
+    """Loads plugins by name, each once.
+
+    plugins: modules or objects with hooks to use instead of what is installed, for tests and programs; core's own is
+        always there, unless this has a `core` too.
+    """
+
+    def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
+        self._given = plugins
+        self._found: Mapping[str, list[Found]] | None = None
+        self._loaded: dict[str, Plugin] = {}
+
+    def names(self) -> list[str]:
+        """Every plugin that could be loaded, core first, then by name; imports none."""
+        known = self._given if self._given is not None else self._installed()
+        return [CORE, *sorted(set(known) - {CORE})]
+
+    def found(self, name: str) -> list[Found]:
+        """The distributions that provide plugin `name`: one, unless something is wrong; imports nothing."""
+        if self._given is not None and name in self._given:
+            return [Found(name, "given", "0", module=self._given[name])]
+        if name == CORE:
+            return self._installed().get(CORE) or [Found(CORE, CORE_DIST, core_version(), BUILT_IN)]
+        return [] if self._given is not None else self._installed().get(name, [])
+
+    def load(self, name: str) -> Plugin:
+        """The plugin `name`.
+
+        Raises PluginError: "plugin-missing" (one of Sley's own, not installed), "plugin-unknown", "plugin-ambiguous" (of
+        two distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (implements a hook
+        that is none), "plugin-argument" (wants what only a newer core's hook gives), "plugin-invalid" (its records).
+        """
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def record(self, kind: RecordKind, name: str) -> Record:
+        """The record that a plan calls `plugin.record`.
+
+        Raises PluginError as `load` does, and PlanError "unknown-record".
+        """
+        plugin_name, _, record_name = name.partition(".")
+        plugin = self.load(plugin_name)
+        known = plugin.records.get(kind, {})
+        if record_name in known:
+            return known[record_name]
+        has = f"it has {', '.join(f'`{plugin_name}.{one}`' for one in known)}" if known else None
+        raise PlanError(
+            "unknown-record",
+            f"{plugin.label} has no {words(kind)} `{record_name}`",
+            hint=suggestion(name, (f"{plugin_name}.{one}" for one in known), has),
+        )
+
+    def _installed(self) -> Mapping[str, list[Found]]:
+        if self._found is None:
+            self._found = installed()
+        return self._found
+
+    def _load(self, name: str) -> Plugin:
+        found = self.found(name)
+        if not found:
+            raise self._missing(name)
+        if len(found) > 1:
+            dists = " and ".join(f"{one.dist} {one.version}" for one in found)
+            hint = f"uninstall one of them: `pip uninstall {found[-1].dist}`"
+            raise PluginError("plugin-ambiguous", f"plugin `{name}` is provided by {dists}", hint=hint)
+        one = found[0]
+        needed = unmet_requirement(one)
+        if needed is not None:
+            message = f"{one.label} needs {needed}, but sley-core {core_version()} is installed"
+            hint = f"pip install --upgrade {one.dist} sley-core"
+            raise PluginError("plugin-incompatible", message, hint=hint)
+        hooks = hooks_of(imported(one), one)
+        return Plugin(name, one.dist, one.version, records_of(hooks, one), hooks)
+
+    def _missing(self, name: str) -> PluginError:
+        if name in FIRST_PARTY:
+            message = f"plugin `{name}` is not installed"
+            return PluginError("plugin-missing", message, hint=f"pip install sley-{name}")
+        have = f"the plugins here are {', '.join(f'`{one}`' for one in self.names())}"
+        return PluginError(
+            "plugin-unknown",
+            f"there is no plugin `{name}`",
+            hint=suggestion(name, {*self.names(), *FIRST_PARTY}, have),
+        )

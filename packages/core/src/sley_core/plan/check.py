@@ -1,0 +1,121 @@
+"""What is wrong with a valid plan in a world of a given size, found without torch and before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.plan.check_handlers import check_handlers
+from sley_core.plan.document import by_place
+from sley_core.records import GradientHandlerRecord, OptimizerRecord, Problem
+from sley_core.topology import Topology
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+PRECISIONS = ("fp32", "fp64")
+"""What this core computes in; the plan's format knows more."""
+
+AXES = {
+    "pp": ("pipeline stages need a [pipeline] table", "sley-pp"),
+    "sp": ("splitting sequences needs a [sequence] table", "sley-isp"),
+    "wp": ("splitting weights needs a [weights] table", "sley-isp"),
+}
+"""What an axis larger than one will need, and who has it."""
+
+
+def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
+    """All problems of `plan` with `world` ranks, sorted by place; empty if it can run.
+
+    Codes: "layout", "layout-unsupported", "batch-does-not-divide", "precision-unsupported", "beyond-the-run",
+    "optimizer-layout", those of `check_handlers`, and those of the plugins' `sley_check_plan`, which are asked only where
+    the sizes fit. Raises PluginError if one of these hooks fails.
+    """
+    problems = [*_precision(plan), *_unsupported_axes(plan), *_beyond(plan)]
+    found: list[Diagnostic] = []
+    try:
+        topology = plan.topology(world)
+    except PlanError as error:
+        found += error.diagnostics
+    else:
+        problems += [*_batch(plan, topology), *_optimizer(plan, topology), *check_handlers(plan, topology)]
+        for _, more in plan.call("sley_check_plan", plan=plan, topology=topology):
+            problems += more
+    found += [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in problems]
+    return by_place(found)
+
+
+def _unsupported_axes(plan: Plan) -> Iterator[Problem]:
+    for axis, (needs, dist) in AXES.items():
+        if getattr(plan.parallel, axis) > 1:
+            message = f"{needs}, which comes with {dist} and which this core does not know yet"
+            yield Problem(("parallel", axis), message, f"leave `{axis} = 1`", "layout-unsupported")
+
+
+def _precision(plan: Plan) -> Iterator[Problem]:
+    compute, gradients = plan.precision.compute, plan.precision.gradients
+    for key, value in (("compute", compute), ("gradients", gradients)):
+        if value not in PRECISIONS:
+            message = f'`precision.{key}` = "{value}" is not supported by this core yet'
+            yield Problem(("precision", key), message, 'use "fp32"', "precision-unsupported")
+    if compute == "fp64" and gradients == "fp32":
+        message = "gradients in fp32 are narrower than what is computed in fp64"
+        yield Problem(("precision", "gradients"), message, 'use "fp64", or leave it out', "precision-unsupported")
+
+
+def _beyond(plan: Plan) -> Iterator[Problem]:
+    steps = plan.run.steps
+    if plan.evaluation and plan.evaluation.every > steps:
+        message = f"an evaluation every {plan.evaluation.every} steps never happens in a run of {steps}"
+        yield Problem(("evaluation", "every"), message, f"at most {steps}", "beyond-the-run")
+    if plan.profile:
+        first, last = plan.profile.steps
+        path: KeyPath = ("profile", "steps")
+        if last > steps:
+            message = f"the run has {steps} steps, so steps {first} to {last} cannot be recorded"
+            yield Problem(path, message, f"the last step is {steps}", "beyond-the-run")
+        if first > last:
+            message = f"the first step to record, {first}, comes after the last, {last}"
+            yield Problem(path, message, f"write [{last}, {first}]", "beyond-the-run")
+
+
+def _batch(plan: Plan, topology: Topology) -> Iterator[Problem]:
+    size, micro = plan.batch.global_size, plan.batch.micro_size
+    unit = topology.dp * micro
+    if size % unit == 0:
+        return
+    below = size // unit * unit
+    sizes = f"{below} or {below + unit}" if below else f"{unit}"
+    micros = [near for near in _divisors(size // topology.dp) if size % topology.dp == 0]
+    better = f", or micro_size = {min(micros, key=lambda near: (abs(near - micro), near))}" if micros else ""
+    message = (
+        f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {topology.dp} x {micro} = {unit}"
+    )
+    yield Problem(("batch", "global_size"), message, f"use global_size = {sizes}{better}", "batch-does-not-divide")
+
+
+def _divisors(number: int) -> list[int]:
+    """The divisors up to a thousand: nobody wants a larger micro-batch proposed."""
+    return [divisor for divisor in range(1, min(number, 1000) + 1) if number % divisor == 0]
+
+
+def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
+    """An optimizer that looks at more than one element needs the whole of what it looks at on one rank."""
+    record = plan.optimizer.record
+    if not isinstance(record, OptimizerRecord) or record.scope == "elementwise":
+        return
+    looks = "whole matrices" if record.scope == "per_matrix" else "all gradients at once"
+    sharders = [one.name for one in plan.gradient_handlers if _leaves_shards(one.record)]
+    if topology.wp > 1:
+        by: str | None = f"wp = {topology.wp}"
+    else:
+        by = f"`{sharders[0]}`" if sharders and topology.ranks_per_stage > 1 else None
+    if by:
+        message = f"`{plan.optimizer.name}` looks at {looks}, but {by} leaves a part of each to a rank"
+        hint = "use an elementwise optimizer such as `core.adamw`"
+        yield Problem(("optimizer", "use"), message, hint, "optimizer-layout")
+
+
+def _leaves_shards(record: object) -> bool:
+    return isinstance(record, GradientHandlerRecord) and record.result == "shard"

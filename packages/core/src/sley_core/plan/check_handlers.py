@@ -1,0 +1,72 @@
+"""Whether a plan's gradient handlers do every job that correctness needs exactly once, and in an order that can work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from sley_core.errors import KeyPath
+from sley_core.records import GradientHandlerRecord, Problem, Role
+from sley_core.topology import Topology
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+ONE_EACH: tuple[Role, ...] = ("reducer", "tie")
+"""Jobs that must not be done twice: a sum that is summed again is another number."""
+
+Handlers = Sequence[tuple[int, str, GradientHandlerRecord]]
+
+
+def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
+    """Codes: "handler-missing", "handler-twice", "handler-conflict" (two for one job), "handler-order"."""
+    handlers: Handlers = [
+        (number, one.name, one.record)
+        for number, one in enumerate(plan.gradient_handlers)
+        if isinstance(one.record, GradientHandlerRecord)
+    ]
+    yield from _missing(handlers, topology)
+    yield from _twice(handlers)
+    yield from _order(handlers)
+
+
+def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
+    ranks = topology.ranks_per_stage
+    if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
+        message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
+        hint = 'add [[gradient_handlers]] with `use = "core.each"`, or leave the list out'
+        yield Problem(("gradient_handlers",), message, hint, "handler-missing")
+
+
+def _twice(handlers: Handlers) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    first: dict[Role, str] = {}
+    for number, name, record in handlers:
+        if name in seen:
+            message = f"`{name}` is listed twice"
+            yield Problem(_path(number), message, "keep one of them", "handler-twice")
+            continue
+        seen[name] = number
+        if record.role in ONE_EACH and record.role in first:
+            job = "sum gradients" if record.role == "reducer" else "sum gradients of shared weights"
+            message = f"`{first[record.role]}` and `{name}` both {job}, so the sum would be wrong"
+            yield Problem(_path(number), message, "keep one of them", "handler-conflict")
+        first.setdefault(record.role, name)
+
+
+def _order(handlers: Handlers) -> Iterator[Problem]:
+    for number, name, record in handlers:
+        for other_number, other, other_record in handlers:
+            if other_number < number and other_record.role in record.before:
+                yield _wrong_order(number, name, "before", other, other_record.role)
+            elif other_number > number and other_record.role in record.after:
+                yield _wrong_order(number, name, "after", other, other_record.role)
+
+
+def _wrong_order(number: int, name: str, word: str, other: str, role: Role) -> Problem:
+    message = f"`{name}` must come {word} `{other}`: it works {word} every {role}"
+    return Problem(_path(number), message, f"move its table {word} that of `{other}`", "handler-order")
+
+
+def _path(number: int) -> KeyPath:
+    return ("gradient_handlers", number, "use")

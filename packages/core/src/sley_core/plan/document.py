@@ -1,0 +1,148 @@
+"""A plan as it was given: its tables as plain data, and the place in the file or on the command line of every key.
+
+Everything after this works on the data; whoever finds something wrong at a key path asks the document for the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
+from sley_core.plan.locate import Span, Spot
+from sley_core.plan.types import Table
+
+OriginKind = Literal["file", "set", "default", "core"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value of the resolved plan comes from.
+
+    kind: "file", "set" (a `--set`), "default" (the table's model), or "core" (written in because the layout needs it).
+    """
+
+    kind: OriginKind
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        return str(self.place) if self.place else self.kind
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--set`: `number` counts from 1, `text` is as it was typed."""
+
+    number: int
+    text: str
+    path: KeyPath
+
+    @property
+    def place(self) -> Place:
+        return Place(f"--set #{self.number}", column=1, length=len(self.text))
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tables with places. `file` is the name to show; `spots` is empty for tables that never were text."""
+
+    file: str
+    folder: Path | None
+    tables: dict[str, Any]
+    lines: tuple[str, ...] = ()
+    spots: Mapping[KeyPath, Spot] = field(default_factory=dict)
+    overrides: tuple[Override, ...] = ()
+
+    def origin(self, path: KeyPath) -> Origin | None:
+        """Where the user wrote the value at `path`; None where nobody did."""
+        override = self._override(path)
+        if override:
+            return Origin("set", override.place)
+        if path in self.spots:
+            return Origin("file", self._in_file(self.spots[path].key))
+        return None if self.spots or not _has(self.tables, path) else Origin("file", Place(self.file))
+
+    def diagnostic(
+        self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
+    ) -> Diagnostic:
+        """A problem at `path`, placed at its key or value, or at the closest table around it that was written."""
+        place, line = self.place(path, at)
+        return Diagnostic(code, message, path=path, place=place, source_line=line, hint=hint)
+
+    def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
+        """The place of `path` or of the closest table around it, and the text that is there."""
+        for length in range(len(path), 0, -1):
+            near = path[:length]
+            override = self._override(near)
+            if override:
+                return override.place, override.text
+            if near in self.spots:
+                spot = self.spots[near]
+                place = self._in_file(spot.key if at == "key" and length == len(path) else spot.value)
+                return place, self.line(place.line)
+        return Place(self.file), None
+
+    def located(self, diagnostic: Diagnostic) -> Diagnostic:
+        """The diagnostic with a place, if it has a path and no place yet."""
+        if diagnostic.place or not diagnostic.path:
+            return diagnostic
+        place, line = self.place(diagnostic.path)
+        return replace(diagnostic, place=place, source_line=line)
+
+    def line(self, number: int) -> str | None:
+        """The text of a line, counted from 1."""
+        return self.lines[number - 1] if 0 < number <= len(self.lines) else None
+
+    def _in_file(self, span: Span) -> Place:
+        return Place(self.file, *span)
+
+    def _override(self, path: KeyPath) -> Override | None:
+        """The last override that set `path`, something around it, or (where the file has no such table) inside it."""
+        for override in reversed(self.overrides):
+            if path[: len(override.path)] == override.path:
+                return override
+            if override.path[: len(path)] == path and path not in self.spots:
+                return override
+        return None
+
+
+def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """Sorted as a reader meets them: the file from top to bottom, then each `--set` as numbered; equal ones once."""
+
+    def order(diagnostic: Diagnostic) -> tuple[bool, int, int, int]:
+        place = diagnostic.place or Place("")
+        number = int(place.file.removeprefix("--set #")) if place.file.startswith("--set #") else 0
+        return (number > 0, number, place.line, place.column)
+
+    return sorted(dict.fromkeys(diagnostics), key=order)
+
+
+def locate(error: SleyError, document: Document) -> SleyError:
+    """The same error, its diagnostics with the places of `document`."""
+    error.diagnostics = tuple(document.located(diagnostic) for diagnostic in error.diagnostics)
+    error.args = ("\n".join(str(diagnostic) for diagnostic in error.diagnostics),)
+    return error
+
+
+def plain(value: Any) -> Any:
+    """A value as TOML has it: tables as dicts without absent keys, arrays as lists."""
+    if isinstance(value, Table):
+        return plain(value.model_dump(exclude_none=True))
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _has(tables: Any, path: KeyPath) -> bool:
+    for part in path:
+        if isinstance(tables, dict) and part in tables:
+            tables = tables[str(part)]
+        elif isinstance(tables, list) and isinstance(part, int) and part < len(tables):
+            tables = tables[part]
+        else:
+            return False
+    return True

@@ -1,0 +1,144 @@
+"""Turns what pydantic finds wrong with a table into diagnostics in our words, one per key.
+
+pydantic reports one error per arm of a union and puts names of arms into the location; here the location is walked along the
+table that was given, which leaves the key path, and the arms' errors are folded into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from sley_core.errors import Diagnostic, KeyPath, dotted
+from sley_core.plan.document import Document
+from sley_core.plan.types import Table
+from sley_core.plan.words import field_at, shown, suggestion, takes
+
+RANGE = {
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "multiple_of",
+    "finite_number",
+    "too_short",
+    "too_long",
+    "string_too_short",
+    "string_too_long",
+}
+WRONG_VALUE = {"literal_error", "enum", "string_pattern_mismatch"}
+OWN_WORDS = {"value_error", "assertion_error"}
+NOT_A_FAULT = "default_factory_not_called"
+
+
+def faults(
+    error: ValidationError, model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document, owner: str
+) -> list[Diagnostic]:
+    """The diagnostics of one table: `given` lies at `path` of the document and was meant to be a `model`.
+
+    owner: what the table is, for messages: "[batch]" or "`core.adamw`".
+    """
+    by_key: dict[KeyPath, list[Any]] = {}
+    for fault in error.errors(include_url=False, include_input=False):
+        if fault["type"] != NOT_A_FAULT:
+            by_key.setdefault(_key_path(fault["loc"], fault["type"], given), []).append(fault)
+    return [_diagnostic(found, inner, model, given, path, document, owner) for inner, found in by_key.items()]
+
+
+def unknown_key(key: str, known: Iterable[str], path: KeyPath, document: Document, owner: str) -> Diagnostic:
+    """The diagnostic of a key that `owner` does not have."""
+    choices = sorted(known)
+    listed = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
+    message = f"`{key}` is not a key of {owner}"
+    return document.diagnostic("unknown-key", message, path, suggestion(key, choices, listed), at="key")
+
+
+def _diagnostic(
+    found: list[Any],
+    inner: KeyPath,
+    model: type[Table],
+    given: Mapping[str, Any],
+    path: KeyPath,
+    document: Document,
+    owner: str,
+) -> Diagnostic:
+    kinds = {fault["type"] for fault in found}
+    whole = (*path, *inner)
+    if "extra_forbidden" in kinds:
+        table = field_at(model, inner[:-1])
+        known = table[0].model_fields if table and hasattr(table[0], "model_fields") else ()
+        return unknown_key(str(inner[-1]), known, whole, document, owner)
+    field = field_at(model, inner)
+    expected = takes(*field) if field else "something else"
+    if "missing" in kinds:
+        if isinstance(inner[-1], int):
+            whole, inner = whole[:-1], inner[:-1]
+            return _wrong("out-of-range", whole, takes(*(field_at(model, inner) or (Any, ()))), given, inner, document)
+        message = f"{owner} needs `{dotted(inner)}`, {expected}"
+        return document.diagnostic("missing-key", message, whole, hint=_description(model, inner), at="key")
+    own = [fault for fault in found if fault["type"] in OWN_WORDS]
+    if own:
+        prefix = f"`{dotted(whole)}`" if inner else owner
+        return document.diagnostic("wrong-value", f"{prefix}: {_said(own[0])}", whole)
+    return _wrong(_code(kinds, _at(given, inner)), whole, expected, given, inner, document)
+
+
+def _wrong(
+    code: str, whole: KeyPath, expected: str, given: Mapping[str, Any], inner: KeyPath, document: Document
+) -> Diagnostic:
+    value = _at(given, inner)
+    message = f"`{dotted(whole)}` must be {expected}, not {shown(value)}"
+    return document.diagnostic(code, message, whole, _hint(code, expected, value))
+
+
+def _code(kinds: set[str], value: Any) -> str:
+    if kinds & RANGE:
+        return "out-of-range"
+    return "wrong-value" if kinds & WRONG_VALUE and isinstance(value, str) else "wrong-type"
+
+
+def _hint(code: str, expected: str, value: Any) -> str | None:
+    if not isinstance(value, str):
+        return None
+    if code == "wrong-value":
+        return suggestion(value, expected.split('"')[1::2])
+    if code == "wrong-type" and expected.startswith(("an integer", "a number", "true or false")):
+        bare = value.strip().lower()
+        if bare in ("true", "false") or bare.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdecimal():
+            return f"write {bare} without quotes"
+    return None
+
+
+def _said(fault: Any) -> str:
+    cause = fault.get("ctx", {}).get("error")
+    text = str(cause) if cause is not None else str(fault["msg"])
+    return text.rstrip(".")
+
+
+def _description(model: type[Table], inner: KeyPath) -> str | None:
+    table = field_at(model, inner[:-1])
+    info = table[0].model_fields.get(str(inner[-1])) if table and hasattr(table[0], "model_fields") else None
+    return info.description if info else None
+
+
+def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath:
+    """The parts of `location` that are keys and numbers of `given`; what is left are names of union arms."""
+    path: KeyPath = ()
+    here: Any = given
+    for position, part in enumerate(location):
+        if (isinstance(here, Mapping) and part in here) or (
+            isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
+        ):
+            here = here[part]
+        elif kind != "missing" or position != len(location) - 1:
+            continue
+        path = (*path, part)
+    return path
+
+
+def _at(given: Any, path: KeyPath) -> Any:
+    for part in path:
+        given = given[part]
+    return given

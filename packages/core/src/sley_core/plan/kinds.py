@@ -1,0 +1,116 @@
+"""The tables of a plan that name a record (`use`) or the user's own code (`factory`), in the order of a resolved plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from sley_core import records
+from sley_core.data.config import DataConfig, FactoryDataConfig
+from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
+from sley_core.plan.tables import ModelConfig
+from sley_core.plan.types import FactoryPath, RecordKind, Table
+
+RECORDS: dict[RecordKind, type[records.Record]] = {
+    "models": records.ModelRecord,
+    "datasets": records.DatasetRecord,
+    "losses": records.LossRecord,
+    "optimizers": records.OptimizerRecord,
+    "lr_schedules": records.LRScheduleRecord,
+    "partitioners": records.PartitionerRecord,
+    "schedules": records.ScheduleRecord,
+    "gradient_handlers": records.GradientHandlerRecord,
+    "scheduler_hooks": records.SchedulerHookRecord,
+    "weight_communicators": records.WeightCommunicatorRecord,
+    "sequence_attentions": records.SequenceAttentionRecord,
+    "memory_pools": records.MemoryPoolRecord,
+    "offload_managers": records.OffloadManagerRecord,
+    "activation_policies": records.ActivationPolicyRecord,
+    "metrics_writers": records.MetricsWriterRecord,
+}
+"""What the hook `sley_<kind>` returns."""
+
+BASES: dict[RecordKind, type[Table]] = {"models": ModelConfig, "datasets": DataConfig, "optimizers": OptimizerConfig}
+"""What the config of a record must be a subclass of; any other kind takes any `Table`."""
+
+WORDS: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
+
+
+class Factory(Table):
+    """The keys of code of your own."""
+
+    factory: FactoryPath
+    """The function or class, `"package.module:name"`; the folder of the plan is searched too."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments to call it with."""
+
+
+class ModelFactory(ModelConfig, Factory):
+    """A model of your own: a function that returns its layers; it is given `data` too, if it names it."""
+
+
+class DataFactory(FactoryDataConfig, Factory):
+    """A dataset of your own; the function or class is given `context` (seed, split) too, if it names it."""
+
+
+class LossFactory(Factory):
+    """A loss of your own: a function or class that gives an object with `weight` and `loss`."""
+
+
+@dataclass(frozen=True)
+class ComponentTable:
+    """One table whose content a record or factory decides.
+
+    default: the record that is used where the table or its `use` is left out; None where one must be named.
+    factory: the model of the table when it has `factory`; None where only records are allowed.
+    given: the keyword under which a factory receives what it is built with, if its signature names it.
+    build: who calls the factory, instead of core: `build(config, *args)`.
+    many: whether the plan has a list of them, `[[key]]`.
+    """
+
+    key: str
+    kind: RecordKind
+    summary: str
+    default: str | None = None
+    factory: type[Table] | None = None
+    given: str | None = None
+    build: str | None = None
+    many: bool = False
+
+    @property
+    def header(self) -> str:
+        return f"[[{self.key}]]" if self.many else f"[{self.key}]"
+
+
+COMPONENTS = (
+    ComponentTable("model", "models", "The layers that are trained.", factory=ModelFactory, given="data"),
+    ComponentTable("data", "datasets", "The samples that they are trained on.", factory=DataFactory, given="context"),
+    ComponentTable("loss", "losses", "What is minimised.", default="core.cross_entropy", factory=LossFactory),
+    ComponentTable(
+        "optimizer",
+        "optimizers",
+        "How a step changes the weights.",
+        factory=FactoryOptimizerConfig,
+        build="sley_core.optim.build:factory",
+    ),
+    ComponentTable(
+        "learning_rate", "lr_schedules", "How the learning rate goes from step to step.", default="core.constant"
+    ),
+    ComponentTable("activations", "activation_policies", "What a layer keeps for its backward.", default="core.keep"),
+    ComponentTable(
+        "gradient_handlers",
+        "gradient_handlers",
+        "What works on accumulated gradients; this order is the order of collectives on every rank.",
+        many=True,
+    ),
+    ComponentTable("scheduler_hooks", "scheduler_hooks", "What is called around every action.", many=True),
+    ComponentTable("metrics", "metrics_writers", "Where the numbers of each step are written.", many=True),
+)
+
+
+def words(kind: RecordKind) -> str:
+    """A kind in the singular, for messages: "gradient handler"."""
+    return WORDS.get(kind, kind.replace("_", " ").removesuffix("s").replace("policie", "policy"))

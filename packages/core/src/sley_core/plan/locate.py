@@ -1,0 +1,163 @@
+"""Where each key of a TOML document stands.
+
+tomli gives line and column of a syntax error and nothing else. `index` scans a document that tomli has already accepted,
+so it need not judge anything: it only has to tell keys, headers and values apart.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from typing import NamedTuple
+
+import tomli
+
+from sley_core.errors import KeyPath
+
+
+class Span(NamedTuple):
+    """Characters of one line, counted from 1."""
+
+    line: int
+    column: int
+    length: int
+
+
+class Spot(NamedTuple):
+    """Where a key is spelled and where its value stands; a table header, and an item of an array, is both."""
+
+    key: Span
+    value: Span
+
+
+def index(text: str) -> dict[KeyPath, Spot]:
+    """The spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
+
+    A table that only longer keys imply (`a` in `[a.b]`) is located at its part of the first of them.
+    """
+    scanner = _Scanner(text)
+    scanner.document()
+    return scanner.spots
+
+
+_BLANK = re.compile(r"[ \t]*")
+_GAP = re.compile(r"(?:[\s,]|#[^\n]*)*")
+_BARE = re.compile(r"[^\s=.\[\]{}\"'#,]+")
+_SCALAR = re.compile(r"[^,\]}#\n]+")
+_STRING = re.compile(
+    r'"""(?:[^\\"]|\\[\s\S]|"{1,2}(?!"))*"{3,5}'
+    r"|'''[\s\S]*?'{3,5}"
+    r'|"(?:[^\\"\n]|\\.)*"'
+    r"|'[^'\n]*'"
+)
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
+        self.spots: dict[KeyPath, Spot] = {}
+        self.lengths: dict[KeyPath, int] = {}  # of arrays of tables, as far as they have been read
+
+    def document(self) -> None:
+        table: KeyPath = ()
+        while self.skip(_GAP):
+            if self.text[self.at] == "[":
+                table = self.header()
+            else:
+                self.key_and_value(table)
+
+    def header(self) -> KeyPath:
+        start = self.at
+        double = self.text.startswith("[[", start)
+        self.at += 2 if double else 1
+        parts = self.key()
+        self.at += 2 if double else 1
+        whole = self.span(start, self.at)
+        path: KeyPath = ()
+        for name, span in parts[:-1]:
+            path = (*path, name)
+            self.spots.setdefault(path, Spot(span, span))
+            if path in self.lengths:
+                path = (*path, self.lengths[path] - 1)
+        name, span = parts[-1]
+        path = (*path, name)
+        if double:
+            self.spots.setdefault(path, Spot(span, whole))
+            item = self.lengths.get(path, 0)
+            self.lengths[path] = item + 1
+            path = (*path, item)
+        self.spots[path] = Spot(span, whole)
+        return path
+
+    def key_and_value(self, table: KeyPath) -> None:
+        path = table
+        parts = self.key()
+        for name, span in parts:
+            path = (*path, name)
+            self.spots.setdefault(path, Spot(span, span))
+        self.at += 1  # the equals sign
+        self.skip(_BLANK)
+        self.spots[path] = Spot(parts[-1][1], self.value(path))
+
+    def key(self) -> list[tuple[str, Span]]:
+        """The parts of a dotted key; leaves the scanner at what follows it."""
+        parts = []
+        while True:
+            self.skip(_BLANK)
+            start = self.at
+            quoted = self.text[start] in "\"'"
+            self.skip(_STRING if quoted else _BARE)
+            spelled = self.text[start : self.at]
+            name = tomli.loads(f"key = {spelled}")["key"] if quoted else spelled
+            parts.append((name, self.span(start, self.at)))
+            self.skip(_BLANK)
+            if self.text[self.at] != ".":
+                return parts
+            self.at += 1
+
+    def value(self, path: KeyPath) -> Span:
+        start = self.at
+        match self.text[start]:
+            case "[":
+                self.array(path)
+            case "{":
+                self.inline_table(path)
+            case '"' | "'":
+                self.skip(_STRING)
+            case _:
+                scalar = _SCALAR.match(self.text, start)
+                assert scalar, f"no value at {self.span(start, start)}"
+                self.at = start + len(scalar.group().rstrip())
+        return self.span(start, self.at)
+
+    def array(self, path: KeyPath) -> None:
+        self.at += 1
+        item = 0
+        while self.skip(_GAP) and self.text[self.at] != "]":
+            span = self.value((*path, item))
+            self.spots[*path, item] = Spot(span, span)
+            item += 1
+        self.at += 1
+
+    def inline_table(self, path: KeyPath) -> None:
+        self.at += 1
+        while self.skip(_GAP) and self.text[self.at] != "}":
+            self.key_and_value(path)
+        self.at += 1
+
+    def skip(self, pattern: re.Pattern[str]) -> bool:
+        """Move past `pattern`; whether there is text left."""
+        match = pattern.match(self.text, self.at)
+        if match:
+            self.at = match.end()
+        return self.at < len(self.text)
+
+    def span(self, start: int, end: int) -> Span:
+        """The characters from `start` to `end`, or to the end of the first line."""
+        line = bisect_right(self.line_starts, start)
+        begin = self.line_starts[line - 1]
+        newline = self.text.find("\n", start, end)
+        stop = end if newline < 0 else newline
+        return Span(line, start - begin + 1, max(1, stop - start))

@@ -1,0 +1,174 @@
+"""The resolved plan: every value that a run uses, where it came from, and the records that will build its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError
+from sley_core.loader import Loader, Plugin
+from sley_core.plan.document import Document, Origin, locate
+from sley_core.plan.factory import call_factory, import_factory
+from sley_core.plan.kinds import ComponentTable, Factory
+from sley_core.plan.tables import (
+    BatchTable,
+    EvaluationTable,
+    LimitsTable,
+    ParallelTable,
+    PrecisionTable,
+    ProfileTable,
+    RunTable,
+)
+from sley_core.plan.types import RecordKind
+from sley_core.plan.write import digest, to_tables, to_toml
+from sley_core.records import Record
+from sley_core.topology import Topology
+
+
+@dataclass(frozen=True)
+class Component:
+    """A table whose content a record or a factory decides, ready to be built.
+
+    name: `core.adamw`, or the path of the factory.
+    record: None for a factory, whose path and options are in `config`.
+    config: the table, an instance of the record's `config`.
+    """
+
+    table: ComponentTable
+    name: str
+    record: Record | None
+    config: Any
+    path: KeyPath
+    document: Document = field(compare=False, repr=False)
+    plugin: Plugin | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def kind(self) -> RecordKind:
+        return self.table.kind
+
+    def build(self, *args: Any) -> Any:
+        """The live object: `record.build(config, *args)`, or what the factory returns for its options.
+
+        Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported, placed in the plan.
+        """
+        try:
+            if self.record:
+                assert self.plugin, self.name
+                return self.plugin.build_of(self.record)(self.config, *args)
+            if self.table.build:
+                return import_factory(self.table.build, self.path, self.document.folder)(self.config, *args)
+            assert isinstance(self.config, Factory), self.config
+            given = {self.table.given: args[0]} if self.table.given else {}
+            return call_factory(self.name, self.path, self.document.folder, self.config.options, given)
+        except SleyError as error:
+            locate(error, self.document)
+            raise
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A valid plan with every default written in. Equal plans run alike; where values came from does not count.
+
+    plugins: those that the plan names, by name, core first, then in order of appearance.
+    """
+
+    run: RunTable
+    batch: BatchTable
+    precision: PrecisionTable
+    parallel: ParallelTable
+    limits: LimitsTable
+    evaluation: EvaluationTable | None
+    profile: ProfileTable | None
+    model: Component
+    data: Component
+    loss: Component
+    optimizer: Component
+    learning_rate: Component
+    activations: Component
+    gradient_handlers: tuple[Component, ...]
+    scheduler_hooks: tuple[Component, ...]
+    metrics: tuple[Component, ...]
+    document: Document = field(compare=False, repr=False)
+    loader: Loader = field(compare=False, repr=False)
+    plugins: Mapping[str, Plugin] = field(compare=False, repr=False)
+    origins: Mapping[KeyPath, Origin] = field(compare=False, repr=False)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where relative paths start and factories are looked for; None for a plan that never was a file."""
+        return self.document.folder
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """The whole plan as plain data, as TOML has it."""
+        return to_tables(self)
+
+    def to_toml(self) -> str:
+        """The whole plan as text that loads again to an equal plan."""
+        return to_toml(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal plans, in every process and on every machine."""
+        return digest(self)
+
+    def components(self) -> Iterator[Component]:
+        """Everything that a record or factory builds, in the order of the plan."""
+        yield from (self.model, self.data, self.loss, self.optimizer, self.learning_rate, self.activations)
+        yield from (*self.gradient_handlers, *self.scheduler_hooks, *self.metrics)
+
+    def record(self, kind: RecordKind, name: str) -> Record:
+        """The record that a field of this plan names, `plugin.record`; it was found when the plan was resolved."""
+        return self.loader.record(kind, name)
+
+    def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
+        """Call a hook of each plugin in the plan's order; yields the plugin and what it returned, unless None.
+
+        Raises PluginError, naming the plugin, for whatever the hook raises.
+        """
+        for plugin in self.plugins.values():
+            for result in plugin.call(hook, **arguments):
+                yield plugin, result
+
+    def world(self, available: int | None = None) -> int:
+        """How many ranks the plan wants: what `dp` fixes, else `available`, else the fewest that the layout allows."""
+        sizes = self.parallel
+        if sizes.dp != "auto":
+            return sizes.pp * sizes.dp * sizes.sp
+        return available or sizes.pp * lcm(sizes.sp, sizes.wp)
+
+    def topology(self, world: int) -> Topology:
+        """The layout of `world` ranks; PlanError "layout" if they do not divide so."""
+        sizes = self.parallel
+        try:
+            return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
+        except ValueError as error:
+            path: KeyPath = ("parallel",) if sizes.dp == "auto" else ("parallel", "dp")
+            raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world))]) from None
+
+    def num_accumulation(self, topology: Topology) -> int:
+        """Forwards per rank and step; `check_plan` refuses a batch that does not divide."""
+        per_round = topology.dp * self.batch.micro_size
+        assert self.batch.global_size % per_round == 0, (self.batch.global_size, topology.dp, self.batch.micro_size)
+        return self.batch.global_size // per_round
+
+    def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
+        """A problem at `path`, with its place in the plan's file."""
+        return self.document.diagnostic(code, message, path, hint)
+
+    def located(self, error: SleyError) -> SleyError:
+        """The same error; diagnostics that have a path and no place get theirs: `raise plan.located(error)`."""
+        return locate(error, self.document)
+
+
+def _fitting(sizes: ParallelTable, world: int) -> str:
+    if sizes.dp != "auto":
+        fixed = sizes.pp * sizes.dp * sizes.sp
+        return f'this plan fixes the world to {fixed} ranks; `dp = "auto"` takes what the world leaves over'
+    unit = sizes.pp * lcm(sizes.sp, sizes.wp)
+    below = world // unit * unit
+    return f"a world of {f'{below} or ' if below else ''}{below + unit} ranks would do"

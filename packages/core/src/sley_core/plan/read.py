@@ -1,0 +1,158 @@
+"""From a file or a text to a `Document`, with `--set` applied; every way in which that can fail has its own code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
+from sley_core.plan.document import Document, Override, plain
+from sley_core.plan.locate import index
+from sley_core.plan.overrides import apply
+from sley_core.plan.words import shown
+
+DEEPEST = 32
+"""Tables and arrays inside one another; a plan needs four."""
+
+LARGEST = 2**63
+"""TOML's integers have 64 bits."""
+
+
+def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
+    """The document of the plan at `path`.
+
+    Raises PlanError: "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "too-deep",
+    "out-of-range" (an integer beyond 64 bits), and "set-invalid" for an override that cannot be applied.
+    """
+    name = str(path)
+    place = Place(name)
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise PlanError("plan-missing", f"there is no file `{name}`", place=place, hint=_near(Path(path))) from None
+    except IsADirectoryError:
+        hint = f"name the file in it: `{Path(path) / 'plan.toml'}`" if (Path(path) / "plan.toml").is_file() else None
+        raise PlanError("plan-is-folder", f"`{name}` is a folder, not a plan", place=place, hint=hint) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
+    return read_text(_decoded(content, name), name, Path(path).absolute().parent, overrides)
+
+
+def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
+    """The document of a plan's text; `file` is the name that messages show."""
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    lines = tuple(text.split("\n"))
+    try:
+        tables = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        # tomli places the end of the document behind its last character, which may be on a line of its own.
+        line = min(error.lineno, len(lines))
+        found = Diagnostic(
+            "syntax",
+            f"this is not TOML: {_lowered(error.msg)}",
+            place=Place(file, line, error.colno),
+            source_line=lines[line - 1],
+        )
+        raise PlanError.many([found]) from None
+    except (RecursionError, ValueError) as error:
+        # Python itself refuses numbers of thousands of digits, and dates that no calendar has.
+        raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
+    _refuse_deep(tables, file)
+    document = Document(file, folder and folder.absolute(), tables, lines, index(text))
+    return _overridden(document, overrides)
+
+
+def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
+    """The document of tables that a program made; they are copied."""
+    copied = plain(tables)
+    _refuse_deep(copied, "<tables>")
+    return _overridden(Document("<tables>", folder and folder.absolute(), copied), overrides)
+
+
+def _overridden(document: Document, texts: Sequence[str]) -> Document:
+    overrides: list[Override] = []
+    problems: list[Diagnostic] = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            path = apply(document.tables, text)
+        except PlanError as error:
+            place = Override(number, text, ()).place
+            problems += [
+                Diagnostic(found.code, found.message, found.path, place, text, found.hint)
+                for found in error.diagnostics
+            ]
+        else:
+            overrides.append(Override(number, text, path))
+    if problems:
+        raise PlanError.many(problems)
+    document = replace(document, overrides=tuple(overrides))
+    _refuse_deep(document.tables, document.file)
+    _refuse_large(document)
+    return document
+
+
+def _refuse_deep(tables: Any, file: str) -> None:
+    """Without recursion, so that what comes after may recurse."""
+    level = [tables]
+    for _ in range(DEEPEST):
+        inner = [list(value.values()) if isinstance(value, dict) else value for value in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    message = f"tables and arrays are nested more than {DEEPEST} deep"
+    raise PlanError("too-deep", message, place=Place(file))
+
+
+def _refuse_large(document: Document) -> None:
+    problems = []
+
+    def walk(value: Any, path: KeyPath) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, (*path, key))
+        elif isinstance(value, list):
+            for number, inner in enumerate(value):
+                walk(inner, (*path, number))
+        elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
+            message = f"`{dotted(path)}` must be an integer of 64 bits, not {shown(value)}"
+            problems.append(document.diagnostic("out-of-range", message, path))
+
+    walk(document.tables, ())
+    if problems:
+        raise PlanError.many(problems)
+
+
+def _decoded(content: bytes, name: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line = before.count(b"\n") + 1
+        column = len(before.rpartition(b"\n")[2].decode()) + 1
+        raise PlanError(
+            "plan-not-utf8",
+            f"`{name}` is not UTF-8: the byte 0x{content[error.start]:02x} starts no character",
+            place=Place(name, line, column),
+            hint="save the file as UTF-8",
+        ) from None
+
+
+def _near(path: Path) -> str | None:
+    try:
+        plans = sorted(file.name for file in path.absolute().parent.glob("*.toml"))
+    except (OSError, ValueError):
+        return None
+    if plans:
+        return f"the plans there are {', '.join(f'`{name}`' for name in plans[:5])}"
+    return "the path is relative to the current folder"
+
+
+def _lowered(message: str) -> str:
+    message = re.sub(r" \(at .*\)$", "", message)
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,45 @@
+"""The records that the fields of a table name, beside its `use`: the pool of a communicator, the partition of a pipeline."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+from sley_core.errors import KeyPath
+from sley_core.plan.types import RecordKind, RecordReference, Table
+
+
+class Reference(NamedTuple):
+    """A field at `path` within its table that names a record."""
+
+    path: KeyPath
+    kind: RecordKind
+    name: str
+
+
+def references(table: Table) -> Iterator[Reference]:
+    """Every record reference in `table`, in the order of its model's fields."""
+    for name, info in type(table).model_fields.items():
+        yield from _within(info.annotation, info.metadata, getattr(table, name), (name,))
+
+
+def _within(annotation: Any, metadata: Sequence[Any], value: Any, path: KeyPath) -> Iterator[Reference]:
+    marks = [item for item in metadata if isinstance(item, RecordReference)]
+    if marks and isinstance(value, str):
+        yield Reference(path, marks[-1].kind, value)
+    elif isinstance(value, Table):
+        for inner in references(value):
+            yield inner._replace(path=(*path, *inner.path))
+    elif get_origin(annotation) is Annotated:
+        inner_type, *more = get_args(annotation)
+        yield from _within(inner_type, more, value, path)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for arm in get_args(annotation):
+            yield from _within(arm, (), value, path)
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _within(get_args(annotation)[0], (), item, (*path, number))
+    elif isinstance(value, dict) and get_args(annotation):
+        for key, item in value.items():
+            yield from _within(get_args(annotation)[1], (), item, (*path, key))

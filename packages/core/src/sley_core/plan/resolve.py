@@ -1,0 +1,238 @@
+"""From a document to a `Plan`: loads the plugins it names, checks every table, writes the defaults in.
+
+All problems are collected; only where a plugin is missing can what it would have said not be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
+from sley_core.loader import Loader, Plugin
+from sley_core.plan.document import Document, Origin, by_place
+from sley_core.plan.faults import faults, unknown_key
+from sley_core.plan.kinds import COMPONENTS, ComponentTable, words
+from sley_core.plan.plan import Component, Plan
+from sley_core.plan.references import references
+from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
+from sley_core.plan.types import Table
+from sley_core.plan.words import shown, suggestion
+from sley_core.plan.write import leaves
+
+AnyTable = TypeVar("AnyTable", bound=Table)
+
+TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table in COMPONENTS))
+CODE_KEYS = ("use", "factory")
+
+
+def resolve(document: Document, loader: Loader) -> Plan:
+    """The plan that `document` describes.
+
+    Raises PlanError with all that is wrong with it, sorted by place; PluginError if a plugin is among that.
+    """
+    resolver = _Resolver(document, loader)
+    tables = {name: resolver.table(name, model) for name, model in TABLES.items()}
+    optional = {name: resolver.optional(name, model) for name, model in OPTIONAL.items()}
+    single = {spec.key: resolver.component(spec) for spec in COMPONENTS if not spec.many}
+    many = {spec.key: resolver.components(spec, tables) for spec in COMPONENTS if spec.many}
+    resolver.top_level()
+    resolver.raise_problems()
+    parts: dict[str, Any] = {**tables, **optional, **single, **many}
+    plan = Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins, origins={})
+    return replace(plan, origins=_origins(plan, resolver.written_in))
+
+
+@dataclass
+class _Resolver:
+    document: Document
+    loader: Loader
+    problems: list[Diagnostic] = field(default_factory=list)
+    plugins: dict[str, Plugin] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+    written_in: set[KeyPath] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tables = self.document.tables
+        self._source_folder()
+        self._plugin("core", ())
+
+    def table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
+        """Core's table `name`; a table without a required key may be left out."""
+        required = [key for key, info in model.model_fields.items() if info.is_required()]
+        if name not in self.tables and required:
+            keys = ", ".join(f"`{key}`" for key in required)
+            self._problem("missing-table", f"the plan needs a table [{name}] with {keys}", (name,))
+            return None
+        return self._validated(model, self.tables.get(name, {}), (name,), f"[{name}]")
+
+    def optional(self, name: str, model: type[AnyTable]) -> AnyTable | None:
+        """Core's table `name`, or None where the plan has none."""
+        return self.table(name, model) if name in self.tables else None
+
+    def component(self, spec: ComponentTable) -> Component | None:
+        """The component of a table of which there is one."""
+        if spec.key not in self.tables and spec.default is None:
+            choices = "`use` or `factory`" if spec.factory else "`use`"
+            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,))
+            return None
+        return self._component(spec, self.tables.get(spec.key, {}), (spec.key,))
+
+    def components(self, spec: ComponentTable, tables: Mapping[str, Table | None]) -> tuple[Component, ...]:
+        """The components of a list of tables; where it is left out, those that the layout needs."""
+        if spec.key not in self.tables:
+            default = default_list(spec.key, tables)
+            self.written_in.update((spec.key, number, "use") for number in range(len(default)))
+            self.written_in.add((spec.key,))
+            given: Any = [{"use": name} for name in default]
+        else:
+            given = self.tables[spec.key]
+        if not isinstance(given, list):
+            message = f"`{spec.key}` must be an array of tables, not {shown(given)}"
+            self._problem("wrong-type", message, (spec.key,), f"write [[{spec.key}]] above each of them")
+            return ()
+        found = [self._component(spec, item, (spec.key, number)) for number, item in enumerate(given)]
+        return tuple(component for component in found if component)
+
+    def top_level(self) -> None:
+        """Reports a format that is not ours, and tables and keys that no plan has."""
+        version = self.tables.get("plan", FORMAT)
+        if version != FORMAT or isinstance(version, bool):
+            message = f"`plan` is the format of the plan, {FORMAT}, not {shown(version)}"
+            self._problem("plan-format", message, ("plan",))
+        for key in self.tables.keys() - set(TOP_LEVEL):
+            if isinstance(self.tables[key], dict | list):
+                tables = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
+                known = f"its tables are {', '.join(tables)}"
+                message = f"`{key}` is not a table of a plan"
+                self._problem("unknown-table", message, (key,), suggestion(key, tables, known), at_key=True)
+            else:
+                self.problems.append(unknown_key(key, TOP_LEVEL, (key,), self.document, "a plan"))
+
+    def raise_problems(self) -> None:
+        """PlanError or PluginError, if there was any problem."""
+        if self.problems:
+            kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
+            raise kind.many(by_place(self.problems))
+
+    def _component(self, spec: ComponentTable, given: Any, path: KeyPath) -> Component | None:
+        if not isinstance(given, dict):
+            self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(given)}", path)
+            return None
+        if "use" in given and "factory" in given and spec.factory:
+            message = f"{spec.header} has both `use` and `factory`"
+            self._problem("use-and-factory", message, (*path, "factory"), "keep one of them", at_key=True)
+            return None
+        if "factory" in given and spec.factory:
+            config = self._validated(spec.factory, given, path, spec.header)
+            name = str(given["factory"])
+            return Component(spec, name, None, config, path, self.document) if config else None
+        if "use" not in given:
+            if spec.default is None:
+                self._unnamed(spec, path)
+                return None
+            given = {"use": spec.default, **given}
+            self.written_in.add((*path, "use"))
+        return self._record_component(spec, given, path)
+
+    def _record_component(self, spec: ComponentTable, given: dict[str, Any], path: KeyPath) -> Component | None:
+        name = given["use"]
+        plugin = self._named(name, (*path, "use"))
+        if plugin is None:
+            return None
+        try:
+            record = self.loader.record(spec.kind, name)
+        except SleyError as error:
+            self._add(error, (*path, "use"))
+            return None
+        rest = {key: value for key, value in given.items() if key != "use"}
+        config = self._validated(record.config, rest, path, f"`{name}`")
+        if config is None:
+            return None
+        for reference in references(config):
+            at = (*path, *reference.path)
+            if self._named(reference.name, at):
+                try:
+                    self.loader.record(reference.kind, reference.name)
+                except SleyError as error:
+                    self._add(error, at)
+        return Component(spec, name, record, config, path, self.document, plugin)
+
+    def _unnamed(self, spec: ComponentTable, path: KeyPath) -> None:
+        known = [f'"core.{name}"' for name in self.loader.load("core").records[spec.kind]] if self.plugins else []
+        what = f"`use`, the name of a {words(spec.kind)}"
+        hint = f"core has {', '.join(known)}" if known else None
+        self._problem("missing-key", f"{spec.header} needs {what}", (*path, "use"), hint)
+
+    def _named(self, name: Any, path: KeyPath) -> Plugin | None:
+        """The plugin of a record's name, loaded; None, with a problem noted, if there is no such name or plugin."""
+        if not isinstance(name, str):
+            self._problem("wrong-type", f'`use` must be the name of a record, "plugin.record", not {shown(name)}', path)
+            return None
+        plugin, dot, record = name.partition(".")
+        if not (dot and plugin and record):
+            message = f'`{path[-1]}` must be the name of a record, "plugin.record", not {shown(name)}'
+            self._problem("wrong-value", message, path)
+            return None
+        return self._plugin(plugin, path)
+
+    def _plugin(self, name: str, path: KeyPath) -> Plugin | None:
+        if name not in self.plugins and name not in self.broken:
+            try:
+                self.plugins[name] = self.loader.load(name)
+            except PluginError as error:
+                self.broken.add(name)
+                self._add(error, path)
+        return self.plugins.get(name)
+
+    def _validated(self, model: type[AnyTable], given: Any, path: KeyPath, owner: str) -> AnyTable | None:
+        if not isinstance(given, dict):
+            self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(given)}", path)
+            return None
+        try:
+            return model.model_validate(given, context={"folder": self.document.folder})
+        except ValidationError as error:
+            self.problems += faults(error, model, given, path, self.document, owner)
+            return None
+
+    def _source_folder(self) -> None:
+        given = self.tables.get("source_folder")
+        if isinstance(given, str):
+            folder = Path(self.document.folder or Path(), given)
+            rest = {key: value for key, value in self.tables.items() if key != "source_folder"}
+            self.document = replace(self.document, folder=folder, tables=rest)
+        elif given is not None:
+            self._problem("wrong-type", f"`source_folder` must be a string, not {shown(given)}", ("source_folder",))
+
+    def _add(self, error: SleyError, path: KeyPath) -> None:
+        for found in error.diagnostics:
+            self.problems.append(self.document.diagnostic(found.code, found.message, path, found.hint))
+
+    def _problem(
+        self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at_key: bool = False
+    ) -> None:
+        at: Literal["key", "value"] = "key" if at_key else "value"
+        self.problems.append(self.document.diagnostic(code, message, path, hint, at))
+
+
+def default_list(key: str, tables: Mapping[str, Table | None]) -> tuple[str, ...]:
+    """The records of a list that a plan leaves out: a reducer where more than one rank may hold a weight."""
+    if key == "metrics":
+        return ("core.jsonl",)
+    parallel: Any = tables["parallel"]
+    if key == "gradient_handlers" and parallel and (parallel.dp == "auto" or parallel.dp * parallel.sp > 1):
+        return ("core.each",)
+    return ()
+
+
+def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
+    """Of every value in the resolved plan."""
+
+    def origin(path: KeyPath) -> Origin:
+        return plan.document.origin(path) or Origin("core" if path in written_in else "default")
+
+    return {path: origin(path) for path, _ in leaves(plan.tables)}

@@ -1,0 +1,137 @@
+"""Core's own tables of a plan: what a run does, how large its batches are, and how it is laid out.
+
+The tables of models, data, losses and so on belong to the records that they name; `kinds` lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from sley_core.plan.types import Array, Positive, PositiveFloat, Table, Words
+
+FORMAT = 1
+"""The format of plans that this core reads."""
+
+ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
+GradientType = Literal["fp32", "bf16", "fp64"]
+
+RunName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"),
+    Words("a name of up to 100 letters, digits, `.`, `_` and `-`"),
+]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class RunTable(Table):
+    """What is run, for how long, and where its results go."""
+
+    name: RunName
+    """The run's name and that of its folder."""
+
+    steps: Positive
+    """Optimizer steps to take."""
+
+    seed: Seed = 0
+    """Fixes the first weights, the order of the data and the randomness of every forward, in any layout."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; `"auto"` takes CUDA where there is a device."""
+
+    folder: Annotated[str, Field(min_length=1)] = "runs"
+    """The folder of run folders; a relative one starts where the command is given."""
+
+    log_every: Positive = 10
+    """Steps between two lines of progress where no progress bar can be drawn."""
+
+
+class BatchTable(Table):
+    """How many samples a step sees. `global_size = dp x micro_size x accumulation`."""
+
+    global_size: Positive
+    """Samples per optimizer step, over all ranks."""
+
+    micro_size: Positive
+    """Samples per forward on one rank."""
+
+
+def _gradients(chosen: dict[str, Any]) -> GradientType:
+    return "fp64" if chosen.get("compute") == "fp64" else "fp32"
+
+
+class PrecisionTable(Table):
+    """The number formats of a run."""
+
+    compute: ComputeType = "fp32"
+    """The format of weights and activations while they are used."""
+
+    gradients: GradientType = Field(default_factory=_gradients)
+    """The format in which gradients are accumulated and reduced; left out, fp64 if `compute` is, else fp32."""
+
+
+class ParallelTable(Table):
+    """How many ranks each axis has. `world = pp x dp x sp`, and `wdp = dp x sp / wp` follows."""
+
+    dp: Positive | Literal["auto"] = "auto"
+    """Ranks that split the samples; `"auto"` is what the world leaves over, a number fixes the world."""
+
+    pp: Positive = 1
+    """Pipeline stages."""
+
+    sp: Positive = 1
+    """Ranks that split each sequence."""
+
+    wp: Positive = 1
+    """Ranks that split each weight."""
+
+
+class EvaluationTable(Table):
+    """Measures the loss on held-out data during the run and at its end; left out, never."""
+
+    every: Positive
+    """Optimizer steps from one evaluation to the next."""
+
+    steps: Positive = 10
+    """Batches of `global_size` samples that an evaluation sees."""
+
+
+class ProfileTable(Table):
+    """Records a Chrome trace per rank; left out, none."""
+
+    steps: Annotated[Array[Positive], Field(min_length=2, max_length=2)]
+    """The first and the last step to record, counted from 1 as in `metrics.jsonl`."""
+
+
+class LimitsTable(Table):
+    """How long a run waits before it calls something hung."""
+
+    start_timeout_s: PositiveFloat = 120.0
+    """Seconds for all ranks to meet."""
+
+    collective_timeout_s: PositiveFloat = 600.0
+    """Seconds for any one exchange between ranks."""
+
+    step_timeout_s: PositiveFloat = 600.0
+    """Seconds for one optimizer step."""
+
+
+class ModelConfig(Table):
+    """What every model's table has; the config of a model record is a subclass."""
+
+    compile: bool = False
+    """Compile the layers with torch.compile."""
+
+
+TABLES: dict[str, type[Table]] = {
+    "run": RunTable,
+    "batch": BatchTable,
+    "precision": PrecisionTable,
+    "parallel": ParallelTable,
+    "limits": LimitsTable,
+}
+"""Core's own tables that every resolved plan has, in its order."""
+
+OPTIONAL: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable}
+"""Core's own tables that a plan may have."""

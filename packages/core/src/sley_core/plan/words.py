@@ -1,0 +1,135 @@
+"""What a field takes and what a value is, in words: for messages, and for the plan reference.
+
+`takes(int, [Ge(1)])` is "an integer of at least 1", `shown(True)` is "the boolean true".
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types as limits
+
+from sley_core.plan.types import RecordReference, Table, Words
+
+SIMPLE = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
+LONGEST = 40
+
+
+def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a field of this type, with these pydantic metadata, accepts in a plan."""
+    for item in reversed(metadata):
+        if isinstance(item, Words):
+            return item.text
+        if isinstance(item, RecordReference):
+            return 'the name of a record, "plugin.record"'
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return takes(inner, _flat([*more, *metadata]))
+    if origin in (Union, types.UnionType):
+        # A plan cannot spell None: the key is left out instead.
+        return _either([takes(arm, metadata) for arm in get_args(annotation) if arm is not type(None)])
+    if origin is Literal:
+        return _either([_literal(value) for value in get_args(annotation)])
+    if origin is tuple:
+        return _array(get_args(annotation), metadata)
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Table)):
+        return "a table"
+    if annotation in (int, float):
+        return ("an integer" if annotation is int else "a number") + _range(metadata)
+    return SIMPLE.get(annotation, "a value")
+
+
+def shown(value: Any) -> str:
+    """A value of a plan as a message shows it, never long."""
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
+    if isinstance(value, str):
+        return f'the string "{_short(value)}"'
+    if isinstance(value, int | float):
+        return _short(str(value))
+    if isinstance(value, Mapping):
+        return "a table"
+    return "an array" if isinstance(value, list | tuple) else "a date or time"
+
+
+def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
+    """ "did you mean ...?" where one of the choices is close, else `otherwise`."""
+    close = get_close_matches(wrong, list(choices), n=1)
+    return f"did you mean `{close[0]}`?" if close else otherwise
+
+
+def field_at(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequence[Any]] | None:
+    """Type and metadata of what lies at `path` in a table of type `model`; None where nothing may lie there."""
+    found: tuple[Any, Sequence[Any]] = (model, ())
+    for part in path:
+        inner = _step(found[0], part)
+        if inner is None:
+            return None
+        found = inner
+    return found
+
+
+def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        info = annotation.model_fields.get(str(part))
+        return (info.annotation, info.metadata) if info else None
+    if origin is Annotated:
+        return _step(args[0], part)
+    if origin in (Union, types.UnionType):
+        return next((found for arm in args if (found := _step(arm, part))), None)
+    if origin is tuple and isinstance(part, int):
+        return (args[0] if args[-1] is Ellipsis else args[min(part, len(args) - 1)], ())
+    return (args[1], ()) if origin is dict else None
+
+
+def _flat(metadata: Iterable[Any]) -> list[Any]:
+    """pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with metadata of its own."""
+    return [inner for item in metadata for inner in getattr(item, "metadata", [item])]
+
+
+def _range(metadata: Iterable[Any]) -> str:
+    low = high = None
+    for item in metadata:
+        match item:
+            case limits.Ge(ge=bound):
+                low = f"at least {bound}"
+            case limits.Gt(gt=bound):
+                low = f"above {bound}"
+            case limits.Le(le=bound):
+                high = f"at most {bound}"
+            case limits.Lt(lt=bound):
+                high = f"below {bound}"
+    said = " and ".join(text for text in (low, high) if text)
+    return (" " if said.startswith(("above", "below")) else " of ") + said if said else ""
+
+
+def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
+    low = max((item.min_length for item in metadata if isinstance(item, limits.MinLen)), default=0)
+    high = min((item.max_length for item in metadata if isinstance(item, limits.MaxLen)), default=None)
+    if args[-1] is not Ellipsis:
+        low = high = len(args)
+    if low and low == high:
+        size = f" of {low}"
+    else:
+        size = f" of at least {low}" if low else f" of at most {high}" if high is not None else ""
+    return f"an array{size}, each {takes(args[0])}"
+
+
+def _either(choices: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(choices))
+    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def _short(text: str) -> str:
+    line = "".join(char if char.isprintable() else "?" for char in text)
+    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."

@@ -1,0 +1,97 @@
+"""A resolved plan as plain data, as text, and as a digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from sley_core.errors import KeyPath
+from sley_core.plan.document import plain
+from sley_core.plan.kinds import COMPONENTS
+from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Component, Plan
+
+
+def to_tables(plan: Plan) -> dict[str, Any]:
+    """The whole plan as TOML has it. A key whose value is None is absent; paths are as they were given."""
+    folder = plan.folder
+    tables: dict[str, Any] = {"plan": FORMAT}
+    if folder:
+        tables["source_folder"] = str(folder)
+    for name in (*TABLES, *OPTIONAL):
+        table = getattr(plan, name)
+        if table is not None:
+            tables[name] = _dump(table, plan)
+    for spec in COMPONENTS:
+        found = getattr(plan, spec.key)
+        tables[spec.key] = [_component(one, plan) for one in found] if spec.many else _component(found, plan)
+    return tables
+
+
+def to_toml(plan: Plan) -> str:
+    """The plan as text; loading it gives an equal plan, wherever the text lies."""
+    return "\n".join(_sections(plan.tables))
+
+
+def digest(plan: Plan) -> str:
+    """SHA-256 of everything but the folder that the plan came from, which may differ between machines."""
+    tables = {key: value for key, value in plan.tables.items() if key != "source_folder"}
+    return hashlib.sha256("\n".join(_sections(tables)).encode()).hexdigest()
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value below the tables; an array of anything but tables is one value, an empty table too."""
+    if isinstance(value, dict) and (value or not path):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, (*path, number))
+    else:
+        yield path, value
+
+
+def _sections(tables: Mapping[str, Any]) -> Iterator[str]:
+    """Keys first, then each table under its header, everything within a table on one line per key."""
+    plain_keys = {key: value for key, value in tables.items() if not value or not _is_section(value)}
+    yield _lines(plain_keys)
+    for key, value in tables.items():
+        if key not in plain_keys:
+            many = isinstance(value, list)
+            header = f"[[{key}]]" if many else f"[{key}]"
+            yield from (f"{header}\n{_lines(one)}" for one in (value if many else [value]))
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, dict) for item in value))
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    return "".join(f"{_key(key)} = {_inline(value)}\n" for key, value in table.items())
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_inline(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+
+
+def _key(key: str) -> str:
+    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
+
+
+def _component(component: Component, plan: Plan) -> Mapping[str, Any]:
+    name = {"use": component.name} if component.record else {}
+    return {**name, **_dump(component.config, plan)}
+
+
+def _dump(table: Any, plan: Plan) -> dict[str, Any]:
+    dumped: dict[str, Any] = plain(table.model_dump(exclude_none=True, context={"folder": plan.folder}))
+    return dumped

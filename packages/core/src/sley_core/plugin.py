@@ -1,0 +1,100 @@
+"""Core's own records: core is a plugin like any other, the plugin `core`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sley_core.data.check import check_data
+from sley_core.data.config import TextConfig, TokensConfig
+from sley_core.engine.config import EachConfig, KeepConfig, RecomputeConfig
+from sley_core.hookspecs import hookimpl
+from sley_core.losses.config import CrossEntropyConfig
+from sley_core.metrics.config import JsonlConfig
+from sley_core.model.config import LlamaConfig
+from sley_core.optim.config import (
+    AdamWConfig,
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    SGDConfig,
+    WarmupStableDecayConfig,
+)
+from sley_core.records import (
+    ActivationPolicyRecord,
+    DatasetRecord,
+    GradientHandlerRecord,
+    LossRecord,
+    LRScheduleRecord,
+    MetricsWriterRecord,
+    ModelRecord,
+    OptimizerRecord,
+    Problem,
+)
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+
+@hookimpl
+def sley_models() -> list[ModelRecord]:
+    return [ModelRecord(name="llama", config=LlamaConfig, build="sley_core.model.llama:layers")]
+
+
+@hookimpl
+def sley_datasets() -> list[DatasetRecord]:
+    return [
+        DatasetRecord(name="text", config=TextConfig, build="sley_core.data.text:TextDataset"),
+        DatasetRecord(name="tokens", config=TokensConfig, build="sley_core.data.tokens:TokensDataset"),
+    ]
+
+
+@hookimpl
+def sley_losses() -> list[LossRecord]:
+    build = "sley_core.losses.cross_entropy:CrossEntropy"
+    return [LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=build)]
+
+
+@hookimpl
+def sley_optimizers() -> list[OptimizerRecord]:
+    return [
+        OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.build:adamw"),
+        OptimizerRecord(name="sgd", config=SGDConfig, build="sley_core.optim.build:sgd"),
+    ]
+
+
+@hookimpl
+def sley_lr_schedules() -> list[LRScheduleRecord]:
+    home = "sley_core.optim.learning_rate"
+    return [
+        LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{home}:constant"),
+        LRScheduleRecord(name="linear", config=LinearConfig, build=f"{home}:linear"),
+        LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{home}:cosine"),
+        LRScheduleRecord(
+            name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{home}:warmup_stable_decay"
+        ),
+    ]
+
+
+@hookimpl
+def sley_gradient_handlers() -> list[GradientHandlerRecord]:
+    return [GradientHandlerRecord(name="each", config=EachConfig, build="sley_core.engine.each:Each", role="reducer")]
+
+
+@hookimpl
+def sley_activation_policies() -> list[ActivationPolicyRecord]:
+    home = "sley_core.engine.activations"
+    return [
+        ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{home}:keep"),
+        ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{home}:recompute"),
+    ]
+
+
+@hookimpl
+def sley_metrics_writers() -> list[MetricsWriterRecord]:
+    return [MetricsWriterRecord(name="jsonl", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter")]
+
+
+@hookimpl
+def sley_check_plan(plan: Plan) -> Iterable[Problem]:
+    return check_data(plan)

@@ -1,0 +1,121 @@
+"""What a plugin must be: importable, with hooks that there are, and records that fit their kind. Says so where it is not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pluggy
+
+from sley_core import hookspecs
+from sley_core.discovery import Found, core_version
+from sley_core.errors import PluginError
+from sley_core.hookspecs import PROJECT
+from sley_core.plan.kinds import BASES, RECORDS
+from sley_core.plan.types import RecordKind, Table
+from sley_core.plan.words import suggestion
+from sley_core.records import Record
+
+RESERVED = ("use", "factory")
+"""Keys of every component table; a config must not have them."""
+
+
+def imported(found: Found) -> Any:
+    """The plugin's module.
+
+    Raises PluginError "plugin-import" with the cause, whatever it is: even one that ends Python.
+    """
+    if found.entry_point is None:
+        return found.module
+    try:
+        return found.entry_point.load()
+    except (Exception, SystemExit) as error:
+        hint = f"reinstall {found.dist}, or report it to its authors"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            hint = f"install what provides `{error.name}`, or reinstall {found.dist}"
+        message = f"{found.label} cannot be imported: {said(error)}"
+        raise PluginError("plugin-import", message, hint=hint) from error
+
+
+def hooks_of(module: Any, found: Found) -> Any:
+    """Callers for the hooks of one plugin, every implementation of which fits a hook of this core.
+
+    Raises PluginError "plugin-hook" or "plugin-argument".
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    known = {name for name in dir(hookspecs) if name.startswith("sley_")}
+    for name in dir(module):
+        options = manager.parse_hookimpl_opts(module, name)
+        if options is None:
+            continue
+        hook = options.get("specname") or name
+        if hook not in known:
+            hint = suggestion(hook, known, f"it may need a newer core than {core_version()}")
+            raise PluginError("plugin-hook", f"{found.label}: there is no hook `{hook}`", hint=hint)
+        offered = inspect.signature(getattr(hookspecs, hook)).parameters
+        more = [key for key in _arguments(getattr(module, name)) if key not in offered]
+        if more:
+            gives = ", ".join(f"`{key}`" for key in offered) or "nothing"
+            raise PluginError(
+                "plugin-argument",
+                f"{found.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}",
+                hint=f"it is written for a newer core: pip install --upgrade sley-core, or an older {found.dist}",
+            )
+    try:
+        manager.register(module, found.name)
+    except pluggy.PluginValidationError as error:
+        raise PluginError("plugin-invalid", f"{found.label}: {said(error)}") from error
+    return manager.hook
+
+
+def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Record]]:
+    """The plugin's records by kind and name.
+
+    Raises PluginError "plugin-invalid": a hook that fails, something that is no record of the kind, a name that is used
+    twice or cannot be written in a plan, a config that is not of its kind's base or takes a reserved key.
+    """
+    return {kind: _of_kind(hooks, kind, found) for kind in RECORDS}
+
+
+def said(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _of_kind(hooks: Any, kind: RecordKind, found: Found) -> Mapping[str, Record]:
+    hook = f"sley_{kind}"
+    try:
+        records = [record for returned in getattr(hooks, hook)() for record in returned]
+    except Exception as error:
+        raise PluginError("plugin-invalid", f"{found.label} failed in `{hook}`: {said(error)}") from error
+    named: dict[str, Record] = {}
+    for record in records:
+        wrong = _wrong(record, kind, named)
+        if wrong:
+            hint = f"report this to the authors of {found.dist}"
+            raise PluginError("plugin-invalid", f"{found.label}: `{hook}` {wrong}", hint=hint)
+        named[record.name] = record
+    return named
+
+
+def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
+    if not isinstance(record, RECORDS[kind]):
+        return f"returns a {type(record).__name__}, not a {RECORDS[kind].__name__}"
+    if not record.name.isidentifier():
+        return f"has the name `{record.name}`, which is none: letters, digits and `_`"
+    if record.name in named:
+        return f"returns two records of the name `{record.name}`"
+    base = BASES.get(kind, Table)
+    if not (isinstance(record.config, type) and issubclass(record.config, base)):
+        return f"gives `{record.name}` a config that is no subclass of {base.__name__}"
+    reserved = [key for key in RESERVED if key in record.config.model_fields]
+    return f"gives `{record.name}` a config with the key `{reserved[0]}`, which every table has" if reserved else None
+
+
+def _arguments(implementation: Any) -> list[str]:
+    """The arguments that pluggy would pass: those without a default."""
+    parameters = inspect.signature(implementation).parameters.values()
+    return [one.name for one in parameters if one.default is one.empty and one.name != "self"]
