@@ -69,7 +69,7 @@ def core_version() -> str:
 
 def unmet_requirement(found: Found) -> str | None:
     """The requirement on core that the installed core does not meet, or None."""
-    if not found.requires or core_version() == "0":
+    if not found.requires or found.name == CORE or core_version() == "0":
         return None
     # Only a third party's plugin needs this import, which takes 15 ms.
     from packaging.requirements import InvalidRequirement, Requirement

@@ -41,7 +41,7 @@ def call_factory(
         return function(**arguments)
     except SleyError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlanError("factory-failed", f"`{name}` failed: {cause(error)}", path=(*path, "factory")) from error
 
 
@@ -53,7 +53,7 @@ def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..
     key = (*path, "factory")
     try:
         found: Any = import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = f", and neither has `{folder}`" if folder else ""
         hint = f"nothing installed has it{where}" if isinstance(error, ModuleNotFoundError) else None
         raise PlanError("factory-import", f"cannot import `{name}`: {cause(error)}", path=key, hint=hint) from error

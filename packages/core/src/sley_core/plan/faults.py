@@ -128,14 +128,18 @@ def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath
     path: KeyPath = ()
     here: Any = given
     for position, part in enumerate(location):
-        if (isinstance(here, Mapping) and part in here) or (
-            isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
-        ):
+        if _lies_in(here, part):
             here = here[part]
         elif kind != "missing" or position != len(location) - 1:
             continue
         path = (*path, part)
     return path
+
+
+def _lies_in(here: Any, part: str | int) -> bool:
+    if isinstance(here, list | tuple):
+        return isinstance(part, int) and part < len(here)
+    return isinstance(here, Mapping) and part in here
 
 
 def _at(given: Any, path: KeyPath) -> Any:

@@ -33,10 +33,15 @@ RecordKind = Literal[
 
 
 class Table(BaseModel):
-    """A table of the plan: strict, frozen, no unknown keys."""
+    """A table of the plan: strict, frozen, no unknown keys. pydantic builds it when a plan first has it."""
 
     model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        defer_build=True,
     )
 
 
