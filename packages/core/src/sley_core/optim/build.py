@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from sley_core.errors import PlanError
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, SGDConfig
+from sley_core.plan.factory import cause, import_factory
 
 Groups = Sequence[dict[str, Any]]
 """What `parameter_groups` returns."""
 
-PATH = ("optimizer", "factory")
+FUSED_ON = ("cpu", "cuda")
+"""Devices with fused kernels. torch looks for them in the first step only, too late to choose another form."""
+
+RESERVED = {"params", "lr", "weight_decay"}
+"""What a factory's `options` must not hold: the groups carry it, and would win without a word."""
 
 
 def adamw(config: AdamWConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
-    """torch.optim.AdamW over `groups`; fused where `device` has it (CPU too), else foreach."""
+    """torch.optim.AdamW over `groups`; fused where `device` has it (a CPU has), else foreach."""
     return _fastest(torch.optim.AdamW, groups, device, lr=config.lr, betas=tuple(config.betas), eps=config.eps)
 
 
 def sgd(config: SGDConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
-    """torch.optim.SGD over `groups`; fused where `device` has it (CPU too), else foreach."""
+    """torch.optim.SGD over `groups`; fused where `device` has it (a CPU has), else foreach."""
     return _fastest(
         torch.optim.SGD,
         groups,
@@ -43,60 +47,36 @@ def factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.devic
     that can be stepped without a closure, or does not take what the plan gives it.
     """
     kind = _optimizer_class(config.factory)
+    if reserved := RESERVED & config.options.keys():
+        raise _refused(f"`{min(reserved)}` belongs into [optimizer] itself", "options")
     if not _takes(kind, "weight_decay"):
         groups = [_without_decay(group, config.factory) for group in groups]
     try:
         optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr, **config.options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PlanError(
-            "optimizer-factory",
-            f"`{config.factory}` does not take these parameters and options: {error}",
-            path=PATH,
-            hint=f"it is called as {kind.__name__}(groups, lr=..., **options); see its arguments",
-        ) from error
+    except Exception as error:  # whatever the user's class raises is about what the plan gave it
+        raise _refused(f"`{config.factory}` does not take these parameters and options: {cause(error)}") from error
     return optimizer
 
 
 def _fastest(
     kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any
 ) -> torch.optim.Optimizer:
-    """`kind(groups, **options)`, fused if torch has a kernel for `device` and the parameters' types, else foreach.
+    """`kind(groups, **options)` in one kernel for all parameters where `device` has it, else in one per operation.
 
-    On CPU a fused AdamW takes a quarter of the for-loop's time, and foreach is slower than the loop.
+    On a CPU a fused AdamW takes a quarter of the time of foreach, and 0.4 of that of torch's default, the loop.
     """
-    try:
-        return kind(groups, fused=True, **options)  # type: ignore[call-arg]
-    except RuntimeError:
-        # torch refuses `fused` with a RuntimeError where a parameter's device or type has no such kernel.
-        return kind(groups, foreach=device.type != "cpu", **options)  # type: ignore[call-arg]
+    form: dict[str, Any] = {"fused": True} if device.type in FUSED_ON else {"foreach": True}
+    return kind(groups, **form, **options)
 
 
 def _optimizer_class(path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    try:
-        found: Any = import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        raise PlanError(
-            "factory-import",
-            f"cannot import `{path}`: {type(error).__name__}: {error}",
-            path=PATH,
-            hint='write `factory = "package.module:Name"`; the folder of the plan is searched too',
-        ) from error
+    found: Any = import_factory(path, ("optimizer",), None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise PlanError(
-            "optimizer-factory",
-            f"`{path}` is no subclass of torch.optim.Optimizer",
-            path=PATH,
-            hint="an optimizer's factory is the class itself",
-        )
+        raise _refused(f"`{path}` is no subclass of torch.optim.Optimizer", hint="name the class itself")
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PlanError(
-            "optimizer-factory",
+        raise _refused(
             f"`{path}` evaluates the loss again within a step, which a run cannot do",
-            path=PATH,
             hint="choose an optimizer whose `step()` needs no closure",
         )
     return found
@@ -109,10 +89,13 @@ def _takes(kind: type, option: str) -> bool:
 
 def _without_decay(group: dict[str, Any], path: str) -> dict[str, Any]:
     if group["weight_decay"]:
-        raise PlanError(
-            "optimizer-factory",
+        raise _refused(
             f"`{path}` takes no weight_decay, but the plan gives {group['weight_decay']}",
-            path=("optimizer", "weight_decay"),
-            hint="leave `weight_decay` out",
+            "weight_decay",
+            hint="leave `weight_decay` out, of [optimizer] and of its groups",
         )
     return {key: value for key, value in group.items() if key != "weight_decay"}
+
+
+def _refused(message: str, key: str = "factory", hint: str | None = None) -> PlanError:
+    return PlanError("optimizer-factory", message, path=("optimizer", key), hint=hint)

@@ -1,7 +1,8 @@
 """Which parameters share a learning rate and a decay, and which are frozen.
 
 Groups go by names that do not depend on the layout, so that every rank and every layout cuts them alike. The first
-group whose pattern matches has a parameter: exceptions stand above the rule, and a group without options is one.
+group whose pattern matches has a parameter: exceptions stand above the rule, and a group without options is one. A tied
+weight goes by its first name alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from sley_core.optim.config import GroupConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     import torch
+
+
+_NO_OPTIONS = GroupConfig(match="*")
 
 
 class Grouped(Protocol):
@@ -64,7 +68,7 @@ def parameter_groups(entries: Iterable[Grouped], config: OptimizerConfig) -> lis
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for entry in entries:
         index = _first_match(entry.name, config.groups)
-        group = GroupConfig(match="*") if index is None else config.groups[index]
+        group = _NO_OPTIONS if index is None else config.groups[index]
         assert not group.freeze, f"{entry.name} is frozen and still among the parameters to train"
         lr = config.lr if group.lr is None else group.lr
         decay = config.weight_decay if entry.decays else 0.0

@@ -1,0 +1,170 @@
+"""Optimizers: the fast form equals the loop, and a factory is checked before it is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sley_core.errors import PlanError
+from sley_core.optim.build import adamw, factory, sgd
+from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, SGDConfig
+
+CPU = torch.device("cpu")
+SHAPES = [(7, 5), (5,), (3, 4, 2), (0, 3)]
+
+
+class NotOurs(torch.optim.SGD):
+    """An optimizer of a user's; takes an option of its own, and anything else."""
+
+    def __init__(self, params: Any, lr: float, tag: str = "", **options: Any) -> None:
+        if tag == "bad":
+            raise KeyError("tag")
+        self.tag = tag
+        super().__init__(params, lr=lr, **options)
+
+
+HERE = f"{__name__}:NotOurs"
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in SHAPES]
+
+
+def groups(of: list[nn.Parameter], decay: float = 0.1) -> list[dict[str, Any]]:
+    common = {"lr": 0.1, "initial_lr": 0.1}
+    return [{"params": of[::2], "weight_decay": decay, **common}, {"params": of[1::2], "weight_decay": 0.0, **common}]
+
+
+def stepped(
+    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], dtype: torch.dtype, num_steps: int = 5
+) -> list[Tensor]:
+    trained = parameters(dtype)
+    optimizer = build(groups(trained))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        for parameter in trained:
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+        optimizer.step()
+    return [parameter.detach() for parameter in trained]
+
+
+ADAMW = AdamWConfig(lr=0.1, betas=(0.8, 0.9), eps=1e-6)
+SGDS = [
+    SGDConfig(lr=0.1),
+    SGDConfig(lr=0.1, momentum=0.9, dampening=0.1),
+    SGDConfig(lr=0.1, momentum=0.9, nesterov=True),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_fused_adamw_equals_the_loop(dtype: torch.dtype, tolerance: float) -> None:
+    fast = stepped(lambda of: adamw(ADAMW, of, CPU), dtype)
+    slow = stepped(lambda of: torch.optim.AdamW(of, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False), dtype)
+    for one, other in zip(fast, slow, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("config", SGDS, ids=["plain", "momentum", "nesterov"])
+def test_fused_sgd_equals_the_loop(config: SGDConfig, dtype: torch.dtype, tolerance: float) -> None:
+    options = config.model_dump(include={"momentum", "dampening", "nesterov"})
+    fast = stepped(lambda of: sgd(config, of, CPU), dtype)
+    slow = stepped(lambda of: torch.optim.SGD(of, lr=0.1, foreach=False, fused=False, **options), dtype)
+    for one, other in zip(fast, slow, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cpu_has_the_fused_form(dtype: torch.dtype) -> None:
+    for optimizer in (adamw(ADAMW, groups(parameters(dtype)), CPU), sgd(SGDS[0], groups(parameters(dtype)), CPU)):
+        assert all(group["fused"] for group in optimizer.param_groups)
+
+
+def test_what_has_no_fused_kernel_falls_back() -> None:
+    meta = [nn.Parameter(torch.empty(2, 2, device="meta"))]
+    for optimizer in (
+        adamw(ADAMW, groups(meta), torch.device("meta")),
+        sgd(SGDS[0], groups(meta), torch.device("meta")),
+    ):
+        assert not any(group["fused"] for group in optimizer.param_groups)
+        assert all(group["foreach"] for group in optimizer.param_groups)
+
+
+def test_only_what_decays_shrinks() -> None:
+    trained = parameters(torch.float64)
+    before = [parameter.detach().clone() for parameter in trained]
+    optimizer = adamw(ADAMW, groups(trained), CPU)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(trained[0].detach(), before[0] * (1 - 0.1 * 0.1))
+    assert torch.equal(trained[1], before[1])
+
+
+def test_a_factory_gets_groups_rate_and_options() -> None:
+    config = FactoryOptimizerConfig(lr=0.1, factory="torch.optim:NAdam", options={"betas": [0.5, 0.6]})
+    fast = stepped(lambda of: factory(config, of, CPU), torch.float64)
+    slow = stepped(lambda of: torch.optim.NAdam(of, betas=(0.5, 0.6)), torch.float64)
+    for one, other in zip(fast, slow, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_users_class_is_found_by_its_path() -> None:
+    config = FactoryOptimizerConfig(lr=0.1, factory=HERE, options={"tag": "mine", "momentum": 0.5})
+    optimizer = factory(config, groups(parameters(torch.float32)), CPU)
+    assert isinstance(optimizer, NotOurs)
+    assert optimizer.tag == "mine"
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_an_optimizer_that_knows_no_decay_is_given_none() -> None:
+    config = FactoryOptimizerConfig(lr=0.1, factory="torch.optim:Rprop")
+    optimizer = factory(config, groups(parameters(torch.float32), decay=0.0), CPU)
+    assert all("weight_decay" not in group for group in optimizer.param_groups)
+
+
+def refused(path: str, options: dict[str, Any] | None = None, decay: float = 0.0) -> tuple[str, tuple[Any, ...], str]:
+    config = FactoryOptimizerConfig(lr=0.1, factory=path, options=options or {})
+    with pytest.raises(PlanError) as error:
+        factory(config, groups(parameters(torch.float32), decay), CPU)
+    (diagnostic,) = error.value.diagnostics
+    return diagnostic.code, diagnostic.path, diagnostic.message
+
+
+@pytest.mark.parametrize("path", ["no_such_module:Adam", "torch.optim:Adamm", "torch.optim:Adam.no_such"])
+def test_a_path_that_cannot_be_imported(path: str) -> None:
+    code, place, message = refused(path)
+    assert (code, place) == ("factory-import", ("optimizer", "factory"))
+    assert path in message
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "key", "message"),
+    [
+        ("torch.nn:Linear", {}, "factory", "no subclass"),
+        ("torch:sum", {}, "factory", "no subclass"),
+        ("torch.optim:LBFGS", {}, "factory", "evaluates the loss again"),
+        ("torch.optim:Adam", {"beta": 0.9}, "factory", "beta"),
+        ("torch.optim:Adam", {"betas": [2.0, 2.0]}, "factory", "beta"),
+        ("torch.optim:Adam", {"eps": "small"}, "factory", "TypeError"),
+        ("torch.optim:Muon", {}, "factory", "2D"),
+        ("torch.optim:Adam", {"lr": 0.1}, "options", "`lr` belongs into"),
+        ("torch.optim:Adam", {"weight_decay": 0.1}, "options", "`weight_decay` belongs into"),
+        (HERE, {"tag": "bad"}, "factory", "KeyError"),
+    ],
+)
+def test_a_class_that_does_not_fit(path: str, options: dict[str, Any], key: str, message: str) -> None:
+    code, place, said = refused(path, options)
+    assert (code, place) == ("optimizer-factory", ("optimizer", key))
+    assert message in said
+
+
+def test_a_decay_that_the_class_does_not_take_is_not_lost() -> None:
+    code, place, message = refused("torch.optim:Rprop", decay=0.1)
+    assert (code, place) == ("optimizer-factory", ("optimizer", "weight_decay"))
+    assert "0.1" in message
