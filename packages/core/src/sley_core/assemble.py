@@ -28,7 +28,6 @@ from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore
 from sley_core.engine.update import Update
 from sley_core.errors import PlanError
-from sley_core.metrics.flops import device_peak_flops, model_flops_per_token
 from sley_core.metrics.throughput import Meter
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
@@ -99,7 +98,7 @@ def _run(
     policy = plan.activations.build([layer.name for layer in model.layers])
     hooks: list[SchedulerHook] = []
     caller = LayerCaller(world.device, plan.run.seed, policy, hooks)
-    run = Run(plan, world, topology, groups, model.layers, book, store, caller, dataset.info.fields)
+    run = Run(plan, world, topology, groups, model.layers, book, store, caller)
     hooks.extend(component.build(run) for component in plan.scheduler_hooks)
     if plan.model.config.compile:
         for layer in model.layers:
@@ -109,7 +108,7 @@ def _run(
         handler.attach(run)
     executor = Executor([model.layers], caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
     run.stepper = Stepper(executor, store, handlers, _update(plan, run), groups, world.device)
-    run.meter = _meter(plan, run, dataset.info)
+    run.meter = Meter.of(run, dataset.info)
     if not world.is_fake:
         _open_data(plan, run, dataset, executor)
     if folder is not None:
@@ -129,16 +128,6 @@ def _update(plan: Plan, run: Run) -> Update:
         run.world.device,
         clip_norm=config.clip_norm,
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
-    )
-
-
-def _meter(plan: Plan, run: Run, info: DataInfo) -> Meter:
-    device = run.world.device.torch_device
-    peak = device_peak_flops(device, plan.precision.compute)
-    return Meter(
-        device,
-        flops_per_token=model_flops_per_token((layer.module for layer in run.layers), info.sequence or 0),
-        peak_flops=peak * run.world.size if peak else None,
     )
 
 

@@ -8,19 +8,18 @@ with assemble(plan, world) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from sley_core.data.sizes import num_samples, num_tokens
 from sley_core.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
-    from sley_core.data.dataset import Field
     from sley_core.data.feed import Feed
     from sley_core.engine.book import ParameterBook
     from sley_core.engine.call import LayerCaller, Wait
@@ -30,12 +29,13 @@ if TYPE_CHECKING:
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.store import GradientStore
     from sley_core.engine.totals import PendingTotals
-    from sley_core.metrics.throughput import Meter, Row
+    from sley_core.metrics.throughput import Meter
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.protocols import MetricsWriter
     from sley_core.topology import Topology
 
+Row = dict[str, float | int]
 Outcome = Literal["finished", "interrupted", "failed"]
 
 
@@ -54,7 +54,7 @@ class Run(AbstractContextManager["Run"]):
     """One rank's part of a run. All ranks call the same methods in the same order.
 
     plan, world, topology, groups: what it was assembled from. layers: this rank's. book: their parameters. store: the
-    accumulated gradients. fields: of a batch. listeners: called with each row, on every rank. num_steps_done: optimizer
+    accumulated gradients.  listeners: called with each row, on every rank. num_steps_done: optimizer
     steps taken. `assemble` fills the rest in.
     """
 
@@ -71,7 +71,6 @@ class Run(AbstractContextManager["Run"]):
         book: ParameterBook,
         store: GradientStore,
         caller: LayerCaller,
-        fields: Mapping[str, Field],
     ) -> None:
         self.plan = plan
         self.world = world
@@ -81,7 +80,6 @@ class Run(AbstractContextManager["Run"]):
         self.book = book
         self.store = store
         self.caller = caller
-        self.fields = fields
         self.listeners: list[Callable[[Row], None]] = []
         self.num_steps_done = 0
         self.feed: Feed | None = None
@@ -91,6 +89,7 @@ class Run(AbstractContextManager["Run"]):
         self.check_batch: Callable[[HostBatch], None] = lambda batch: None
         self.was_stopped = False
         self._stop_asked = False
+        self._clock = 0.0
 
     @property
     def rows(self) -> slice:
@@ -106,7 +105,7 @@ class Run(AbstractContextManager["Run"]):
         is no longer a number.
         """
         launched: _Launched | None = None
-        self.meter.start()
+        self._clock = time.perf_counter()
         while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
             before, launched = launched, self._launch(None)
             if before is not None:
@@ -124,7 +123,7 @@ class Run(AbstractContextManager["Run"]):
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; left out, the
         next ones of the plan's data.
         """
-        self.meter.start()
+        self._clock = time.perf_counter()
         return self._emit(self._launch(batch))
 
     def evaluate(self) -> float:
@@ -178,17 +177,18 @@ class Run(AbstractContextManager["Run"]):
         number = self.num_steps_done + 1
         if self.profiler is not None:
             self.profiler.before_step(number)
-        num_micros = num_samples(batch, self.fields) // self.plan.batch.micro_size
+        num_micros = self.meter.num_samples(batch) // self.plan.batch.micro_size
         totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
         if self.profiler is not None:
             self.profiler.after_step(number)
         self.num_steps_done = number
-        tokens = num_tokens(batch, self.fields) * self.topology.dp
+        tokens = self.meter.num_tokens(batch) * self.topology.dp
         return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s)
 
     def _emit(self, launched: _Launched) -> Row:
         result = launched.totals.read()
-        seconds = self.meter.lap()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
         if not result.is_finite:
             raise RunError(
                 "not-finite",
@@ -196,19 +196,12 @@ class Run(AbstractContextManager["Run"]):
                 hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step",
             )
         self.was_stopped = result.wants_stop
-        row = self.meter.row(
-            step=launched.number,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=launched.lr,
-            tokens=launched.tokens,
-            seconds=seconds,
-            data_wait_s=launched.data_wait_s,
-        )
+        row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
+        row |= self.meter.measure(launched.tokens, seconds, launched.data_wait_s)
         if self._evaluates_after(launched):
             assert self.evaluation is not None
             row["held_out_loss"] = self.evaluation()
-            self.meter.start()
+            self._clock = time.perf_counter()
         for writer in self.writers:
             writer.write(row)
         for listener in self.listeners:

@@ -93,16 +93,19 @@ class GradientStore:
         )
         self._drop_hooks()
         self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in lists]
-        self._slots = {
+        before, self._slots = self._slots, {
             entry: Slot(entry, view)
             for buffer in self.buffers
             for entry, view in zip(buffer.entries, buffer.views, strict=True)
         }
         self._order = [self._slots[entry] for entry in flat]
         self._laid_out_for = self._trainability()
-        self._learned = False
-        self._seen = []
+        self._learned = self._learned and self._slots.keys() <= before.keys()
+        if not self._learned:
+            self._seen = []
         for slot in self._order:
+            if self._learned:
+                slot.expected = before[slot.entry].expected
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, slot))
             self._hooks.append(hook)
 
@@ -158,9 +161,9 @@ class GradientStore:
             notify(chunk)
 
     def finish_step(self) -> None:
-        """Hands the optimizer its views: `parameter.grad` is the slot."""
+        """`parameter.grad` becomes the slot's view, where both have one dtype; a master reads the slot itself."""
         for slot in self._order:
-            slot.parameter.grad = slot.view
+            slot.parameter.grad = slot.view if slot.parameter.dtype == slot.view.dtype else None
 
     def close(self) -> None:
         self._drop_hooks()

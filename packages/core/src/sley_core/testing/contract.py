@@ -1,0 +1,242 @@
+"""What every gradient handler must hold, as tests that its author inherits.
+
+    class TestTopK(GradientHandlerContract):
+        handler = {"use": "topk.compressed", "ratio": 0.1}
+
+Two ranks train a small model whose entries have two reduce groups: one of both ranks, and one of a single rank, whose
+entries must be left alone, as must a frozen parameter. A reducer is compared with `core.each`, exactly or within the
+tolerance that its record declares; a handler of another role runs behind `core.each`. Since core 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.engine.store import by_reduce_group
+from sley_core.errors import SleyError
+from sley_core.plan.load import plan_from_dict
+from sley_core.records import GradientHandlerRecord
+from sley_core.run import Run
+from sley_core.testing.ranks import Ranks
+from sley_core.testing.recorder import collectives
+from sley_core.testing.sequence import Collective, assert_same_sequence
+
+Handler = dict[str, Any]
+EACH: Handler = {"use": "core.each"}
+NUM_STEPS = 4
+SAMPLES = 4
+WIDTH = 6
+ALONE = "first"
+"""The layer whose entries reduce over a group of one."""
+
+
+class Data:
+    """Samples for `Layers`: WIDTH numbers and a target, from the index alone."""
+
+    info = DataInfo({"x": Field("float64"), "y": Field("float64")})
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x, y = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+        return {"x": x, "y": y}
+
+
+class Squares:
+    """The sum of squared errors; every sample weighs one."""
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(len(batch["y"]))
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output - batch["y"]).square().sum()
+
+
+class First(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class Second(nn.Module):
+    """Uses `often` twice, `never` not at all; `frozen` is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, 3)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.often(self.frozen(self.often(hidden).tanh()))
+
+
+def layers() -> list[tuple[str, nn.Module]]:
+    """The layers of the contract's model."""
+    return [(ALONE, First(WIDTH, WIDTH)), ("second", Second())]
+
+
+def tables(handlers: list[Handler], num_micros: int) -> dict[str, Any]:
+    """The contract's plan: two ranks, fp64, every handler of the list."""
+    return {
+        "run": {"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
+        "model": {"factory": f"{__name__}:layers"},
+        "data": {"factory": f"{__name__}:Data"},
+        "loss": {"factory": f"{__name__}:Squares"},
+        "batch": {"global_size": SAMPLES * num_micros, "micro_size": SAMPLES // 2},
+        "optimizer": {"use": "core.sgd", "lr": 0.1},
+        "precision": {"compute": "fp64"},
+        "parallel": {"dp": 2},
+        "gradient_handlers": handlers,
+    }
+
+
+class Seen:
+    """What one rank saw: the gradients of each step, the collectives of each step, and what `detach` left."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.calls: list[list[Collective]] = []
+        self.hooks_left = -1
+
+
+def observe(handlers: list[Handler], num_micros: int, fail_first: bool) -> Seen:
+    """Runs the contract's plan on this rank. fail_first: a backward that raises comes before the first step."""
+    seen = Seen()
+    with World.join("cpu") as world:
+        run = assemble(plan_from_dict(tables(handlers, num_micros)), world)
+        own_hooks = _num_hooks(run)
+        _split_reduce_groups(run)
+        if fail_first:
+            _fail_once(run)
+        for _ in range(NUM_STEPS):
+            with collectives() as calls:
+                run.step()
+            seen.calls.append(list(calls))
+            seen.gradients.append({e.name: run.store.gradient(e).clone() for e in run.store.entries})
+        assert own_hooks == _num_hooks(run), "a handler installs no autograd hooks"
+        run.close()
+        seen.hooks_left = _num_hooks(run)
+    return seen
+
+
+class GradientHandlerContract:
+    """Inherit, set `handler` to the table of your handler, and pytest does the rest."""
+
+    handler: ClassVar[Handler]
+
+    @pytest.fixture
+    def ranks_of_two(self, ranks: Callable[..., Ranks]) -> Ranks:
+        return ranks(2)
+
+    @pytest.mark.parametrize("num_micros", [1, 3])
+    def test_reduces_as_its_record_promises(self, ranks_of_two: Ranks, num_micros: int) -> None:
+        """Equal to `core.each`, bit for bit or within the record's tolerance; entries of a group of one untouched."""
+        expected = ranks_of_two(observe, [EACH], num_micros, False)
+        found = ranks_of_two(observe, self._handlers(), num_micros, False)
+        record = self._record()
+        for wanted, got in zip(expected, found, strict=True):
+            for name, gradient in wanted.gradients[0].items():
+                other = got.gradients[0][name]
+                if record.role == "transform":
+                    assert other.shape == gradient.shape, name
+                elif name.startswith(ALONE) or record.exact:
+                    torch.testing.assert_close(other, gradient, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+                else:
+                    error = (other - gradient).norm() / gradient.norm().clamp_min(1e-12)
+                    assert error <= record.tolerance, f"{name}: relative error {error:.3g}"
+
+    def test_is_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
+        """Two runs give the same bits, and replicas hold the same gradient of what they share."""
+        first, second = (ranks_of_two(observe, self._handlers(), 2, False) for _ in range(2))
+        for one, other in zip(first, second, strict=True):
+            for before, after in zip(one.gradients, other.gradients, strict=True):
+                assert all(torch.equal(before[name], after[name]) for name in before)
+        for mine, theirs in zip(first[0].gradients, first[1].gradients, strict=True):
+            shared = [name for name in mine if not name.startswith(ALONE)]
+            assert all(torch.equal(mine[name], theirs[name]) for name in shared)
+
+    def test_ranks_issue_one_sequence_once_per_step(self, ranks_of_two: Ranks) -> None:
+        """Every rank issues the same collectives in the same order, and more micro-batches cost no more of them."""
+        few, many = (ranks_of_two(observe, self._handlers(), num_micros, False) for num_micros in (1, 3))
+        for seen in (few, many):
+            for step in range(NUM_STEPS):
+                assert_same_sequence([rank.calls[step] for rank in seen])
+        for one, three in zip(few[0].calls, many[0].calls, strict=True):
+            assert [call.op for call in one] == [call.op for call in three]
+
+    def test_recovers_from_a_failed_backward(self, ranks_of_two: Ranks) -> None:
+        """What a failed step left is forgotten at the next `begin_step`."""
+        clean = ranks_of_two(observe, self._handlers(), 2, False)
+        failed = ranks_of_two(observe, self._handlers(), 2, True)
+        for one, other in zip(clean, failed, strict=True):
+            for name, gradient in one.gradients[0].items():
+                assert torch.equal(gradient, other.gradients[0][name]), name
+
+    def test_detach_leaves_nothing(self, ranks_of_two: Ranks) -> None:
+        """After `Run.close` no hook of anybody is left on a parameter."""
+        for seen in ranks_of_two(observe, self._handlers(), 1, False):
+            assert seen.hooks_left == 0
+
+    def test_a_reducer_twice_or_missing_is_refused(self) -> None:
+        """Core guards the list: what correctness needs is there exactly once."""
+        from sley_core.plan.check import check_plan
+
+        if self._record().role != "reducer":
+            pytest.skip("only a reducer is needed exactly once")
+        for handlers in ([], [self.handler, EACH]):
+            with pytest.raises(SleyError):
+                plan = plan_from_dict(tables(handlers, 1))
+                raise SleyError.many(check_plan(plan, 2))
+
+    def _handlers(self) -> list[Handler]:
+        return [self.handler] if self._record().role == "reducer" else [EACH, self.handler]
+
+    def _record(self) -> GradientHandlerRecord:
+        (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers
+        assert isinstance(component.record, GradientHandlerRecord)
+        return component.record
+
+
+def _split_reduce_groups(run: Run) -> None:
+    """Entries of the layer ALONE reduce over a group of one, as a weight that is sharded over all ranks does."""
+    for entry in run.book:
+        if entry.name.startswith(ALONE):
+            entry.reduce_group = "sp"
+    assert run.groups["sp"].size == 1, run.groups["sp"]
+    run.store.lay_out(by_reduce_group(reversed(run.book.trainable)))
+    for handler in run.stepper.handlers:
+        handler.attach(run)
+
+
+def _fail_once(run: Run) -> None:
+    """One step whose backward raises half-way, on all ranks; the data goes back to where it was."""
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("the contract's failing backward")
+
+    assert run.feed is not None
+    before = run.feed.state()
+    hook = run.book.trainable[0].parameter.register_hook(fail)
+    with pytest.raises(ValueError, match="the contract's failing backward"):
+        run.step()
+    hook.remove()
+    run.feed.restore(before)
+
+
+def _num_hooks(run: Run) -> int:
+    found = 0
+    for entry in run.book:
+        found += len(entry.parameter._post_accumulate_grad_hooks or ())
+        found += len(entry.parameter._backward_hooks or ())
+    return found

@@ -1,0 +1,108 @@
+"""Runs a plan on some ranks and keeps everything that another layout must reproduce.
+
+reference = record(tables, 3)                        # this process alone
+layouts = ranks(2)(record, tables, 3)                # the same plan on two ranks
+assert_parity(reference, layouts, "fp32")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+
+Tensors = dict[str, Tensor]
+
+WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5}
+"""How far weights may be from the one-process run after three optimizer steps: ||d|| / ||w|| (DESIGN 13.1)."""
+
+GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6}
+"""How far loss, norm and every gradient may be, relative; of the first step, where weights are still equal bit for bit."""
+
+
+@dataclass
+class Recorded:
+    """What one rank saw.
+
+    rows: the metrics of each step. first: weights before the first step. gradients: what the optimizer was given in each
+    step, by the names of the book. weights: after the last step. held_out: the loss of `Run.evaluate`, if asked for.
+    """
+
+    rows: list[dict[str, float | int]] = field(default_factory=list)
+    first: Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+    held_out: float | None = None
+
+
+def record(
+    tables: Mapping[str, Any],
+    num_steps: int,
+    *,
+    folder: Path | None = None,
+    prepare: Callable[[Run], None] | None = None,
+    batches: Sequence[Mapping[str, Tensor]] | None = None,
+) -> Recorded:
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
+
+    folder: the plan's. prepare: is called with the run before its first step. batches: global batches to train on
+    instead of the plan's data, of which this rank takes its rows.
+    """
+    plan = plan_from_dict(tables, folder)
+    recorded = Recorded()
+    with World.join(plan.run.device) as world, assemble(plan, world) as run:
+        if prepare is not None:
+            prepare(run)
+        recorded.first = weights(run)
+        for number in range(num_steps):
+            own = None
+            if batches is not None:
+                own = {name: value[run.rows] for name, value in batches[number].items()}
+            recorded.rows.append(run.step(own))
+            recorded.gradients.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+        recorded.weights = weights(run)
+        if run.evaluation is not None:
+            recorded.held_out = run.evaluate()
+    return recorded
+
+
+def weights(run: Run) -> Tensors:
+    """Copies of this rank's parameters and buffers, by name."""
+    found = {entry.name: entry.parameter.detach().clone().cpu() for entry in run.book}
+    for layer in run.layers:
+        found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
+    return found
+
+
+def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
+    """Every one of `others` equals the one-process `reference` as DESIGN 13.1 asks for this precision."""
+    for rank, other in enumerate(others):
+        assert_same_bits(reference.first, other.first)
+        near, far = GRADIENTS[precision], WEIGHTS[precision]
+        assert_close_gradients(reference.gradients[0], other.gradients[0], near, floor=_floor(reference.gradients[0]))
+        for number, (wanted, found) in enumerate(zip(reference.rows, other.rows, strict=True)):
+            limit = near if number == 0 else far
+            for key in ("loss", "grad_norm"):
+                error = abs(found[key] - wanted[key]) / max(abs(wanted[key]), 1e-30)
+                assert error <= limit, f"rank {rank}, step {number + 1}: {key} {found[key]}, not {wanted[key]}"
+        assert_close_gradients(reference.weights, other.weights, far)
+
+
+def _floor(gradients: Tensors) -> float:
+    """A gradient that is zero but for rounding is measured against the largest of the model."""
+    return 1e-6 * max((float(gradient.double().norm()) for gradient in gradients.values()), default=0.0)
+
+
+def same_on_all(recorded: Sequence[Recorded]) -> None:
+    """Weights of replicas are equal bit for bit, step after step."""
+    for other in recorded[1:]:
+        assert_same_bits(recorded[0].weights, other.weights)

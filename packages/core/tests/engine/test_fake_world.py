@@ -1,0 +1,42 @@
+"""Every rank of a large world is assembled in this process by the code that runs, without memory for a parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+
+PLAN = {
+    "run": {"name": "fake", "steps": 1},
+    "model": {"use": "core.llama", "num_layers": 4, "hidden": 1024, "heads": 8},
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64},
+    "batch": {"global_size": 256, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 1e-3},
+}
+
+
+def test_assemble_for_every_rank_of_64():
+    tables = set()
+    for rank in range(64):
+        with World.fake(rank, 64) as world, assemble(plan_from_dict(PLAN), world) as run:
+            assert run.book.num_parameters > 50_000_000
+            assert all(entry.parameter.is_meta for entry in run.book)
+            assert all(buffer.data.is_meta for buffer in run.store.buffers)
+            assert run.rows == slice(4 * rank, 4 * rank + 4)
+            assert run.groups["stage"].ranks == tuple(range(64))
+            tables.add(tuple((axis, group.size, tuple(group.lanes)) for axis, group in run.groups.items()))
+    assert len(tables) == 1
+
+
+def test_a_fake_world_leaves_no_default_group_behind():
+    with World.fake(0, 4):
+        assert torch.distributed.get_world_size() == 4
+    assert not torch.distributed.is_initialized()
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_made():
+    with World.fake(0, 3) as world, pytest.raises(Exception, match="256 is no multiple of 3 x 2"):
+        assemble(plan_from_dict(PLAN), world)

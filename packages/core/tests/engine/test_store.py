@@ -1,0 +1,215 @@
+"""The gradient store: right sums, one order of readiness, and nothing left over from a step that failed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sley_core.actions.action import Action, Kind, sequential
+from sley_core.actions.lower import lower
+from sley_core.engine.book import ParameterBook
+from sley_core.engine.step_state import StepState
+from sley_core.engine.store import GradientStore
+from sley_core.model.layers import Layer
+
+
+class Harness:
+    """A store over some layers in one chunk, and the calls that an executor would make."""
+
+    def __init__(self, *modules: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        self.layers = [Layer(f"l{at}", module) for at, module in enumerate(modules)]
+        self.state = StepState()
+        self.book = ParameterBook([self.layers])
+        self.store = GradientStore(self.book, dtype, torch.device("cpu"), self.state)
+        self.ready: list[str] = []
+        self.during: list[bool] = []
+        self.store.on_ready.append(self._note)
+
+    def _note(self, entry):
+        self.ready.append(entry.name)
+        self.during.append(self.state.action is not None)
+
+    def step(self, losses, fail_at=None):
+        """One optimizer step over `losses`, functions that give each micro-batch's loss."""
+        self.ready, self.during = [], []
+        actions = lower(sequential(len(losses)), chunks=1, micros=len(losses))
+        self.state.begin(self.state.step + 1, actions, len(losses), 0)
+        self.store.begin_step()
+        for action in actions:
+            if action.kind is Kind.CHUNK_DONE:
+                self.store.chunk_done(action.chunk)
+            elif action.kind is Kind.BACKWARD:
+                self.state.enter(action)
+                losses[action.micro]().backward()
+                if fail_at == action.micro:
+                    raise ValueError("as asked")
+                self.state.leave(action)
+        self.store.finish_step()
+        return {entry.name: self.store.gradient(entry).clone() for entry in self.store.entries}
+
+
+def reference(modules, losses):
+    parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
+    return torch.autograd.grad(sum(loss() for loss in losses), parameters, allow_unused=True)
+
+
+def inputs(n):
+    torch.manual_seed(0)
+    return [torch.randn(3, 4) for _ in range(n)]
+
+
+@pytest.mark.parametrize("num_micros", [1, 2, 4])
+def test_gradients_are_the_sum_over_micro_batches_in_every_step(num_micros):
+    torch.manual_seed(1)
+    a, b = nn.Linear(4, 4), nn.Linear(4, 2)
+    harness = Harness(a, b)
+    losses = [lambda x=x: b(a(x).relu()).square().sum() for x in inputs(num_micros)]
+    wanted = reference([a, b], losses)
+    for step in range(3):
+        found = harness.step(losses)
+        for entry, gradient in zip(harness.book, wanted, strict=True):
+            torch.testing.assert_close(found[entry.name], gradient, rtol=1e-6, atol=1e-6)
+        assert harness.ready == ["l1.bias", "l1.weight", "l0.bias", "l0.weight"]
+        assert any(harness.during) == (step > 0), "after the first step gradients are ready within the backward"
+
+
+def test_optimizer_reads_the_views_and_zero_grad_in_any_form_changes_nothing():
+    a = nn.Linear(4, 2)
+    harness = Harness(a)
+    losses = [lambda x=x: a(x).square().sum() for x in inputs(2)]
+    optimizer = torch.optim.SGD(a.parameters(), lr=0.0)
+    first = harness.step(losses)
+    assert a.weight.grad.data_ptr() == harness.store.gradient(harness.book["l0.weight"]).data_ptr()
+    for set_to_none in (True, False):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        again = harness.step(losses)
+        for name in first:
+            assert torch.equal(first[name], again[name])
+
+
+def test_a_failed_backward_leaves_nothing_behind():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 2)
+    harness = Harness(a, b)
+    losses = [lambda x=x: b(a(x)).square().sum() for x in inputs(2)]
+    wanted = harness.step(losses)
+    for fail_at in (0, 1):
+        with pytest.raises(ValueError, match="as asked"):
+            harness.step(losses, fail_at=fail_at)
+        found = harness.step(losses)
+        for name in wanted:
+            assert torch.equal(wanted[name], found[name])
+
+
+def test_an_unused_parameter_is_completed_as_zeros_once():
+    a, unused = nn.Linear(4, 2), nn.Linear(4, 2)
+    harness = Harness(a, unused)
+    losses = [lambda x=x: a(x).square().sum() for x in inputs(1)]
+    for _ in range(2):
+        harness.store.gradient(harness.book["l1.weight"]).fill_(7.0)
+        found = harness.step(losses)
+        assert found["l1.weight"].eq(0).all()
+        assert sorted(harness.ready) == sorted(entry.name for entry in harness.book)
+
+
+def test_a_parameter_used_in_some_steps_only_follows_the_steps():
+    a, sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+    harness = Harness(a, sometimes)
+    (x,) = inputs(1)
+    without = [lambda: a(x).square().sum()]
+    with_it = [lambda: sometimes(a(x)).square().sum()]
+    for losses, used in [(without, False), (with_it, True), (with_it, True), (without, False), (with_it, True)]:
+        found = harness.step(losses)
+        wanted = reference([a, sometimes], losses)
+        for entry, gradient in zip(harness.book, wanted, strict=True):
+            gradient = torch.zeros_like(found[entry.name]) if gradient is None else gradient
+            torch.testing.assert_close(found[entry.name], gradient)
+        assert bool(found["l1.weight"].any()) == used
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_module_used_twice_under_checkpointing_is_summed(reentrant):
+    a = nn.Linear(4, 4)
+    harness = Harness(a)
+
+    def loss(x):
+        x = x.clone().requires_grad_()
+        once = checkpoint(a, x, use_reentrant=reentrant)
+        return checkpoint(a, once.relu(), use_reentrant=reentrant).square().sum()
+
+    losses = [lambda x=x: loss(x) for x in inputs(2)]
+    wanted = torch.autograd.grad(
+        sum(a(a(x).relu()).square().sum() for x in inputs(2)), list(a.parameters())
+    )
+    for _ in range(3):
+        found = harness.step(losses)
+        torch.testing.assert_close(found["l0.weight"], wanted[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_tie_has_one_slot_and_the_sum_of_both_uses():
+    a, b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    b.weight = a.weight
+    harness = Harness(a, b)
+    losses = [lambda x=x: b(a(x).relu()).square().sum() for x in inputs(2)]
+    assert [entry.name for entry in harness.book] == ["l0.weight"]
+    assert harness.book["l1.weight"] is harness.book["l0.weight"]
+    found = harness.step(losses)
+    torch.testing.assert_close(found["l0.weight"], reference([a], losses)[0])
+
+
+def test_freezing_and_unfreezing_between_steps_is_followed():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 2)
+    harness = Harness(a, b)
+    losses = [lambda x=x: b(a(x)).square().sum() for x in inputs(2)]
+    a.weight.requires_grad_(False)
+    assert "l0.weight" not in harness.step(losses)
+    a.weight.requires_grad_(True)
+    found = harness.step(losses)
+    wanted = dict(zip(["l0.weight", "l0.bias", "l1.weight", "l1.bias"], reference([a, b], losses), strict=True))
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_all_frozen_is_an_empty_store():
+    a = nn.Linear(4, 2)
+    a.requires_grad_(False)
+    harness = Harness(a)
+    assert harness.store.buffers == []
+    assert harness.store.entries == []
+
+
+def test_contributions_from_code_and_from_autograd_add_up():
+    a = nn.Linear(4, 2, bias=False)
+    harness = Harness(a)
+    extra = torch.full((2, 4), 3.0)
+    (x,) = inputs(1)
+
+    def loss():
+        harness.store.add(harness.book["l0.weight"], extra)
+        return a(x).square().sum()
+
+    wanted = reference([a], [lambda: a(x).square().sum()])[0] + extra
+    for _ in range(2):
+        found = harness.step([loss])
+        torch.testing.assert_close(found["l0.weight"], wanted)
+
+
+def test_a_contribution_after_ready_is_our_fault_and_says_whose():
+    a = nn.Linear(4, 2, bias=False)
+    harness = Harness(a)
+    (x,) = inputs(1)
+    harness.step([lambda: a(x).square().sum()])
+    harness.state.enter(Action(Kind.BACKWARD, 0, 0))
+    with pytest.raises(AssertionError, match=r"l0\.weight: a contribution after"):
+        harness.store.add(harness.book["l0.weight"], torch.ones(2, 4))
+
+
+def test_accumulation_is_in_the_stores_dtype_not_the_parameters():
+    a = nn.Linear(4, 2, bias=False).to(torch.bfloat16)
+    harness = Harness(a, dtype=torch.float32)
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+    found = harness.step([lambda: a(x).float().sum() * (1 + 2**-7)] * 64)
+    one = torch.autograd.grad(a(x).float().sum() * (1 + 2**-7), a.weight)[0].float()
+    assert found["l0.weight"].dtype == torch.float32
+    assert torch.equal(found["l0.weight"], 64 * one), "64 equal gradients sum exactly"
