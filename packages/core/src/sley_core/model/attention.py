@@ -19,10 +19,12 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 
     _VARLEN: Any = varlen_attn
-    # 2.10 still had `is_causal` in its place
-    _HAS_VARLEN = "window_size" in inspect.signature(_VARLEN).parameters
+    # the form of torch 2.10 had neither
+    _HAS_VARLEN = {"window_size", "enable_gqa"} <= set(inspect.signature(_VARLEN).parameters)
 except ImportError:  # a build of torch without it
     _HAS_VARLEN = False
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Attention(nn.Module):
@@ -35,16 +37,21 @@ class Attention(nn.Module):
         cu_seqlens: [b, n + 1] integers: where each row's documents begin, 0 first, then padded with s. None: one
             document per row.
         """
-        if cu_seqlens is not None and _HAS_VARLEN and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if cu_seqlens is not None and _HAS_VARLEN and q.is_cuda and q.dtype in _HALF:
             return _by_document(q, k, v, cu_seqlens)
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1])
+        grouped = q.shape[2] != k.shape[2]
+        if grouped and q.is_cuda and (mask is not None or q.dtype not in _HALF):
+            # here only torch's plain kernel knows groups; the memory-efficient one wants as many heads
+            k, v = (shared.repeat_interleave(q.shape[2] // shared.shape[2], dim=2) for shared in (k, v))
+            grouped = False
         context = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
-            enable_gqa=q.shape[2] != k.shape[2],
+            enable_gqa=grouped,
         )
         return context.transpose(1, 2)
 
@@ -70,7 +77,6 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The same through torch's varlen kernel, which computes no pair of positions from two documents."""
     batch, num_positions = q.shape[:2]
     bounds = once_per_field(cu_seqlens, ("varlen", num_positions), lambda: _flat_bounds(cu_seqlens, num_positions))
-    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
     context: Tensor = _VARLEN(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -80,7 +86,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
         num_positions,
         num_positions,  # upper bounds: the true maximum would have to travel to the host
         window_size=(-1, 0),
-        **grouped,
+        enable_gqa=q.shape[2] != k.shape[2],
     )
     return context.reshape(batch, num_positions, *context.shape[1:])
 

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.model.build import cause_of, like
+from sley_core.model.build import like
 from sley_core.model.layers import MODEL, InitWeights, Layer
 from sley_core.model.seeds import derive
+from sley_core.plan.factory import cause
 
 _Moved: TypeAlias = tuple[Tensor, Tensor]
 
@@ -150,7 +151,7 @@ class _Drawing:
             if self.init_weights is not None:
                 self.init_weights(module, name)
         except Exception as error:
-            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {cause_of(error)}"
+            message = f"the module {name!r} ({type(module).__name__}) cannot be initialised: {cause(error)}"
             raise PlanError("model-init", message, path=MODEL) from error
         for parameter, value in tied:
             parameter.copy_(value)

@@ -1,0 +1,61 @@
+"""Buffers stay as they were built: what training writes would differ from rank to rank and be lost in recomputation.
+
+A running mean is the mean of this rank's samples, written twice where the layer is recomputed. Nothing reduces it, so a
+model that has one says so (`Model(per_rank_buffers=("*.running_mean", ...))`), or does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from sley_core.errors import Diagnostic, PlanError
+from sley_core.model.layers import MODEL, Layer
+
+
+class BufferWatch:
+    """Remembers the buffers of layers as they are now: `written` names those that were written to since.
+
+    It looks at the versions of the tensors and at which tensors they are, never at values, so it costs next to nothing;
+    what goes around autograd (`buffer.data`) it does not see.
+    """
+
+    def __init__(self, layers: Iterable[Layer], per_rank: Sequence[str] = ()) -> None:
+        """per_rank: patterns of names (`Model.per_rank_buffers`) that may be written."""
+        self._layers = list(layers)
+        self._per_rank = tuple(per_rank)
+        self._before = {name: (buffer, buffer._version) for name, _, buffer in self._buffers()}
+
+    def written(self) -> list[str]:
+        """Qualified names of the buffers that were written to or replaced, in the order of the model."""
+        return [name for name, _, buffer in self._buffers() if self._is_written(name, buffer)]
+
+    def check(self) -> None:
+        """PlanError "model-buffer-written" with one diagnostic per buffer that was written, if any was."""
+        found = [
+            Diagnostic(
+                "model-buffer-written",
+                f"training writes the buffer {name!r} of a {type(module).__name__}, which no rank shares with another",
+                path=MODEL,
+                hint="use a module without running statistics (GroupNorm, LayerNorm), or declare the buffer: "
+                f"Model(layers, per_rank_buffers=({name!r},))",
+            )
+            for name, module, buffer in self._buffers()
+            if self._is_written(name, buffer)
+        ]
+        if found:
+            raise PlanError.many(found)
+
+    def _is_written(self, name: str, buffer: Tensor) -> bool:
+        if any(fnmatchcase(name, pattern) for pattern in self._per_rank):
+            return False
+        before = self._before.get(name)
+        return before is None or before[0] is not buffer or before[1] != buffer._version
+
+    def _buffers(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
+        for layer in self._layers:
+            for name, module in layer.module.named_modules(prefix=layer.name):
+                for attribute, buffer in module.named_buffers(recurse=False):
+                    yield f"{name}.{attribute}", module, buffer

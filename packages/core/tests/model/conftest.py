@@ -1,0 +1,68 @@
+"""What the tests of models share: the fields of token data, and a build without a plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.model.build import build_on_meta
+from sley_core.model.layers import Model
+from sley_core.model.materialize import materialize
+
+EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
+
+
+@dataclass
+class Given:
+    """Stands for a plan's component: something that builds layers."""
+
+    build: Callable[[DataInfo], Any]
+    name: str = "given"
+
+
+@pytest.fixture
+def info() -> DataInfo:
+    rows = Field("int64", sequence_dim=1)
+    fields = {"tokens": rows, "labels": rows, "positions": rows, "cu_seqlens": Field("int32")}
+    return DataInfo(fields, vocab_size=97, sequence=24)
+
+
+@pytest.fixture
+def build(info: DataInfo) -> Callable[..., Model]:
+    """`build(function, seed=0)`: the model of `function(data)`, on meta."""
+
+    def build(function: Callable[[DataInfo], Any], seed: int = 0) -> Model:
+        return build_on_meta(Given(function), info, seed)  # type: ignore[arg-type]
+
+    return build
+
+
+@pytest.fixture
+def real(build: Callable[..., Model]) -> Callable[..., Model]:
+    """`real(function, dtype=fp32, owned=None, seed=0)`: the same with its first weights."""
+
+    def real(
+        function: Callable[[DataInfo], Any],
+        dtype: torch.dtype = torch.float32,
+        owned: set[str] | None = None,
+        seed: int = 0,
+    ) -> Model:
+        model = build(function, seed)
+        device = torch.device("cpu")
+        materialize(model.layers, seed=seed, init_weights=model.init_weights, dtype=dtype, device=device, owned=owned)
+        return model
+
+    return real
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the example models is on the path, as a plan's folder would be."""
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataInfo
+from sley_core.errors import PlanError, PluginError
+from sley_core.model.build import build_on_meta, parameters_on_meta
+from sley_core.model.layers import Model
+from sley_core.plan.load import plan_from_dict
+
+Build = Callable[..., Model]
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
+        self.register_buffer("noise", torch.randn(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Tied(nn.Module):
+    def __init__(self, embed: Embed) -> None:
+        super().__init__()
+        self.weight = embed.table.weight
+        fresh = nn.Parameter(torch.ones(2))
+        self.first, self.second = fresh, fresh
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.rnn = nn.LSTM(4, 4)
+        self.listed = nn.ParameterList([fresh, torch.zeros(3)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def tied(_: DataInfo) -> list[nn.Module]:
+    embed = Embed()
+    return [embed, Tied(embed)]
+
+
+def test_parameters_are_on_meta_and_buffers_have_their_values(build: Build) -> None:
+    model = build(tied)
+    parameters = [parameter for layer in model for parameter in layer.module.parameters()]
+    assert parameters
+    assert all(parameter.is_meta for parameter in parameters)
+    embed = model["0"].module
+    assert embed.scale.tolist() == [0.5, 2.0]
+    assert embed.table.weight.shape == (7, 4)
+    assert not model["1"].module.frozen.requires_grad
+    assert model["1"].module.first.requires_grad
+
+
+def test_ties_keep_their_identity(build: Build) -> None:
+    model = build(tied)
+    last = model["1"].module
+    assert last.weight is model["0"].module.table.weight
+    assert last.first is last.second
+    assert last.listed[0] is last.first
+    assert len(list(last.parameters())) == 1 + 1 + 1 + 4 + 1
+
+
+def test_random_buffers_follow_the_seed_and_leave_the_generator_alone(build: Build) -> None:
+    state = torch.get_rng_state()
+    one, same, other = (build(tied, seed)["0"].module.noise for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_modules_made_elsewhere_meanwhile_are_left_alone() -> None:
+    made: list[nn.Linear] = []
+    with parameters_on_meta():
+        thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        assert nn.Linear(2, 2).weight.is_meta
+    assert not made[0].weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+class FromParameter(Embed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("copy", self.table.weight.detach().clone())
+
+
+class Integer(Embed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+
+
+class Lazy(Embed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.LazyLinear(4)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(
+    ("layer", "code", "says"),
+    [
+        (FromParameter, "model-buffer", "the buffer '0.copy' was built without values"),
+        (Integer, "model-init", "the parameter '0.codes' is torch.int8"),
+        (Lazy, "model-init", "the shape of '0.project.weight' is not known yet"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_name(build: Build, layer: type[nn.Module], code: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says) as raised:
+        build(lambda _: [layer()])
+    assert raised.value.diagnostics[0].code == code
+
+
+def test_a_record_that_fails_is_the_plugins_fault(build: Build) -> None:
+    def broken(_: DataInfo) -> list[nn.Module]:
+        raise ZeroDivisionError("one over nothing")
+
+    with pytest.raises(PluginError, match=r"ZeroDivisionError: one over nothing \(.*test_build.py:\d+\)"):
+        build(broken)
+
+
+FACTORY = """
+from torch import nn
+
+class Embed(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.table = nn.Embedding(size, 4)
+    def forward(self, tokens): ...
+
+def layers(data, width=4): return [Embed(data.vocab_size), nn.Linear(4, width)]
+def nothing(): return None
+def fails(): return nn.Linear(-1, -1, device="nowhere")
+number = 3
+"""
+
+
+def from_factory(folder: Path, info: DataInfo, factory: str, **options: object) -> Model:
+    (folder / "own_model.py").write_text(FACTORY)
+    plan = plan_from_dict(
+        {
+            "plan": 1,
+            "run": {"name": "x", "steps": 1},
+            "model": {"factory": factory, "options": options},
+            "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
+            "batch": {"global_size": 1, "micro_size": 1},
+            "optimizer": {"use": "core.sgd", "lr": 0.1},
+        },
+        folder,
+    )
+    return build_on_meta(plan.model, info, 0)
+
+
+@pytest.fixture
+def clean_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_model", raising=False)
+
+
+@pytest.mark.usefixtures("clean_modules")
+def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path, info: DataInfo) -> None:
+    model = from_factory(tmp_path, info, "own_model:layers", width=9)
+    assert model["1"].module.weight.shape == (9, 4)
+    assert model["1"].module.weight.is_meta
+    assert model["0"].fields == ("tokens",)
+
+
+@pytest.mark.usefixtures("clean_modules")
+@pytest.mark.parametrize(
+    ("factory", "code"),
+    [
+        ("no_such_module:layers", "factory-import"),
+        ("own_model:absent", "factory-import"),
+        ("own_model:number", "factory-import"),
+        ("own_model:fails", "factory-failed"),
+        ("own_model:nothing", "model-factory"),
+    ],
+)
+def test_a_broken_factory_is_told_by_its_code(tmp_path: Path, info: DataInfo, factory: str, code: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        from_factory(tmp_path, info, factory)
+    assert [diagnostic.code for diagnostic in raised.value.diagnostics] == [code]
+
+
+BIG = """
+import resource, sys, time
+import torch
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.model.build import parameters_on_meta
+from sley_core.model.config import LlamaConfig
+from sley_core.model.llama import layers
+
+config = LlamaConfig(num_layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab_size=32000)
+data = DataInfo({"tokens": Field("int64")}, 32000)
+with parameters_on_meta():
+    layers(config.model_copy(update={"num_layers": 1}), data)  # what the first construction of anything costs
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    model = layers(config, data)
+    seconds = time.perf_counter() - start
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+numel = sum(parameter.numel() for layer in model for parameter in layer.module.parameters())
+print(numel, grown * (1 if sys.platform == "darwin" else 1024), seconds)
+"""
+
+
+def test_a_billion_parameters_take_no_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True, timeout=60)
+    numel, grown, seconds = map(float, done.stdout.split())
+    assert numel > 1e9
+    assert grown < 200e6
+    assert seconds < 5

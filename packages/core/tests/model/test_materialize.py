@@ -1,0 +1,257 @@
+"""First values: the same whatever the layout, complete, tied, and refused where nobody gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataInfo
+from sley_core.errors import PlanError
+from sley_core.model.layers import Model
+
+Real = Callable[..., Model]
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8, padding_idx=0)
+        self.table.weight.kept = "on the parameter"  # type: ignore[attr-defined]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Mixed(nn.Module):
+    """One of each of torch's that has something of its own, and a submodule shared with other layers."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm(8)
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.batch = nn.BatchNorm1d(8)
+        self.rnn = nn.GRU(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.shared = shared
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Shared(nn.Module):
+    noise: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("noise", torch.zeros(4))
+
+    def reset_parameters(self) -> None:
+        self.noise.normal_()
+
+
+class Head(nn.Module):
+    """Holds the embedding's matrix, and a bias of its own."""
+
+    def __init__(self, embed: Embed) -> None:
+        super().__init__()
+        self.output = nn.Linear(8, 11)
+        self.output.weight = embed.table.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def layers(_: DataInfo) -> list[tuple[str, nn.Module]]:
+    embed, shared = Embed(), Shared()
+    return [("embed", embed), ("first", Mixed(shared)), ("second", Mixed(shared)), ("head", Head(embed))]
+
+
+def init_weights(module: nn.Module, name: str) -> None:
+    """Sets some modules, changes one in place, and leaves the rest to their own methods."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.normal_(module.weight)
+    if name.endswith(".shared.linear"):
+        module.weight.mul_(2.0)  # type: ignore[operator, union-attr]
+
+
+def with_init(data: DataInfo) -> Model:
+    return Model(layers(data), init_weights=init_weights)
+
+
+def values(model: Model) -> dict[str, Tensor]:
+    """Everything that is not on meta, by qualified name."""
+    return {
+        name: tensor.detach()
+        for layer in model
+        for name, tensor in chain(
+            layer.module.named_parameters(layer.name, remove_duplicate=False),
+            layer.module.named_buffers(layer.name, remove_duplicate=False),
+        )
+        if not tensor.is_meta
+    }
+
+
+def is_buffer(name: str) -> bool:
+    return name.endswith(("noise", "running_mean", "running_var", "num_batches_tracked"))
+
+
+def subsets(names: list[str]) -> Iterator[set[str]]:
+    for size in range(1, len(names)):
+        yield from map(set, combinations(names, size))
+
+
+@pytest.mark.parametrize("function", [layers, with_init])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_do_not_depend_on_which_layers_are_owned(real: Real, function: Any, dtype: torch.dtype) -> None:
+    whole = values(real(function, dtype))
+    for owned in subsets(["embed", "first", "second", "head"]):
+        model = real(function, dtype, owned)
+        found = values(model)
+        ours = {name: value for name, value in found.items() if name.split(".")[0] in owned}
+        foreign = {name for name in found if name not in ours and ".shared." not in name and not is_buffer(name)}
+        assert not foreign, "a layer that is not owned takes no memory"
+        assert ours.keys() == {name for name in whole if name.split(".")[0] in owned}
+        for name, value in ours.items():
+            assert value.dtype == whole[name].dtype
+            assert torch.equal(value, whole[name]), (name, owned)
+
+
+def test_values_follow_names_and_seed_and_not_the_order_of_layers(real: Real) -> None:
+    def reordered(data: DataInfo) -> list[tuple[str, nn.Module]]:
+        embed, first, second, head = layers(data)
+        return [embed, second, first, head]
+
+    one, other, reseeded = values(real(layers)), values(real(reordered)), values(real(layers, seed=1))
+    alone = {name for name in one if "shared" not in name}  # what is shared belongs to the first layer that has it
+    assert all(torch.equal(one[name], other[name]) for name in alone)
+    assert not torch.equal(one["first.conv.weight"], one["second.conv.weight"])
+    assert not torch.equal(one["first.conv.weight"], reseeded["first.conv.weight"])
+
+
+def test_fp32_values_are_drawn_once_and_cast(real: Real) -> None:
+    single, double, half = (values(real(layers, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+    for name, value in single.items():
+        assert torch.equal(value.double(), double[name].double())
+        if not is_buffer(name):
+            assert torch.equal(value.bfloat16(), half[name])
+            assert double[name].dtype == torch.float64
+    assert half["first.batch.running_var"].dtype == torch.float32, "buffers are never narrowed"
+    assert double["first.batch.running_var"].dtype == torch.float64
+    assert double["first.batch.num_batches_tracked"].dtype == torch.int64
+
+
+def test_torchs_own_modules_get_the_values_that_their_constructors_give(real: Real) -> None:
+    found = values(real(layers))
+    assert torch.equal(found["first.norm.weight"], torch.ones(8))
+    assert torch.equal(found["first.batch.running_var"], torch.ones(8))
+    assert not found["first.attention.out_proj.bias"].any(), "attention sets its child's bias after the child did"
+    assert not found["embed.table.weight"][0].any()
+    assert found["embed.table.weight"][1:].std() == pytest.approx(1.0, abs=0.3)
+    bound = (6 / (8 + 24)) ** 0.5  # Xavier's, over the three projections at once
+    assert 0.8 * bound < found["first.attention.in_proj_weight"].abs().max() <= bound
+
+
+def test_ties_requires_grad_and_attributes_survive(real: Real) -> None:
+    model = real(layers)
+    embed, first, second, head = (layer.module for layer in model)
+    assert head.output.weight is embed.table.weight
+    assert first.shared.linear.weight is second.shared.linear.weight
+    assert head.output.weight.kept == "on the parameter"
+    assert not first.frozen.weight.requires_grad
+    assert first.conv.weight.requires_grad
+    first.rnn(torch.zeros(2, 1, 8))  # the list of weights that it keeps beside its attributes was renewed too
+
+
+def test_init_weights_has_the_last_word_and_may_leave_modules_alone(real: Real) -> None:
+    plain, touched = values(real(layers)), values(real(with_init))
+    assert torch.equal(touched["first.shared.linear.weight"], 2 * plain["first.shared.linear.weight"])
+    assert torch.equal(touched["first.shared.linear.bias"], plain["first.shared.linear.bias"])
+    assert touched["first.conv.weight"].std() > 3 * plain["first.conv.weight"].std()
+
+
+def test_generator_and_gradients_are_left_alone(real: Real) -> None:
+    state = torch.get_rng_state()
+    model = real(layers)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model["embed"].module.table.weight.grad_fn is None
+    assert torch.is_grad_enabled()
+
+
+class TiedInside(nn.Module):
+    """Two modules of one layer hold one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 8)
+        self.output = nn.Linear(8, 300)
+        self.output.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_tie_has_the_values_of_its_first_holder(real: Real) -> None:
+    weight = values(real(lambda _: [TiedInside()]))["0.output.weight"]
+    assert weight.std() == pytest.approx(1.0, abs=0.1), "an embedding's, not a linear's"
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.gain
+
+
+class Half(Scale):
+    def reset_parameters(self) -> None:
+        self.gain[:2] = 1.0  # type: ignore[index]
+
+
+class Raises(Scale):
+    def reset_parameters(self) -> None:
+        raise RuntimeError("no such luck")
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: nn.Module) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"),
+    [
+        (Scale, r"the parameter '0.scale.gain' has no first value: its module \(Scale\) has no reset_parameters\(\)"),
+        (Half, r"the parameter '0.scale.gain' has no first value: its module \(Half\) does not set all of it"),
+        (Raises, r"the module '0.scale' \(Raises\) cannot be initialised: RuntimeError: no such luck"),
+    ],
+)
+def test_a_module_that_nobody_initialises_is_refused_by_name(real: Real, scale: type[nn.Module], says: str) -> None:
+    with pytest.raises(PlanError, match=says) as raised:
+        real(lambda _: [Scaled(scale())])
+    assert raised.value.diagnostics[0].code == "model-init"
+
+
+def test_a_parent_or_init_weights_may_initialise_it_instead(real: Real) -> None:
+    class Parent(Scaled):
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.scale.gain, 2.0)
+
+    def ones(module: nn.Module, name: str) -> None:
+        if isinstance(module, Scale):
+            nn.init.constant_(module.gain, 3.0)
+
+    assert real(lambda _: [Parent(Scale())])["0"].module.scale.gain.tolist() == [2.0] * 3
+    assert real(lambda _: Model([Scaled(Scale())], init_weights=ones))["0"].module.scale.gain.tolist() == [3.0] * 3
