@@ -12,6 +12,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.metrics.config import JsonlConfig
 from sley_core.model.config import LlamaConfig
+from sley_core.optim.check import check_learning_rate
 from sley_core.optim.config import (
     AdamWConfig,
     ConstantConfig,
@@ -97,4 +98,4 @@ def sley_metrics_writers() -> list[MetricsWriterRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
-    return check_data(plan)
+    return [*check_data(plan), *check_learning_rate(plan)]

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sley_core.errors import PlanError
+from sley_core.optim.check import check_learning_rate
 from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, WarmupStableDecayConfig
 from sley_core.optim.learning_rate import SHAPES, Factor, constant, cosine, linear, warmup_stable_decay
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
 
 FALLING: list[tuple[Any, Any]] = [
     (linear, LinearConfig),
@@ -117,3 +120,36 @@ def test_any_rate_rises_then_falls_between_its_ends(build: Any, table: Any, data
     if table is WarmupStableDecayConfig:
         assert values[-1] == min_ratio
         assert all(value == 1.0 for value in fall[: len(fall) - decay_steps])
+
+
+def plan_with(schedule: dict[str, Any]) -> Plan:
+    return plan_from_dict(
+        {
+            "plan": 1,
+            "run": {"name": "check", "steps": 10},
+            "model": {"use": "core.llama", "num_layers": 1, "hidden": 8, "heads": 2},
+            "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16},
+            "batch": {"global_size": 2, "micro_size": 2},
+            "optimizer": {"use": "core.adamw", "lr": 0.1},
+            "learning_rate": schedule,
+        }
+    )
+
+
+def test_the_plans_check_finds_parts_that_do_not_fit() -> None:
+    plan = plan_with({"use": "core.warmup_stable_decay", "warmup_steps": 8, "decay_steps": 3})
+    (problem,) = check_learning_rate(plan)
+    assert (problem.code, problem.path) == ("learning-rate-steps", ("learning_rate", "decay_steps"))
+    assert "8 + 3 > 10" in problem.message
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"use": "core.warmup_stable_decay", "warmup_steps": 8, "decay_steps": 2},
+        {"use": "core.cosine", "warmup_steps": 100},
+        {"use": "core.constant"},
+    ],
+)
+def test_the_plans_check_is_silent_about_what_fits(schedule: dict[str, Any]) -> None:
+    assert list(check_learning_rate(plan_with(schedule))) == []

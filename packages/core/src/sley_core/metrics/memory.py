@@ -33,7 +33,7 @@ def resident_mb() -> float:
 
 
 def _resource_mb() -> float:
-    import resource
+    import resource  # there is none on Windows
 
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
