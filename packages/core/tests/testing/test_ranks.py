@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
+import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.errors import RunError
+from sley_core.testing.processes import assert_none_left, processes_with
 from sley_core.testing.ranks import GRACE_S, RankError, RankTimeoutError
 
 
@@ -133,7 +136,7 @@ def test_warnings_are_treated_as_in_the_test(ranks):
         ranks(1)(warn)
 
 
-def hang_on_rank_1(seconds):
+def hang_on_rank_1():
     print("about to hang" if dist.get_rank() == 1 else "not me")
     if dist.get_rank() == 1:
         dist.recv(torch.zeros(1), src=0)
@@ -142,13 +145,45 @@ def hang_on_rank_1(seconds):
 def test_a_hang_fails_within_the_limit_and_shows_the_stacks(ranks, capsys):
     began = time.monotonic()
     with pytest.raises(RankTimeoutError, match=r"1 of 2 ranks did not finish within 0\.5 s") as caught:
-        ranks(2, timeout_s=0.5)(hang_on_rank_1, 60)
+        ranks(2, timeout_s=0.5)(hang_on_rank_1)
     assert time.monotonic() - began < 3
     text = str(caught.value)
     assert "rank 0 had finished" in text
     assert "in hang_on_rank_1" in text
     assert "in recv" in text
+    assert "rank_process.py" not in text
+    assert text.count("most recent call first") == 1
     assert "[rank 1] about to hang" in capsys.readouterr().out
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, but for this test."""
+
+
+def test_no_process_is_left_when_the_test_is_interrupted(ranks, no_children):
+    def interrupt(number, frame):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(Interrupted):
+            ranks(2)(hang_on_rank_1)
+        assert_none_left(within_s=0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def start_a_child_and_hang():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    time.sleep(60)
+
+
+def test_what_a_rank_started_goes_with_it(ranks, monkeypatch):
+    monkeypatch.setenv("SLEY_TEST_MARK", mark := uuid.uuid4().hex)
+    with pytest.raises(RankTimeoutError):
+        ranks(1, timeout_s=0.5, init=False)(start_a_child_and_hang)
+    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=1)
 
 
 def fail_while_the_other_is_busy():

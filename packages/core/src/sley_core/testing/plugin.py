@@ -5,18 +5,83 @@ pytest loads this before it measures coverage and before any test needs torch, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from sley_core.testing.ranks import Ranks
+    from sley_core.testing.sequence import Collective
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("sley").addoption(
+        "--rank-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long the ranks of a test may take where the test does not say so (default 60)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices; skipped where there are fewer")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked `gpu` on a machine without one."""
+    if marker := item.get_closest_marker("gpu"):
+        import torch
+
+        needed, present = (*marker.args, *marker.kwargs.values(), 1)[0], torch.cuda.device_count()
+        if present < needed:
+            pytest.skip(f"needs {needed} CUDA devices, here are {present}")
 
 
 @pytest.fixture
-def ranks() -> Callable[..., Ranks]:
-    """`ranks(n, timeout_s=60, init=True)` -> `run(function, *args, **kwargs)` -> the results of n ranks, in order."""
+def ranks(request: pytest.FixtureRequest) -> Callable[..., Ranks]:
+    """`ranks(n, timeout_s=60, init=True)` is a callable: `(function, *args, **kwargs) -> [result of rank 0, 1, ...]`.
+
+    `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_core.testing.ranks`.
+    """
     from sley_core.testing.ranks import Ranks
 
-    return Ranks
+    default: float = request.config.getoption("--rank-timeout")
+
+    def make(size: int, timeout_s: float = default, *, init: bool = True) -> Ranks:
+        return Ranks(size, timeout_s, init)
+
+    return make
+
+
+@pytest.fixture
+def fake_world() -> Callable[[int, int], AbstractContextManager[None]]:
+    """`with fake_world(rank, size):` makes this process one rank of a world that has no others.
+
+    Groups and shapes are real, data does not move. See `sley_core.testing.fake_world`.
+    """
+    from sley_core.testing.fake_world import fake_world
+
+    return fake_world
+
+
+@pytest.fixture
+def collectives() -> Callable[[], AbstractContextManager[list[Collective]]]:
+    """`with collectives() as calls:` records the collectives of the block; `assert_same_sequence` compares ranks.
+
+    In a function that `ranks` runs, import it from `sley_core.testing.recorder`.
+    """
+    from sley_core.testing.recorder import collectives
+
+    return collectives
+
+
+@pytest.fixture
+def no_children() -> Iterator[None]:
+    """Fails the test if a process that it started is still there a second after its end."""
+    from sley_core.testing.processes import assert_none_left
+
+    yield
+    assert_none_left(within_s=1)

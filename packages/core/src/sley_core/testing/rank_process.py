@@ -10,7 +10,6 @@ of a collective. A rank that failed leaves at once, so that peers that wait for 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -28,22 +27,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sley_core.testing.shipping import unpack
+from sley_core.testing.shipping import Packed, unpack
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_VALUE = 400
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a rank needs to know; `call` and `files` are `shipping.pack` of (function, args, kwargs)."""
+    """Everything that a rank needs to know; `call` holds (function, args, kwargs)."""
 
     rank: int
     size: int
     init: bool
     timeout_s: float
-    call: bytes
-    files: dict[str, str]
+    call: Packed
     store: str
     folder: str
     """Private to this run: output and stacks of each rank go here."""
@@ -88,7 +85,9 @@ def stacks_file(folder: str, rank: int) -> Path:
 
 def rank_main(connection: Connection) -> None:
     """The target of the process. Ends quietly if the parent is gone before it sent a job."""
-    _die_with_parent()
+    # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     try:
         job: Job = pickle.loads(connection.recv_bytes())
     except EOFError:
@@ -106,7 +105,7 @@ def rank_main(connection: Connection) -> None:
 
 def _run(job: Job) -> Outcome:
     try:
-        function, args, kwargs = unpack(job.call, job.files)
+        function, args, kwargs = unpack(job.call)
         if job.init:
             _join(job)
         return Outcome(job.rank, False, pickle.dumps(function(*args, **kwargs)))
@@ -132,8 +131,6 @@ def _leave() -> None:
 @contextlib.contextmanager
 def _surroundings(job: Job) -> Any:
     """The parent's folder, path, environment and warning filters; output and stacks go to files of the run's folder."""
-    # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
-    os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
@@ -169,23 +166,15 @@ def _apply_filters(filters: list[tuple[Any, ...]]) -> None:
         warnings.filterwarnings(action, patterns[0], category, patterns[1], line, append=True)
 
 
-def _die_with_parent() -> None:
-    """Ends this process when the one that started it is gone, however that happened.
+def _end_with_parent() -> None:
+    """Ends this rank and what it started when pytest is gone, however that happened.
 
-    The fork server ends when pytest does, and its children with it where the kernel offers that; elsewhere a thread
-    watches pytest itself.
+    The kernel's own signal for this (PR_SET_PDEATHSIG) watches the fork server, which lives as long as its ranks do.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        return
     parent = parent_process()
     assert parent is not None, "a rank is started by multiprocessing"
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _pickled(error: BaseException) -> bytes:

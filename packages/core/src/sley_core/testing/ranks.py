@@ -26,8 +26,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from sley_core.testing import rank_process
 from sley_core.testing.rank_process import Job, Outcome, output_file, rank_main, stacks_file
-from sley_core.testing.shipping import pack
+from sley_core.testing.shipping import Packed, pack
 
 GRACE_S = 1.0
 """How long the other ranks have to finish once one has failed."""
@@ -64,15 +65,15 @@ class Ranks:
 
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         __tracebackhide__ = True
-        call, files = pack((function, args, kwargs))
+        call = pack((function, args, kwargs))
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
-            world.start(self._jobs(call, files, folder))
+            world.start(self._jobs(call, folder))
             outcomes = world.collect(time.monotonic() + self.timeout_s, self.timeout_s)
         if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended):
             raise _first_failure(failed, self.size)
         return [pickle.loads(outcome.value) for outcome in outcomes]
 
-    def _jobs(self, call: bytes, files: dict[str, str], folder: str) -> list[Job]:
+    def _jobs(self, call: Packed, folder: str) -> list[Job]:
         store = Path(folder, "store").as_uri()
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         shared = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size), "SLEY_STORE": store}
@@ -83,7 +84,6 @@ class Ranks:
                 init=self.init,
                 timeout_s=self.timeout_s,
                 call=call,
-                files=files,
                 store=store,
                 folder=folder,
                 cwd=str(Path.cwd()),
@@ -176,9 +176,14 @@ class _World:
             return Outcome.lost(rank, how, ended=0.0, trace=self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
-        """The Python stacks that faulthandler wrote in `rank`, without its lines about signals and extensions."""
-        lines = _read(stacks_file(self.folder, rank)).splitlines()
-        return "\n".join(line for line in lines if line.startswith(("Thread", "Current thread", "  File")))
+        """The Python stacks that faulthandler wrote in `rank`, each down to where the kit called the function."""
+        kept: list[str] = []
+        for thread in _read(stacks_file(self.folder, rank)).split("\n\n"):
+            frames = [line for line in thread.splitlines() if line.startswith(("Thread", "Current thread", "  File"))]
+            kits = [index for index, line in enumerate(frames) if rank_process.__file__ in line]
+            if frames and not (kits and frames[kits[0]].endswith(" in _end_with_parent")):
+                kept += frames[: kits[0] if kits else None]
+        return "\n".join(kept)
 
     def _timed_out(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
         hung = [(rank, process) for rank, process in enumerate(self.processes) if rank not in finished]

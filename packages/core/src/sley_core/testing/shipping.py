@@ -1,7 +1,7 @@
 """Pickles a call so that another process can load it, even where pytest made up the module's name.
 
 With `--import-mode=importlib` a test module is called `packages.core.tests.test_x` and no import statement finds it.
-A call is therefore sent with the file of every module that its pickle names, and the receiver loads by file what it
+A call is therefore sent with the source of every module that its pickle names, and the receiver loads by file what it
 cannot import by name, under the same name, so that objects of those modules can travel back.
 
 Pickling by value (cloudpickle) was the alternative: it copies a function's globals, so that two ranks would not see the
@@ -16,12 +16,30 @@ import io
 import pickle
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
-def pack(value: Any) -> tuple[bytes, dict[str, str]]:
-    """`value` as a pickle, and the files of the modules that it names.
+@dataclass(frozen=True)
+class Source:
+    """Where a module comes from: its file, and of a package the folders in which its modules are found."""
+
+    file: str | None
+    folders: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A pickle and the sources of the modules that it names, packages before what is in them."""
+
+    data: bytes
+    sources: Mapping[str, Source]
+
+
+def pack(value: Any) -> Packed:
+    """`value`, ready for another process.
 
     Raises TypeError that says what to do if `value` holds a lambda, a nested function or anything else unpicklable.
     """
@@ -33,14 +51,14 @@ def pack(value: Any) -> tuple[bytes, dict[str, str]]:
         raise TypeError(
             f"cannot be sent to another process: {error}; use a function at module level and pass the rest as arguments"
         ) from error
-    return buffer.getvalue(), {name: file for name in sorted(pickler.modules) if (file := _file_of(name))}
+    return Packed(buffer.getvalue(), _sources(pickler.modules))
 
 
-def unpack(data: bytes, files: Mapping[str, str]) -> Any:
-    """The value that `pack` was given; loads the modules of `files` first."""
-    for name, file in files.items():
-        _ensure_module(name, file)
-    return pickle.loads(data)
+def unpack(packed: Packed) -> Any:
+    """The value that `pack` was given; loads the modules that it needs first."""
+    for name, source in packed.sources.items():
+        _ensure(name, source)
+    return pickle.loads(packed.data)
 
 
 class _Pickler(pickle.Pickler):
@@ -57,24 +75,45 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _file_of(name: str) -> str | None:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return str(Path(file).resolve()) if file and name != "__main__" else None
+def _sources(names: set[str]) -> dict[str, Source]:
+    parts = [name.split(".") for name in names if name != "__main__" and _file(sys.modules.get(name))]
+    wanted = {".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1)}
+    return {name: _source(module) for name in sorted(wanted) if (module := sys.modules.get(name))}
 
 
-def _ensure_module(name: str, file: str) -> None:
-    if _file_of(name) == file:
+def _source(module: ModuleType) -> Source:
+    folders = getattr(module, "__path__", None)
+    return Source(_file(module), None if folders is None else tuple(folders))
+
+
+def _file(module: ModuleType | None) -> str | None:
+    file = getattr(module, "__file__", None)
+    return str(Path(file).resolve()) if file else None
+
+
+def _ensure(name: str, source: Source) -> None:
+    known = sys.modules.get(name)
+    if known and (source.file is None or _file(known) == source.file):
         return
     try:
-        importable = importlib.util.find_spec(name)
+        found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        importable = None
-    if importable and importable.origin and str(Path(importable.origin).resolve()) == file:
+        found = None
+    if found and (source.file is None or (found.origin and str(Path(found.origin).resolve()) == source.file)):
         importlib.import_module(name)
+    else:
+        _load(name, source)
+
+
+def _load(name: str, source: Source) -> None:
+    """Loads `name` from its file; a package that has none, as pytest makes them up, is made up again."""
+    folders = None if source.folders is None else list(source.folders)
+    if source.file is None:
+        module = sys.modules[name] = ModuleType(name)
+        module.__path__ = folders or []
         return
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, source.file, submodule_search_locations=folders)
     if spec is None or spec.loader is None:
-        raise ImportError(f"module {name} cannot be loaded from {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+        raise ImportError(f"module {name} cannot be loaded from {source.file}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
