@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from sley_core.data.config import DataConfig, TextConfig, TokensConfig
-from sley_core.data.documents import text_files, token_files
+from sley_core.data.documents import Found, text_files, token_files
 from sley_core.data.pin import pin_problem
-from sley_core.data.sizes import num_samples
+from sley_core.data.sizes import count_samples
 from sley_core.data.tokenizer import Tokenizer
 from sley_core.errors import SleyError
 from sley_core.records import Problem
@@ -32,56 +32,61 @@ def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
     """
     if not isinstance(config, TextConfig | TokensConfig):
         return
-    problems = list(_file_problems(config))
+    train, held_out = _files(config)
+    problems = list(dict.fromkeys((*train[1], *held_out[1], *_tokenizer_problems(config))))
     yield from problems
     if problems:
         return
     try:
-        yield from _count_problems(config, evaluates)
+        yield from _train_problems(config, count_samples(config, "train", train[0]))
+        if evaluates:
+            yield from _held_out_problems(config, count_samples(config, "held_out", held_out[0]))
     except SleyError as error:
-        yield from (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
+        yield from _problems_of(error)
     except OSError as error:
         yield Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
 
 
-def _file_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
+def _files(config: TextConfig | TokensConfig) -> tuple[Found, Found]:
+    """The files in which the train split and the held-out split lie, looked for once where they are the same."""
     if isinstance(config, TokensConfig):
-        for split in ("train", "held_out"):
-            yield from token_files(config, split)[1]
-        return
-    yield from text_files(config)[1]
-    if config.tokenizer is None:
-        return
-    if not config.tokenizer.is_file():
-        hint = "a relative path starts at the plan's folder"
-        yield Problem(("data", "tokenizer"), f"there is no file `{config.tokenizer}`", hint, "tokenizer-missing")
+        return token_files(config, "train"), token_files(config, "held_out")
+    train = text_files(config, "train")
+    return train, text_files(config, "held_out") if config.held_out_files else train
+
+
+def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
+    if isinstance(config, TokensConfig) or config.tokenizer is None:
         return
     try:
         Tokenizer(config.tokenizer, config.end_of_document)
     except SleyError as error:
-        yield from (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
+        yield from _problems_of(error)
 
 
-def _count_problems(config: TextConfig | TokensConfig, evaluates: bool) -> Iterator[Problem]:
-    count = num_samples(config, "train")
+def _problems_of(error: SleyError) -> Iterator[Problem]:
+    return (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
+
+
+def _train_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:
     if count == 0:
-        message = f"the data is shorter than one sample of {config.sequence} tokens and a label for the last"
-        yield Problem(("data", "sequence"), message, "give more data or a smaller `sequence`", "data-short")
+        hint = "give more data or a smaller `sequence`"
+        yield Problem(("data", "sequence"), f"the data is shorter than {_sample(config)}", hint, "data-short")
     elif count is not None and (problem := pin_problem(config, count)):
         yield problem
-    if evaluates:
-        yield from _held_out_problems(config)
 
 
-def _held_out_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
-    if isinstance(config, TokensConfig) and not config.held_out_files:
-        yield Problem(
-            ("evaluation",), "there is no held-out data to evaluate on", "name `held_out_files` in `[data]`", "held-out"
-        )
-    elif isinstance(config, TextConfig) and not config.held_out:
-        hint = "give `held_out` in `[data]` a share above 0"
-        yield Problem(("evaluation",), "there is no held-out data to evaluate on", hint, "held-out")
-    elif num_samples(config, "held_out") == 0:
-        message = f"the held-out data is shorter than one sample of {config.sequence} tokens and a label for the last"
-        hint = "one document alone is not split: name more, or give a `separator`"
+def _held_out_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:
+    if config.held_out_files or (isinstance(config, TextConfig) and config.held_out):
+        message = f"the held-out data is shorter than {_sample(config)}"
+    else:
+        message = "there is no held-out data to evaluate on"
+    if count == 0:
+        hint = "name (more) `held_out_files` in `[data]`"
+        if isinstance(config, TextConfig):
+            hint += ", or raise `held_out`, which takes whole documents (see `separator`)"
         yield Problem(("evaluation",), message, hint, "held-out")
+
+
+def _sample(config: TextConfig | TokensConfig) -> str:
+    return f"one sample of {config.sequence} tokens, the last of which needs a label"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field as Limits
 from pydantic import model_validator
@@ -32,6 +32,10 @@ class DataConfig(Table):
     """Samples in an epoch; a run writes it into its resolved plan, and data with another number is refused."""
 
 
+def _share(chosen: dict[str, Any]) -> float:
+    return 0.0 if chosen.get("held_out_files") else 0.02
+
+
 class TextConfig(DataConfig):
     """Text files as tokens: bytes, or those of a tokenizer."""
 
@@ -56,8 +60,11 @@ class TextConfig(DataConfig):
     end_of_document: Annotated[str, Limits(min_length=1)] | None = None
     """A token of the tokenizer to put after every document."""
 
-    held_out: Annotated[float, Limits(ge=0, lt=1)] = 0.02
-    """The share of documents, chosen by their names, that is kept for evaluation and never trained on."""
+    held_out_files: Array[PlanPath] = ()
+    """Text files to evaluate on, instead of a share of `files`."""
+
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
+    """The share of documents, chosen by their names, that is kept for evaluation; left out, 0.02 or no share at all."""
 
     @model_validator(mode="after")
     def _possible(self) -> TextConfig:
@@ -65,6 +72,8 @@ class TextConfig(DataConfig):
             raise ValueError("one of `source` and `files` is needed")
         if self.source is not None and self.files:
             raise ValueError("`source` and `files` exclude each other")
+        if self.held_out and self.held_out_files:
+            raise ValueError("`held_out` and `held_out_files` exclude each other")
         if self.end_of_document is not None and self.tokenizer is None:
             raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; give `tokenizer` too")
         return self

@@ -82,10 +82,11 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in their own order, without a length. Each `iter` starts over; the end of a finite one is a new epoch.
+    """Samples in their own order, without a length. Where a finite one ends, the next `iter` is a new epoch.
 
-    With `state() -> Any` and `restore(state)` (or torch's names, `state_dict` and `load_state_dict`) a restored run
-    goes on from there: the next `iter` continues, later ones start over. Without them it walks to its place again.
+    Without a state of its own it starts over at each `iter`, and a restored run walks to its place again. With
+    `state() -> Any` and `restore(state)`, or torch's names `state_dict` and `load_state_dict`, the `iter` after a restore
+    goes on from there, and the one after that starts over.
     """
 
     @property

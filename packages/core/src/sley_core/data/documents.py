@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from sley_core.data.config import TOKEN_BYTES, TextConfig, TokensConfig
 from sley_core.data.dataset import Split
@@ -45,15 +46,17 @@ def as_error(problems: Iterable[Problem]) -> PlanError:
 def find_files(patterns: Sequence[Path], key: KeyPath) -> Found:
     """The files that paths and patterns name, in their order and sorted within one, each once; and what is wrong.
 
-    A path that is missing, no regular file, unreadable or empty is a problem, and so is a pattern that finds nothing.
-    Among files that a pattern finds, an empty one is no document and no problem.
+    A path that is missing, no regular file or empty is a problem, so is a pattern that finds nothing, and so is a file
+    that may not be read. Among the files that a pattern finds, an empty one is no document and no problem.
     """
-    files: dict[Path, File] = {}
+    files: dict[str, File] = {}
     problems = []
     for number, pattern in enumerate(patterns):
         try:
             for file in _named_by(pattern):
-                files.setdefault(file.path.resolve(), file)
+                if not os.access(file.path, os.R_OK):
+                    raise _BadPathError("data-missing", f"`{file.path}` may not be read", "change its permissions")
+                files.setdefault(os.path.normpath(file.path), file)
         except _BadPathError as wrong:
             problems.append(Problem((*key, number), wrong.message, wrong.hint, wrong.code))
         except (OSError, ValueError, NotImplementedError) as error:
@@ -69,34 +72,33 @@ class _BadPathError(Exception):
 
 def _named_by(pattern: Path) -> Iterator[File]:
     if WILDCARDS.isdisjoint(str(pattern)) or pattern.exists():
-        yield _file(pattern.name, pattern)
+        yield _alone(pattern)
         return
     parts = pattern.parts
     first = next(number for number, part in enumerate(parts) if not WILDCARDS.isdisjoint(part))
     root = Path(*parts[:first])
-    found = [path for path in sorted(root.glob(str(Path(*parts[first:])))) if path.is_file()]
-    if not found:
+    stats = ((path, path.stat()) for path in sorted(root.glob(str(Path(*parts[first:])))))
+    sizes = {path: found.st_size for path, found in stats if S_ISREG(found.st_mode)}
+    if not sizes:
         hint = "`**` stands for folders of any depth, `*` for a part of one name"
-        raise _BadPathError(
-            "data-missing", f"`{pattern}` matches no file", hint if root.exists() else f"there is no `{root}`"
-        )
-    if not any(path.stat().st_size for path in found):
+        hint = hint if root.exists() else f"there is no `{root}`"
+        raise _BadPathError("data-missing", f"`{pattern}` matches no file", hint)
+    if not any(sizes.values()):
         raise _BadPathError("data-empty", f"every file that `{pattern}` matches is empty")
-    yield from (_file(path.relative_to(root).as_posix(), path) for path in found if path.stat().st_size)
+    yield from (File(path.relative_to(root).as_posix(), path, size) for path, size in sizes.items() if size)
 
 
-def _file(name: str, path: Path) -> File:
-    if path.is_dir():
-        raise _BadPathError("data-missing", f"`{path}` is a folder", f"name its files: `{path.name}/*`")
+def _alone(path: Path) -> File:
     if not path.exists():
         raise _BadPathError("data-missing", f"there is no file `{path}`", "a relative path starts at the plan's folder")
-    if not path.is_file():
+    found = path.stat()
+    if S_ISDIR(found.st_mode):
+        raise _BadPathError("data-missing", f"`{path}` is a folder", f"name its files: `{path.name}/*`")
+    if not S_ISREG(found.st_mode):
         raise _BadPathError("data-missing", f"`{path}` is not a regular file")
-    if not os.access(path, os.R_OK):
-        raise _BadPathError("data-missing", f"`{path}` may not be read", "change its permissions")
-    if not path.stat().st_size:
+    if not found.st_size:
         raise _BadPathError("data-empty", f"`{path}` is empty")
-    return File(name, path, path.stat().st_size)
+    return File(path.name, path, found.st_size)
 
 
 def standard_library() -> Found:
@@ -114,8 +116,10 @@ def standard_library() -> Found:
     return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
 
 
-def text_files(config: TextConfig) -> Found:
-    """The files that a `core.text` table names, of both splits."""
+def text_files(config: TextConfig, split: Split) -> Found:
+    """The files in which a split of a `core.text` table lies: of both splits, unless it names `held_out_files`."""
+    if split == "held_out" and config.held_out_files:
+        return find_files(config.held_out_files, ("data", "held_out_files"))
     return find_files(config.files, ("data", "files")) if config.source is None else standard_library()
 
 
@@ -131,15 +135,5 @@ def token_files(config: TokensConfig, split: Split) -> Found:
 
 
 def held_out(names: Sequence[str], share: float) -> list[bool]:
-    """For each document whether it is held out: a hash of its name falls below `share`.
-
-    With a share above 0 and more than one document, each side gets at least one: the name of lowest hash is held out,
-    and the name of highest hash is trained on.
-    """
-    places = [int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "big") / 2**64 for name in names]
-    chosen = [place < share for place in places]
-    if share and len(names) > 1 and not any(chosen):
-        chosen[places.index(min(places))] = True
-    if names and all(chosen):
-        chosen[places.index(max(places))] = False
-    return chosen
+    """For each document whether it is held out: a hash of its name, even over [0, 1), falls below `share`."""
+    return [int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "big") < share * 2**64 for name in names]

@@ -18,8 +18,11 @@ from sley_core.data.collate import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
 from sley_core.data.order import Order
 from sley_core.data.prefetch import Prefetch
-from sley_core.data.walk import own_state, walk
+from sley_core.data.walk import stream_state, walk
 from sley_core.errors import PlanError
+
+CLOSE_TIMEOUT_S = 30.0
+"""How long `close` waits at most: a run that ends must not wait as long as one that goes on."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Feed:
     batch_size: samples of a **global** batch, over all ranks.
     rows: this rank's rows of the global batch.
     shuffle: whether each epoch of a Dataset has an order of its own.
-    timeout_s: how long `next` and `close` wait for the dataset before they raise RunError.
+    timeout_s: how long `next` waits for the dataset before it raises RunError.
 
     After `next`, `wait_s` is how long it waited, and `samples` names the batch's rows: the dataset's index of each, or
     for a stream its place in the whole sequence. What a dataset raises, `next` raises.
@@ -62,8 +65,14 @@ class Feed:
         self._timeout_s = timeout_s
         self._prefetch: Prefetch[_Item] | None = None
         self._state: dict[str, Any] = {"samples": 0}
+        self._beginning = stream_state(cast(Stream, dataset)) if is_stream(dataset) else {}
         self.wait_s = 0.0
         self.samples: tuple[int, ...] = ()
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in an epoch; None for a stream. Opens the dataset."""
+        return None if is_stream(self._dataset) else len(self._dataset)  # type: ignore[arg-type]
 
     def next(self) -> Batch:
         """This rank's rows of the next global batch, on the host."""
@@ -87,7 +96,7 @@ class Feed:
     def close(self) -> None:
         """Ends the thread; what it had prepared is made again by the next `next`."""
         if self._prefetch is not None:
-            self._prefetch.close(self._timeout_s)
+            self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
             self._prefetch = None
 
     def __enter__(self) -> Feed:
@@ -121,15 +130,14 @@ class Feed:
     def _walked(self, stream: Stream, state: Mapping[str, Any]) -> Iterator[_Item]:
         """Every rank walks the whole stream and keeps its rows: only so can a stream be the same in all layouts."""
         collate = collate_of(stream)
-        samples = walk(stream, state)
-        stream_state = own_state(stream)
+        samples = walk(stream, state, self._beginning)
         done = state["samples"]
         while True:
             # `range` comes first: `zip` then takes no sample beyond the batch.
             kept = [sample for row, sample in zip(range(self._batch_size), samples, strict=False) if row in self._rows]
             numbers = tuple(done + row for row in self._rows)
             done += self._batch_size
-            yield _Item(collate(kept), numbers, {"samples": done} | stream_state())
+            yield _Item(collate(kept), numbers, {"samples": done} | stream_state(stream))
 
 
 def _read(dataset: Dataset, index: int) -> Sample:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sley_core.data.config import TextConfig
 from sley_core.data.dataset import DataContext
+from sley_core.data.documents import as_error, text_files
 from sley_core.data.reading import read_documents
 from sley_core.data.token_array import TokenArray
 from sley_core.data.token_dataset import TokenDataset
@@ -43,7 +44,10 @@ class TextDataset(TokenDataset):
 
     def load(self) -> tuple[TokenArray, Tensor]:
         """The split's documents in their order, as one tensor and the offsets of those that are not empty."""
-        documents = read_documents(self._config, self._split)
+        files, problems = text_files(self._config, self._split)
+        if problems:
+            raise as_error(problems)
+        documents = read_documents(files, self._config, self._split)
         ids, lengths = _join(documents) if self._tokenizer is None else self._tokenizer.encode(documents)
         offsets = torch.tensor([0, *accumulate(length for length in lengths if length)])
         return TokenArray([as_tensor(ids)]), offsets

@@ -71,6 +71,9 @@ def _load(path: Path) -> Implementation:
             path=("data", "tokenizer"),
             hint=INSTALL,
         ) from None
+    if not path.is_file():
+        hint = "a relative path starts at the plan's folder"
+        raise PlanError("tokenizer-missing", f"there is no file `{path}`", path=("data", "tokenizer"), hint=hint)
     try:
         return Implementation.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain Exception

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import islice
 from typing import Any
@@ -11,22 +11,31 @@ from sley_core.data.dataset import Sample, Stream
 from sley_core.errors import PlanError
 
 STATE_NAMES = (("state", "restore"), ("state_dict", "load_state_dict"))
+STREAM = "stream"
+"""Where the state of a feed keeps that of its stream."""
 
 
-def walk(stream: Stream, state: Mapping[str, Any]) -> Iterator[Sample]:
+def stream_state(stream: Stream) -> dict[str, Any]:
+    """`{"stream": a copy of the stream's own state}`, or `{}` where it has none."""
+    names = _state_names(stream)
+    return {} if names is None else {STREAM: deepcopy(getattr(stream, names[0])())}
+
+
+def walk(stream: Stream, state: Mapping[str, Any], beginning: Mapping[str, Any]) -> Iterator[Sample]:
     """The samples after the first `state["samples"]`, without end: an epoch that ends is followed by the next.
 
-    A stream with a state of its own is put back where it was; any other is walked from its beginning to that place.
+    A stream with a state of its own is put back where it was. Any other is walked from its beginning to that place.
+    beginning: what `stream_state` told before the stream was ever walked.
     """
     names = _state_names(stream)
-    if names is None or "stream" not in state:
-        return islice(_endless(stream, resumed=False), state["samples"], None)
-    getattr(stream, names[1])(deepcopy(state["stream"]))
-    return _endless(stream, resumed=True)
+    if names is not None:
+        getattr(stream, names[1])(deepcopy(state.get(STREAM, beginning[STREAM])))
+    num_behind = 0 if STREAM in state else state["samples"]
+    return islice(_endless(stream, resumed=names is not None), num_behind, None)
 
 
 def _endless(stream: Stream, *, resumed: bool) -> Iterator[Sample]:
-    """Epochs of `stream`. Only a resumed one may be empty: it was left just before it noticed its end."""
+    """Epochs of `stream`. Only the first of a resumed one may be empty: it was left just before it noticed its end."""
     while True:
         empty = True
         for sample in stream:
@@ -35,15 +44,6 @@ def _endless(stream: Stream, *, resumed: bool) -> Iterator[Sample]:
         if empty and not resumed:
             raise PlanError("data-empty", "the stream ended without a sample", path=("data",))
         resumed = False
-
-
-def own_state(stream: Stream) -> Callable[[], dict[str, Any]]:
-    """A function that gives `{"stream": a copy of the stream's state}`, or `{}` where it has none."""
-    names = _state_names(stream)
-    if names is None:
-        return dict
-    get = getattr(stream, names[0])
-    return lambda: {"stream": deepcopy(get())}
 
 
 def _state_names(stream: Stream) -> tuple[str, str] | None:

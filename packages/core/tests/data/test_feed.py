@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.data.feed import Feed
+from sley_core.errors import PlanError, RunError
+
+INFO = DataInfo({"x": Field("int64")})
+
+
+class Numbers:
+    """Sample i is the number i."""
+
+    info = INFO
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(index)}
+
+
+class Stream:
+    """0, 1, ..., n - 1, and again at each `iter`."""
+
+    info = INFO
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for number in range(self.num_samples):
+            self.num_read += 1
+            yield {"x": torch.tensor(number)}
+
+
+class TorchNamedStream(Stream):
+    """The same, and it can be put where it was: iterating goes on from there."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.place < self.num_samples:
+            self.place += 1
+            self.num_read += 1
+            yield {"x": torch.tensor(self.place - 1)}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class StatefulStream(TorchNamedStream):
+    def state(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+KINDS = [Numbers, Stream, StatefulStream]
+
+
+def taken(dataset: Any, num_batches: int, batch_size: int, rows: range | None = None, **more: Any) -> list[list[int]]:
+    with Feed(dataset, seed=1, batch_size=batch_size, rows=rows or range(batch_size), **more) as feed:
+        return [feed.next()["x"].tolist() for _ in range(num_batches)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_the_rows_of_all_ranks_are_the_same_global_batches_in_every_layout(kind: type, dp: int) -> None:
+    whole = taken(kind(11), 7, 8)
+    size = 8 // dp
+    ranks = [taken(kind(11), 7, 8, range(coord * size, (coord + 1) * size)) for coord in range(dp)]
+    assert [list(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)] == whole
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.booleans())
+@settings(max_examples=40)
+def test_each_sample_comes_once_per_epoch_and_none_is_dropped(num_samples: int, batch_size: int, shuffle: bool) -> None:
+    batches = taken(Numbers(num_samples), num_samples, batch_size, shuffle=shuffle)
+    samples = list(chain.from_iterable(batches))
+    for epoch in range(batch_size):
+        assert Counter(samples[epoch * num_samples : (epoch + 1) * num_samples]) == Counter(range(num_samples))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_five_samples_in_batches_of_two_span_epochs_without_loss(kind: type) -> None:
+    batches = taken(kind(5), 10, 2)
+    assert [len(batch) for batch in batches] == [2] * 10
+    assert Counter(chain.from_iterable(batches)) == Counter([*range(5)] * 4)
+
+
+def test_epochs_have_orders_of_their_own_unless_shuffle_is_off() -> None:
+    shuffled = taken(Numbers(20), 2, 20)
+    assert shuffled[0] != shuffled[1]
+    assert taken(Numbers(20), 2, 20, shuffle=False) == [list(range(20))] * 2
+
+
+@pytest.mark.parametrize("kind", [*KINDS, TorchNamedStream])
+@pytest.mark.parametrize("num_before", [0, 1, 3, 4, 8])
+def test_a_restored_feed_goes_on_as_if_it_had_not_stopped(kind: type, num_before: int) -> None:
+    whole = taken(kind(6), num_before + 5, 3)
+    with Feed(kind(6), seed=1, batch_size=3, rows=range(3)) as feed:
+        for _ in range(num_before):
+            feed.next()
+        state = feed.state()
+    dataset = kind(6)
+    with Feed(dataset, seed=1, batch_size=3, rows=range(1, 2)) as feed:
+        feed.next()
+        feed.restore(state)
+        assert feed.state() == state
+        assert [feed.next()["x"].tolist() for _ in range(5)] == [batch[1:2] for batch in whole[num_before:]]
+
+
+def test_the_state_does_not_tell_the_layout_and_does_not_see_what_is_prefetched() -> None:
+    for rows in (range(4), range(2, 3)):
+        with Feed(Numbers(6), seed=1, batch_size=4, rows=rows) as feed:
+            assert feed.state() == {"samples": 0}
+            feed.next()
+            assert feed.state() == {"samples": 4}
+
+
+def test_a_stream_with_a_state_is_not_walked_again() -> None:
+    with Feed(StatefulStream(1000), seed=1, batch_size=100, rows=range(100)) as feed:
+        for _ in range(5):
+            feed.next()
+        state = feed.state()
+    assert state == {"samples": 500, "stream": {"place": 500}}
+    stream = StatefulStream(1000)
+    with Feed(stream, seed=1, batch_size=100, rows=range(100)) as feed:
+        feed.restore(state)
+        assert feed.next()["x"][0] == 500
+    assert stream.num_read <= 200
+
+
+def test_the_beginning_can_be_restored() -> None:
+    for kind in KINDS:
+        with Feed(kind(5), seed=1, batch_size=2, rows=range(2)) as feed:
+            first = [feed.next()["x"].tolist() for _ in range(4)]
+            feed.restore({"samples": 0})
+            assert [feed.next()["x"].tolist() for _ in range(4)] == first
+
+
+def test_samples_names_the_rows() -> None:
+    with Feed(Numbers(9), seed=1, batch_size=4, rows=range(1, 3)) as feed:
+        for _ in range(4):
+            assert feed.next()["x"].tolist() == list(feed.samples)
+    with Feed(Stream(3), seed=1, batch_size=4, rows=range(1, 3)) as feed:
+        feed.next()
+        feed.next()
+        assert feed.samples == (5, 6)
+
+
+def test_torchs_iterable_dataset_is_a_stream_even_with_a_length() -> None:
+    class Ours(IterableDataset[dict[str, Tensor]]):
+        info = INFO
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return iter(Stream(3))
+
+    assert taken(Ours(), 2, 2) == [[0, 1], [2, 0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_give_is_an_error(kind: type) -> None:
+    with pytest.raises(PlanError) as caught:
+        taken(kind(0), 1, 2)
+    assert caught.value.diagnostics[0].code == "data-empty"
+
+
+def data_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "sley-data"]
+
+
+class Breaks(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == 3:
+            raise KeyError("sample three is broken")
+        return super().__getitem__(index)
+
+
+def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback() -> None:
+    with Feed(Breaks(6), seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
+        feed.next()
+        for _ in range(2):
+            with pytest.raises(KeyError, match="sample three is broken") as caught:
+                feed.next()
+            text = "".join(traceback.format_exception(caught.value))
+            assert "in __getitem__" in text
+            assert "while reading sample 3 of the data set" in text
+        assert feed.state() == {"samples": 2}
+    assert not data_threads()
+
+
+def test_closing_leaves_no_thread_and_loses_nothing() -> None:
+    feed = Feed(Numbers(9), seed=1, batch_size=2, rows=range(2), shuffle=False)
+    feed.close()
+    assert feed.next()["x"].tolist() == [0, 1]
+    assert len(data_threads()) == 1
+    feed.close()
+    feed.close()
+    assert not data_threads()
+    assert feed.next()["x"].tolist() == [2, 3]
+    feed.close()
+
+
+class Waits(Numbers):
+    """Every sample waits for a permit."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.permits = threading.Semaphore(0)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        assert self.permits.acquire(timeout=10)
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def test_exactly_one_batch_is_prepared_ahead() -> None:
+    dataset = Waits(100)
+    for _ in range(100):
+        dataset.permits.release()
+    with Feed(dataset, seed=1, batch_size=2, rows=range(2), shuffle=False) as feed:
+        feed.next()
+        wait_until(lambda: len(dataset.read) == 4)
+        time.sleep(0.05)
+        assert dataset.read == [0, 1, 2, 3]
+
+
+def test_wait_s_is_how_long_the_caller_waited() -> None:
+    dataset = Waits(100)
+    with Feed(dataset, seed=1, batch_size=1, rows=range(1)) as feed:
+        threading.Timer(0.2, lambda: dataset.permits.release(2)).start()
+        feed.next()
+        assert feed.wait_s > 0.1
+        wait_until(lambda: len(dataset.read) == 2)
+        feed.next()
+        assert feed.wait_s < 0.1
+        dataset.permits.release()
+
+
+def test_a_dataset_that_never_returns_is_an_error_in_time() -> None:
+    dataset = Waits(100)
+    feed = Feed(dataset, seed=1, batch_size=1, rows=range(1), timeout_s=0.05)
+    with pytest.raises(RunError, match=r"gave no batch within 0.05 s"):
+        feed.next()
+    with pytest.raises(RunError, match=r"did not return within 0.05 s of closing"):
+        feed.close()
+    dataset.permits.release()
+    feed.close()
+    assert not data_threads()
+
+
+def wait_until(condition: Any) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen within 5 s")
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"y": torch.tensor(0)}, r"has the fields \['y'\]; declared are \['x'\]"),
+        ({"x": torch.tensor(0), "y": torch.tensor(0)}, "declared are"),
+        ({"x": torch.tensor(0.0)}, "torch.float32; declared is int64"),
+        ({"x": 0}, "is a int, not a tensor"),
+        ({"x": torch.tensor([0])}, r"is \(\) in row 0 and \(1,\) in row 1"),
+    ],
+)
+def test_a_sample_that_is_not_as_declared_is_an_error(sample: dict[str, Any], message: str) -> None:
+    class Odd(Numbers):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return sample if index == 1 else super().__getitem__(index)
+
+    with pytest.raises(RunError, match=message):
+        taken(Odd(2), 1, 2, shuffle=False)
+
+
+def test_samples_are_stacked_along_the_batch_dim_or_collated_by_the_dataset() -> None:
+    class TimeMajor(Numbers):
+        info = DataInfo({"x": Field("int64", batch_dim=1, sequence_dim=0)})
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"x": torch.full((3,), index)}
+
+    class Collated(Numbers):
+        def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+            return {"x": -torch.stack([sample["x"] for sample in samples])}
+
+    assert taken(TimeMajor(2), 1, 2, shuffle=False) == [[[0, 1]] * 3]
+    assert taken(Collated(2), 1, 2, shuffle=False) == [[0, -1]]
