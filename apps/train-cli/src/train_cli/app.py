@@ -1,0 +1,123 @@
+"""The commands of `train-cli` and the options that all of them have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from train_cli.commands.check import check
+from train_cli.commands.env import env
+from train_cli.commands.needs import needs
+from train_cli.commands.plugins import plugins
+from train_cli.commands.run import run
+from train_cli.commands.schema import schema
+from train_cli.commands.show import show
+from train_cli.console import Settings
+from train_cli.foreign import ForeignCommand, foreign_commands
+from train_cli.render import MessageFormat
+from train_cli.versions import sley_versions
+
+# \b keeps the lines of a paragraph as they are.
+HELP = """
+\b
+Examples:
+  train-cli run plan.toml
+  train-cli check plan.toml --set batch.micro_size=4
+
+Trains transformer models from one file, the plan.
+"""
+
+EPILOG = """
+\b
+Exit codes:
+  0    success
+  1    the run failed
+  2    wrong command line
+  3    plan invalid
+  4    plugin missing, broken, ambiguous or incompatible
+  130  interrupted (Ctrl-C)
+  143  terminated (SIGTERM)
+"""
+
+
+class Commands(TyperGroup):
+    """Our commands, then those of other packages."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*self.commands, *(name for name in foreign_commands() if name not in self.commands)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and cmd_name in foreign_commands():
+            return ForeignCommand(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
+def command() -> Any:
+    """The whole command line, to be called with arguments and `obj=Settings()`."""
+    group = typer.main.get_command(_app)
+    assert isinstance(group, Commands), group
+    for each in (group, *group.commands.values()):
+        each.params.extend(_common())
+    return group
+
+
+def _set_format(context: typer.Context, value: MessageFormat | None) -> None:
+    if value is not None:
+        context.ensure_object(Settings).message_format = value
+
+
+def _set_traceback(context: typer.Context, value: bool) -> None:
+    context.ensure_object(Settings).traceback |= value
+
+
+def _common() -> list[Any]:
+    """The parameters of every command, which go into its context's Settings and not to its function."""
+
+    def options(
+        message_format: Annotated[
+            MessageFormat | None,
+            typer.Option(callback=_set_format, expose_value=False, help="The form in which problems are shown."),
+        ] = None,
+        traceback: Annotated[
+            bool,
+            typer.Option("--traceback", callback=_set_traceback, expose_value=False, help="Show where an error arose."),
+        ] = False,
+    ) -> None: ...
+
+    app = typer.Typer(add_completion=False)
+    app.command()(options)
+    return list(typer.main.get_command(app).params)
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        for name, version in sley_versions().items():
+            typer.echo(f"{name} {version}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_versions, is_eager=True, help="Print the versions of Sley's packages."
+        ),
+    ] = False,
+) -> None: ...
+
+
+_app = typer.Typer(
+    name="train-cli",
+    cls=Commands,
+    help=HELP,
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_app.callback()(_root)
+for _function in (run, check, show, plugins, needs, schema, env):
+    _app.command()(_function)

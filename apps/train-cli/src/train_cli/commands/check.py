@@ -1,0 +1,47 @@
+"""`train-cli check`: every mistake of one or more plans at once, without torch unless the model is to be checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sley_core.errors import Diagnostic, PlanError, PluginError, SleyError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import load_plan
+from train_cli.console import say
+from train_cli.options import SetOption, WorldOption
+
+
+def check(
+    plans: Annotated[list[Path], typer.Argument(metavar="PLAN...", help="Plans, TOML files.")],
+    overrides: SetOption = None,
+    world: WorldOption = None,
+    model: Annotated[
+        bool, typer.Option("--model", help="Build the model and the optimizer too, without memory; imports torch.")
+    ] = False,
+) -> None:
+    """Check plans: tables, files, sizes, layout; nothing is started or written."""
+    found: list[Diagnostic] = []
+    kind: type[SleyError] = PlanError
+    for path in plans:
+        try:
+            _check(path, overrides or [], world, model)
+        except SleyError as error:
+            found += error.diagnostics
+            kind = PluginError if isinstance(error, PluginError) else kind
+    if found:
+        raise kind.many(found)
+    say("1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine")
+
+
+def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
+    plan = load_plan(path, overrides)
+    size = plan.world(world) if world is None else world
+    if problems := check_plan(plan, size):
+        raise PlanError.many(problems)
+    if model:
+        from train_cli.model_check import check_model
+
+        check_model(plan, size)

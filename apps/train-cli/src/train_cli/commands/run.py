@@ -1,0 +1,127 @@
+"""`train-cli run`: trains; starts local ranks where the plan asks for several and no launcher has done so.
+
+no launcher, one rank       in this process
+no launcher, several        this process checks everything, makes the run folder, starts the ranks and waits
+torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder and tells what is wrong
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sley_core.errors import PlanError, UsageError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import load_plan
+from sley_core.plan.plan import Plan
+from train_cli import console, lifeline, report
+from train_cli.console import Settings
+from train_cli.faults import Fault
+from train_cli.options import PlanArgument, SetOption
+from train_cli.progress import draws_line
+from train_cli.run_folder import check_run_folder, drop_unused, make_run_folder, run_folder
+
+
+def run(
+    context: typer.Context,
+    plan: PlanArgument,
+    overrides: SetOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder of an earlier run.")] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, where the plan leaves it open."),
+    ] = None,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
+    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say what is started.")] = 0,
+) -> None:
+    """Train: in this process, on several local ranks, or as one rank under torchrun."""
+    settings = context.ensure_object(Settings)
+    changes = overrides or []
+    line = draws_line(sys.stderr, wanted=not no_progress)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if nproc is not None:
+            raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
+        raise typer.Exit(_as_rank(plan, changes, settings, overwrite=overwrite, line=line))
+    resolved = load_plan(plan, changes)
+    size = _check(resolved, nproc or resolved.world(_num_devices(resolved)))
+    check_run_folder(resolved, overwrite=overwrite)
+    from train_cli.model_check import check_model
+
+    check_model(resolved, size)
+    folder = make_run_folder(resolved, overwrite=overwrite)
+    try:
+        if size > 1:
+            arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
+            arguments += ["--no-progress"] if no_progress else []
+            code = _launch(arguments, size, settings, verbose=verbose)
+        else:
+            from train_cli import rank
+
+            code = rank.train(resolved, folder, line=line)
+    finally:
+        drop_unused(folder)
+    raise typer.Exit(code)
+
+
+def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose: int) -> int:
+    from train_cli.launch import launch
+
+    if verbose:
+        console.say(f"starting {size} ranks: python -m train_cli {' '.join(arguments)}")
+    fault = launch(arguments, size, say=console.say, verbose=verbose > 1)
+    console.show(fault, settings)
+    return fault.exit_code
+
+
+def _as_rank(path: Path, overrides: Sequence[str], settings: Settings, *, overwrite: bool, line: bool) -> int:
+    """The exit code of this rank. What every rank finds, rank 0 alone tells; what only this one finds, it tells."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        plan = load_plan(path, overrides)
+        _check(plan, size)
+        # A launcher of ours has made the folder.
+        ours = rank == 0 and not lifeline.is_held()
+        folder = make_run_folder(plan, overwrite=overwrite) if ours else run_folder(plan)
+    except Exception as error:
+        return _failed(Fault.of(error), settings, tell=rank == 0)
+    from train_cli.rank import train
+
+    try:
+        return train(plan, folder, line=line)
+    except Exception as error:
+        return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
+
+
+def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
+    report.write(fault)
+    if tell and not lifeline.is_held():
+        console.show(fault, settings)
+    return fault.exit_code
+
+
+def _of_rank(fault: Fault, rank: int) -> Fault:
+    if rank == 0:
+        return fault
+    diagnostics = (replace(each, message=f"rank {rank}: {each.message}") for each in fault.diagnostics)
+    return replace(fault, diagnostics=tuple(diagnostics))
+
+
+def _check(plan: Plan, size: int) -> int:
+    if problems := check_plan(plan, size):
+        raise PlanError.many(problems)
+    return size
+
+
+def _num_devices(plan: Plan) -> int | None:
+    """How many devices there are to fill, where the plan leaves the number of ranks to them; None without any."""
+    if plan.parallel.dp != "auto" or plan.run.device == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.device_count() or None

@@ -1,0 +1,148 @@
+"""`train-cli show`: what a plan resolves to and where each value came from; ranks, groups, order of collectives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import groupby
+from typing import Annotated, Any
+
+import typer
+
+from sley_core.errors import KeyPath, PlanError, dotted
+from sley_core.plan.load import load_plan
+from sley_core.plan.plan import Plan
+from sley_core.plan.write import leaves
+from sley_core.topology import GroupEntry, Topology
+from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
+
+_COLUMN = 44
+"""Where the origins begin."""
+
+_MOST_RANKS = 32
+_MOST_GROUPS = 4
+"""How many ranks, and how many groups of one axis, are listed as text; JSON has all."""
+
+
+def show(
+    plan: PlanArgument,
+    overrides: SetOption = None,
+    world: WorldOption = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")
+    ] = None,
+    form: FormatOption = OutputFormat.text,
+) -> None:
+    """Show the resolved plan with the origin of each value, and who talks to whom."""
+    resolved = load_plan(plan, overrides or [])
+    topology = resolved.topology(resolved.world(world) if world is None else world)
+    if rank is not None and rank >= topology.world:
+        raise PlanError("layout", f"there is no rank {rank}: the ranks are 0 to {topology.world - 1}")
+    if form is OutputFormat.json:
+        typer.echo(json.dumps(_data(resolved, topology, rank), indent=2))
+    else:
+        typer.echo("\n".join(_text(resolved, topology, rank)))
+
+
+def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
+    return {
+        "plan": [
+            {"path": dotted(path), "value": value, "origin": _origin_data(plan, path)}
+            for path, value in leaves(plan.tables)
+        ],
+        "digest": plan.digest,
+        "world": topology.world,
+        "ranks": [asdict(topology.coordinates(each)) for each in _ranks(topology, rank)],
+        "groups": [
+            {"axis": each.axis, "lane": each.lane, "backend": each.backend, "ranks": list(each.ranks)}
+            for each in _groups(topology, rank)
+        ],
+        "gradient_handlers": [
+            {"name": each.name, "role": getattr(each.record, "role", None)} for each in plan.gradient_handlers
+        ],
+    }
+
+
+def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any]:
+    origin = plan.origins[path]
+    place = origin.place
+    return {
+        "kind": origin.kind,
+        "file": place.file if place else None,
+        "line": place.line or None if place else None,
+        "column": place.column or None if place else None,
+    }
+
+
+def _ranks(topology: Topology, rank: int | None) -> Iterable[int]:
+    return range(topology.world) if rank is None else (rank,)
+
+
+def _groups(topology: Topology, rank: int | None) -> Iterator[GroupEntry]:
+    return (each for each in topology.groups() if rank is None or rank in each.ranks)
+
+
+def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
+    yield from _values(plan)
+    yield ""
+    yield f"# world of {topology.world}: {_sizes(topology)}"
+    yield from _rank_lines(topology, rank)
+    yield ""
+    yield "# groups, in the order in which all ranks make them"
+    yield from _group_lines(topology, rank)
+    yield ""
+    yield "# gradient handlers: this is the order of their collectives on every rank"
+    for number, handler in enumerate(plan.gradient_handlers, start=1):
+        yield f"{number:4}  {handler.name}  ({getattr(handler.record, 'role', '')})"
+    if not plan.gradient_handlers:
+        yield "  none"
+
+
+def _values(plan: Plan) -> Iterator[str]:
+    """The plan as TOML that could be run, with the origin of each value as a comment."""
+    table: KeyPath = ()
+    # Keys of the plan itself come first: after a table's header they would be that table's.
+    for path, value in sorted(leaves(plan.tables), key=lambda leaf: len(leaf[0]) > 1):
+        if path[:-1] != table:
+            table = path[:-1]
+            yield ""
+            yield _header(table)
+        yield f"{f'{path[-1]} = {_toml(value)}':{_COLUMN}}  # {plan.origins[path]}"
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    import tomli_w
+
+    return tomli_w.dumps({"value": value}).partition("=")[2].strip() if value != {} else "{}"
+
+
+def _header(path: KeyPath) -> str:
+    name = ".".join(str(part) for part in path if isinstance(part, str))
+    return f"[[{name}]]" if isinstance(path[-1], int) else f"[{name}]"
+
+
+def _sizes(topology: Topology) -> str:
+    names = ("pp", "dp", "sp", "wdp", "wp")
+    return ", ".join(f"{name} {getattr(topology, name)}" for name in names)
+
+
+def _rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    yield "  rank  stage    dp    sp   wdp    wp"
+    for each in list(_ranks(topology, rank))[:_MOST_RANKS]:
+        at = topology.coordinates(each)
+        yield "".join(f"{number:6}" for number in (at.rank, at.stage, at.dp, at.sp, at.wdp, at.wp))
+    if rank is None and topology.world > _MOST_RANKS:
+        yield f"  ... and {topology.world - _MOST_RANKS} more: --rank N shows one, --format json all"
+
+
+def _group_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    for (axis, lane), entries in groupby(_groups(topology, rank), key=lambda each: (each.axis, each.lane)):
+        every = list(entries)
+        shown = "  ".join(each.label for each in every[:_MOST_GROUPS])
+        more = f"  ... {len(every)} in all" if len(every) > _MOST_GROUPS else ""
+        name = axis if lane == "main" else f"{axis}.{lane}"
+        yield f"  {name:14} {every[0].backend:7} {shown}{more}"

@@ -1,0 +1,67 @@
+"""A rank dies with the launcher that started it, however that ended; a kill -9 of the launcher leaves no process.
+
+Elastic alone leaves its workers running then. On Linux the kernel does it (prctl(2), PR_SET_PDEATHSIG): at once, and
+even while the rank hangs in a driver. Elsewhere a thread watches the parent's id.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn
+
+LAUNCHER = "SLEY_LAUNCHER"
+"""The environment variable in which a local launch gives its process id to the ranks that it starts."""
+
+_PR_SET_PDEATHSIG = 1
+_WATCH_INTERVAL_S = 0.5
+
+_held = False
+
+
+def is_held() -> bool:
+    """Whether this process is a rank of a local launch, which reports for it."""
+    return _held
+
+
+def hold() -> None:
+    """Ties this process to its launcher; does nothing in a process that no local launch started.
+
+    Called before anything slow is imported. The launcher may have died before the kernel was asked: then the parent is
+    already another one, and this process ends here.
+    """
+    global _held
+    # Taken away, so that a process that the rank starts does not mistake itself for one.
+    launcher = int(os.environ.pop(LAUNCHER, 0))
+    if not launcher:
+        return
+    _held = True
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(launcher,), name="sley-watch-launcher", daemon=True).start()
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with exit code `code`.
+
+    A rank that failed ends at once: destructors of communicators may wait for peers that are gone.
+    """
+    if code and "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_WATCH_INTERVAL_S)
+    os._exit(1)

@@ -1,0 +1,40 @@
+"""The entry of `train-cli`: parses the command line, shows what went wrong, returns the exit code; never a traceback
+that nobody asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED
+from train_cli import console
+from train_cli.app import command
+from train_cli.console import Settings
+from train_cli.faults import Fault
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code (the table at the end of `--help`).
+
+    argv: the arguments without the name of the program; those of this process if left out.
+    """
+    settings = Settings()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
+        command().main(arguments, prog_name="train-cli", obj=settings)
+    except SystemExit as stop:
+        return _code(stop)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        fault = Fault.of(error)
+        console.show(fault, settings)
+        return fault.exit_code
+    return EXIT_OK
+
+
+def _code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return EXIT_OK
+    return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED

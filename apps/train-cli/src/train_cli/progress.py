@@ -1,0 +1,144 @@
+"""How far a run is, on stderr: a line that is redrawn on a terminal, lines every `log_every` steps elsewhere.
+
+step 120/500  loss 2.413  8.1k tok/s  31.2 GiB  1m 02s left
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
+
+from sley_core.metrics.summary import NUM_LAST
+
+Row = Mapping[str, float | int]
+
+_REDRAW_S = 0.2
+
+
+def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
+    """Whether progress is one redrawn line: `stream` is a terminal, and nobody asked for plain output."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("SLEY_NO_PROGRESS") or os.environ.get("TERM") == "dumb"
+    return wanted and stream.isatty() and not plain
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    """Shows each row of a run of `num_steps` steps. `run.listeners.append(reporter)`.
+
+    line: whether one line is redrawn; else every `log_every`-th step, and the last, is a line.
+    """
+
+    def __init__(self, num_steps: int, log_every: int, *, line: bool, stream: TextIO | None = None) -> None:
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = _Clock(num_steps)
+        self._line = _Line(num_steps, self._stream) if line else None
+
+    def __call__(self, row: Row) -> None:
+        step = int(row["step"])
+        self._clock.saw(step)
+        if self._line is not None:
+            self._line.draw(step, self._text(row))
+        elif step % self._log_every == 0 or step == self._num_steps:
+            print(self._text(row), file=self._stream, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    def _text(self, row: Row) -> str:
+        step = int(row["step"])
+        parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
+        if "held_out_loss" in row:
+            parts.append(f"held-out {row['held_out_loss']:.3f}")
+        parts += [rate(row["tokens_per_s"]), memory(row["memory_mb"])]
+        left_s = self._clock.left_s(step)
+        if left_s is not None:
+            parts.append(f"{duration(left_s)} left")
+        return "  ".join(parts)
+
+
+class _Clock:
+    """Foretells the end from the pace so far; the first step, which warms everything up, does not count."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._first: tuple[int, float] | None = None
+        self._now = 0.0
+
+    def saw(self, step: int) -> None:
+        self._now = time.monotonic()
+        if self._first is None:
+            self._first = step, self._now
+
+    def left_s(self, step: int) -> float | None:
+        if self._first is None or step <= self._first[0]:
+            return None
+        pace_s = (self._now - self._first[1]) / (step - self._first[0])
+        return pace_s * (self._num_steps - step)
+
+
+class _Line:
+    """A bar and a text, redrawn at most five times a second, by the run itself: a thread would take time from it."""
+
+    def __init__(self, num_steps: int, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn())
+        self._progress = Progress(*columns, console=Console(file=stream), auto_refresh=False, transient=True)
+        self._progress.start()
+        self._task = self._progress.add_task("starting", total=num_steps)
+        self._num_steps = num_steps
+        self._drawn = 0.0
+
+    def draw(self, step: int, text: str) -> None:
+        self._progress.update(self._task, completed=step, description=text)
+        if time.monotonic() - self._drawn > _REDRAW_S or step == self._num_steps:
+            self._drawn = time.monotonic()
+            self._progress.refresh()
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def closing(summary: Mapping[str, Any], folder: object) -> str:
+    """The last lines of a run, from its `summary.json`."""
+    steps, seconds = summary["steps"], summary["seconds"]
+    lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
+    if summary["final_loss"] is not None:
+        mean = summary[f"mean_loss_last_{NUM_LAST}"]
+        lines.append(f"  loss           {summary['final_loss']:.4f}  (mean of the last {NUM_LAST}: {mean:.4f})")
+    if summary["held_out_loss"] is not None:
+        lines.append(f"  held-out loss  {summary['held_out_loss']:.4f}")
+    if summary["tokens_per_s"] is not None:
+        lines.append(f"  speed          {rate(summary['tokens_per_s'])}")
+    lines.append(f"  run folder     {folder}")
+    return "\n".join(lines)
+
+
+def rate(tokens_per_s: float) -> str:
+    """`812 tok/s`, `8.1k tok/s`, `1.3M tok/s`."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if tokens_per_s >= size:
+            return f"{tokens_per_s / size:.1f}{letter} tok/s"
+    return f"{tokens_per_s:.0f} tok/s"
+
+
+def memory(mib: float) -> str:
+    """`812 MiB`, `31.2 GiB`."""
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """`8s`, `1m 02s`, `3h 05m`."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h {minutes:02}m"
+    return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"

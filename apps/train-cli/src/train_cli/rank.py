@@ -1,0 +1,75 @@
+"""One rank of a run, from joining the world to the last line: what every process of a run does, however it was started."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import EXIT_OK
+from sley_core.metrics.summary import Facts, Totals, summary, write_summary
+from train_cli import lifeline, report
+from train_cli.console import say
+from train_cli.faults import Fault
+from train_cli.progress import Reporter, closing
+from train_cli.stopping import Stopping
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+    from sley_core.run import Outcome, Run
+
+
+def train(plan: Plan, folder: Path, *, line: bool) -> int:
+    """Joins the world, trains, and leaves; the exit code, unless an exception says more.
+
+    line: whether rank 0 redraws one line of progress.
+    """
+    # A launcher that is ours has told the user already.
+    with ExitStack() as stack:
+        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say))
+        try:
+            world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
+            run = stack.enter_context(assemble(plan, world, folder=folder))
+            _train(run, folder, stopping, line=line)
+        except Exception as error:
+            # Before anything is torn down: that may hang, and whoever started this rank wants the first reason.
+            fault = Fault.of(error)
+            report.write(fault)
+            stopping.tearing_down(fault.exit_code)
+            raise
+        code = stopping.exit_code
+        if code is not None:
+            stopping.tearing_down(code)
+    return EXIT_OK if code is None else code
+
+
+def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool) -> None:
+    if run.world.rank != 0:
+        stopping.working(run.stop)
+        run.train()
+        return
+    totals = Totals()
+    run.listeners.append(totals.add)
+    outcome: Outcome = "failed"
+    try:
+        with Reporter(run.plan.run.steps, run.plan.run.log_every, line=line) as reporter:
+            run.listeners.append(reporter)
+            stopping.working(run.stop)
+            outcome = run.train()
+    finally:
+        content = summary(_facts(run), outcome, totals)
+        if totals.steps:
+            write_summary(folder, content)
+    say(closing(content, folder))
+
+
+def _facts(run: Run) -> Facts:
+    plan = run.plan
+    plugins = {name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return Facts(plan.run.name, str(run.world.device), run.world.size, plugins, versions)

@@ -1,0 +1,51 @@
+"""The environment in which local ranks run: who launched them, threads, loopback, and malloc.
+
+What the user has set is left as it is, except that a local run never talks beyond loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from train_cli.lifeline import LAUNCHER
+
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+"""Bytes. glibc keeps blocks up to these instead of returning them to the kernel after each use: page faults per step
+fall from thousands to about a hundred."""
+
+
+def of_ranks(num_ranks: int, environ: Mapping[str, str], launcher: int) -> dict[str, str]:
+    """The variables that `num_ranks` ranks get beyond `environ`; `launcher` is the process that they die with."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    threads = max(1, num_cores() // num_ranks)
+    defaults = {"OMP_NUM_THREADS": str(threads), **_MALLOC}
+    return {
+        LAUNCHER: str(launcher),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        **{name: value for name, value in defaults.items() if name not in environ},
+    }
+
+
+def num_cores() -> int:
+    """The cores that this process may use, which in a container are fewer than the machine has."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process, and puts back what was there; an agent starts its ranks with a copy of them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
