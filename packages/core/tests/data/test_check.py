@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from sley_core.data.check import check_data, check_table
+from sley_core.data.config import DataConfig, TextConfig, TokensConfig
+from sley_core.data.dataset import DataContext
+from sley_core.data.sizes import num_samples
+from sley_core.data.text import TextDataset
+from sley_core.data.tokens import TokensDataset
+from sley_core.errors import KeyPath, PlanError
+
+
+def found(config: DataConfig, *, evaluates: bool = False) -> list[tuple[KeyPath, str]]:
+    return [(problem.path, problem.code) for problem in check_table(config, evaluates=evaluates)]
+
+
+def text(*files: Path, **more: Any) -> TextConfig:
+    return TextConfig(files=files, **{"sequence": 4, "held_out": 0.0, **more})
+
+
+def tokens(*files: Path, **more: Any) -> TokensConfig:
+    return TokensConfig(files=files, **{"sequence": 4, "vocab_size": 100, **more})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "five.txt").write_bytes(b"12345")
+    (tmp_path / "one.txt").write_bytes(b"1")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "five.bin").write_bytes(array("H", [1, 2, 3, 4, 5]).tobytes())
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    return tmp_path
+
+
+def test_good_data_has_no_problem(folder: Path) -> None:
+    assert found(text(folder / "five.txt")) == []
+    assert found(text(folder / "five.txt", held_out_files=(folder / "five.txt",)), evaluates=True) == []
+    assert found(tokens(folder / "five.bin")) == []
+    assert found(tokens(folder / "five.bin", held_out_files=(folder / "five.bin",)), evaluates=True) == []
+    assert found(TextConfig(source="python-stdlib", sequence=256), evaluates=True) == []
+    assert found(DataConfig()) == []
+
+
+@pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
+def test_text_files(folder: Path, documents: str) -> None:
+    files = (folder / "none.txt", folder / "five.txt", folder / "empty.txt", folder / "*.md")
+    assert found(text(*files, documents=documents)) == [
+        (("data", "files", 0), "data-missing"),
+        (("data", "files", 2), "data-empty"),
+        (("data", "files", 3), "data-missing"),
+    ]
+
+
+def test_token_files(folder: Path) -> None:
+    assert found(tokens(folder / "none.bin", held_out_files=(folder / "odd.bin",))) == [
+        (("data", "files", 0), "data-missing"),
+        (("data", "held_out_files"), "data-size"),
+    ]
+    assert found(tokens(folder / "odd.bin")) == [(("data", "files"), "data-size")]
+
+
+def test_shorter_than_one_sample(folder: Path) -> None:
+    short = [(("data", "sequence"), "data-short")]
+    assert found(text(folder / "five.txt", sequence=5)) == short
+    assert found(tokens(folder / "five.bin", sequence=5)) == short
+    assert found(text(folder / "one.txt", documents="pad")) == short
+    assert found(text(folder / "five.txt", separator="3", documents="pack")) == short
+    assert found(text(folder / "five.txt", separator="3", documents="pad")) == []
+
+
+def test_held_out_data_is_needed_only_to_evaluate(folder: Path) -> None:
+    missing = [(("evaluation",), "held-out")]
+    for config in (
+        text(folder / "five.txt"),
+        text(folder / "five.txt", held_out=0.0001),
+        text(folder / "five.txt", held_out_files=(folder / "one.txt",)),
+        tokens(folder / "five.bin"),
+        tokens(folder / "five.bin", documents="pad", end_of_document=0),
+        tokens(folder / "five.bin", held_out_files=(folder / "five.bin",), sequence=4, documents="cut"),
+    ):
+        assert found(config, evaluates=False) == []
+        is_there = isinstance(config, TokensConfig) and config.held_out_files
+        assert found(config, evaluates=True) == ([] if is_there else missing)
+
+
+def test_a_tokenizer_must_be_there_be_one_and_be_readable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "tokenizer.json"
+    config = text(folder / "five.txt", tokenizer=path)
+    assert found(config) == [(("data", "tokenizer"), "tokenizer-missing")]
+    path.write_text("{")
+    assert found(config) == [(("data", "tokenizer"), "tokenizer-invalid")]
+    Tokenizer(models.WordLevel({"12345": 0}, unk_token="12345")).save(str(path))
+    assert found(config) == [(("data", "sequence"), "data-short")]
+    wrong_end = text(folder / "five.txt", tokenizer=path, end_of_document="<end>")
+    assert found(wrong_end) == [(("data", "end_of_document"), "tokenizer-invalid")]
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert found(config) == [(("data", "tokenizer"), "tokenizers-missing")]
+
+
+def test_a_plan_made_for_other_data_is_refused(folder: Path) -> None:
+    assert found(text(folder / "five.txt", samples_per_epoch=1)) == []
+    assert found(text(folder / "five.txt", samples_per_epoch=2)) == [(("data", "samples_per_epoch"), "data-changed")]
+
+
+def test_a_plan_is_checked_by_its_data_and_whether_it_evaluates(folder: Path) -> None:
+    data = SimpleNamespace(config=text(folder / "five.txt"))
+    plan: Any = SimpleNamespace(data=data, evaluation=None)
+    assert list(check_data(plan)) == []
+    plan.evaluation = object()
+    assert [problem.path for problem in check_data(plan)] == [("evaluation",)]
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=12), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.sampled_from(["pack", "cut", "pad"]),
+    st.sampled_from([None, "0", "ab"]),
+)
+def test_the_count_is_that_of_the_dataset(
+    tmp_path_factory: Any, texts: list[bytes], sequence: int, documents: str, separator: str | None
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    for number, content in enumerate(texts):
+        (folder / f"{number}.txt").write_bytes(content)
+    more = {"sequence": sequence, "documents": documents, "held_out": 0.3}
+    config = text(folder / "*.txt", separator=separator, **more)
+    for split in ("train", "held_out"):
+        assert num_samples(config, split) == len_or_0(TextDataset(config, DataContext(split=split)))
+
+
+def len_or_0(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except PlanError as error:
+        if error.diagnostics[0].code != "data-short":
+            raise
+        return 0
+
+
+def test_the_count_of_token_files_needs_no_reading_unless_they_are_padded(folder: Path) -> None:
+    config = tokens(folder / "five.bin", sequence=3)
+    assert num_samples(config) == len(TokensDataset(config, DataContext())) == 2
+    assert num_samples(tokens(folder / "five.bin", documents="pad", end_of_document=1)) is None
+    assert num_samples(tokens(folder / "none.bin")) is None
+
+
+def test_checking_imports_no_torch(folder: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import sley_core.data.dataset\n"
+        "from sley_core.data.check import check_table\n"
+        "from sley_core.data.config import TextConfig\n"
+        f"config = TextConfig(files=(Path({str(folder / 'five.txt')!r}),), sequence=9)\n"
+        "print(*(problem.code for problem in check_table(config, evaluates=True)), 'torch' in sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["data-short", "held-out", "False"]

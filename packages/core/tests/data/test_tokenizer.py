@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sley_core.data.config import TextConfig
+from sley_core.data.dataset import IGNORED, DataContext
+from sley_core.data.text import TextDataset
+from sley_core.errors import PlanError, PluginError
+
+WORDS = ["<end>", "the", "shuttle", "carries", "weft", "é"]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def dataset(folder: Path, *texts: bytes, **more: Any) -> TextDataset:
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_bytes(text)
+    options: dict[str, Any] = {"sequence": 3, "held_out": 0.0, "documents": "pad", **more}
+    return TextDataset(TextConfig(files=(folder / "*.txt",), **options), DataContext())
+
+
+def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
+    texts = ("the shuttle carries the é".encode(), b"weft the weft")
+    data = dataset(tmp_path, *texts, tokenizer=tokenizer, end_of_document="<end>")
+    assert data.info.vocab_size == len(WORDS)
+    assert [data[index]["tokens"].tolist() for index in range(len(data))] == [[1, 2, 3], [1, 5, 0], [4, 1, 4]]
+    labels = torch.cat([data[index]["labels"] for index in range(len(data))])
+    assert labels[labels != IGNORED].tolist() == [2, 3, 1, 5, 0, 1, 4, 0]
+
+
+def test_without_an_end_token_documents_are_what_they_are(tmp_path: Path, tokenizer: Path) -> None:
+    data = dataset(tmp_path, b"weft the weft", tokenizer=tokenizer)
+    assert data[0]["tokens"].tolist() == [4, 1, 0]
+    assert data[0]["labels"].tolist() == [1, 4, IGNORED]
+
+
+def test_more_than_65536_tokens_take_four_bytes(tmp_path: Path) -> None:
+    large = Tokenizer(models.WordLevel({f"w{number}": number for number in range(70000)}, unk_token="w0"))
+    large.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    large.save(str(tmp_path / "large.json"))
+    data = dataset(tmp_path, b"w69999 w1 w65536 w2", tokenizer=tmp_path / "large.json")
+    assert data[0]["tokens"].tolist() == [69999, 1, 65536]
+
+
+def test_many_documents_keep_their_order(tmp_path: Path, tokenizer: Path) -> None:
+    path = tmp_path / "all.md"
+    path.write_bytes(b"|".join([b"the weft", b"shuttle carries"] * 400))
+    config = TextConfig(files=(path,), separator="|", tokenizer=tokenizer, sequence=1, documents="pad", held_out=0)
+    data = TextDataset(config, DataContext())
+    assert [int(data[index]["tokens"][0]) for index in range(len(data))] == [1, 2] * 400
+
+
+def test_text_that_is_not_utf8_is_an_error_and_not_replaced(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(PlanError, match=r"`1.txt` is not UTF-8: invalid start byte at byte 4") as caught:
+        len(dataset(tmp_path, b"the", b"the \xff", tokenizer=tokenizer))
+    assert caught.value.diagnostics[0].code == "data-encoding"
+
+
+def test_the_end_token_must_be_one(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(PlanError, match="`<eos>` is not a token"):
+        len(dataset(tmp_path, b"the", tokenizer=tokenizer, end_of_document="<eos>"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"model": 1})])
+def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(PlanError, match="is not a Hugging Face tokenizer"):
+        len(dataset(tmp_path, b"the", tokenizer=tmp_path / "tokenizer.json"))
+
+
+def test_without_the_extra_the_error_says_how_to_install_it(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(PluginError) as caught:
+        len(dataset(tmp_path, b"the", tokenizer=tokenizer))
+    assert caught.value.diagnostics[0].hint == 'pip install "sley-core[tokenizers]"'
