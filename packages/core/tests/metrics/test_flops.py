@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -75,11 +77,11 @@ def test_a_cpu_has_no_peak() -> None:
     assert device_peak_flops(torch.device("cpu"), "fp32") is None
 
 
-@pytest.mark.parametrize(("precision", "peak"), [("highest", 67e12), ("high", 494.5e12)])
+@pytest.mark.parametrize(("precision", "peak"), [("ieee", 67e12), ("tf32", 494.5e12)])
 def test_fp32_goes_through_tensor_cores_where_torch_may_use_them(
     monkeypatch: pytest.MonkeyPatch, precision: str, peak: float
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=precision))
     assert device_peak_flops(torch.device("cuda", 0), "fp32") == peak
     assert device_peak_flops(torch.device("cuda", 0), "fp64") == 67e12

@@ -51,7 +51,7 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
     """The dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU and for what is not known."""
     if device.type != "cuda":
         return None
-    if compute == "fp32" and torch.get_float32_matmul_precision() != "highest":
+    if compute == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         compute = "tf32"
     return peak_flops(torch.cuda.get_device_name(device), compute)
 
