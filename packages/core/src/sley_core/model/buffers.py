@@ -16,24 +16,24 @@ from sley_core.model.layers import MODEL, Layer
 
 
 class BufferWatch:
-    """Remembers the buffers of layers as they are now: `written` names those that were written to since.
+    """Remembers the buffers of layers as they are now: `written` names those with other values since.
 
-    It looks at the versions of the tensors and at which tensors they are, never at values, so it costs next to nothing;
-    what goes around autograd (`buffer.data`) it does not see.
+    It keeps a copy of every buffer, so watch the first steps and drop it. Versions of tensors would be cheaper, but
+    torch's own batch norm writes its running statistics without counting them up.
     """
 
     def __init__(self, layers: Iterable[Layer], per_rank: Sequence[str] = ()) -> None:
         """per_rank: patterns of names (`Model.per_rank_buffers`) that may be written."""
         self._layers = list(layers)
         self._per_rank = tuple(per_rank)
-        self._before = {name: (buffer, buffer._version) for name, _, buffer in self._buffers()}
+        self._before = {name: buffer.clone() for name, _, buffer in self._buffers()}
 
     def written(self) -> list[str]:
-        """Qualified names of the buffers that were written to or replaced, in the order of the model."""
+        """Qualified names of the buffers that training changed, in the order of the model."""
         return [name for name, _, buffer in self._buffers() if self._is_written(name, buffer)]
 
     def check(self) -> None:
-        """PlanError "model-buffer-written" with one diagnostic per buffer that was written, if any was."""
+        """PlanError "model-buffer-written" with one diagnostic per buffer that was written."""
         found = [
             Diagnostic(
                 "model-buffer-written",
@@ -52,7 +52,10 @@ class BufferWatch:
         if any(fnmatchcase(name, pattern) for pattern in self._per_rank):
             return False
         before = self._before.get(name)
-        return before is None or before[0] is not buffer or before[1] != buffer._version
+        if before is None or before.shape != buffer.shape:
+            return True
+        same = (before == buffer) | (before != before)  # NaN stays NaN
+        return not bool(same.all())
 
     def _buffers(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
         for layer in self._layers:

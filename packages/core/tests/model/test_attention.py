@@ -1,0 +1,132 @@
+"""The attention module against a loop over documents, heads and positions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sley_core.model import attention
+from sley_core.model.attention import Attention, document_mask
+
+BATCH, LENGTH, DIM = 2, 11, 6
+BOUNDS = [[0, 4, 5, 11, 11], [0, 11, 11, 11, 11]]
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, bounds: list[list[int]]) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, one query at a time."""
+    rows = []
+    for row, starts in enumerate(bounds):
+        heads = []
+        for head in range(q.shape[2]):
+            shared = head * k.shape[2] // q.shape[2]
+            context = []
+            for at in range(q.shape[1]):
+                begin = max(start for start in starts if start <= at)
+                scores = k[row, begin : at + 1, shared] @ q[row, at, head] / math.sqrt(q.shape[3])
+                context.append(scores.softmax(0) @ v[row, begin : at + 1, shared])
+            heads.append(torch.stack(context))
+        rows.append(torch.stack(heads, dim=1))
+    return torch.stack(rows)
+
+
+def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(heads * 10 + kv_heads)
+
+    def one(num_heads: int) -> Tensor:
+        drawn = torch.randn(BATCH, LENGTH, num_heads, DIM, dtype=dtype, generator=generator)
+        return drawn.requires_grad_()
+
+    return one(heads), one(kv_heads), one(kv_heads)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+def test_forward_and_gradients_equal_the_naive_form(heads: int, kv_heads: int, packed: bool) -> None:
+    q, k, v = inputs(heads, kv_heads)
+    bounds = BOUNDS if packed else [[0]] * BATCH
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if packed else None
+    ours = Attention()(q, k, v, cu_seqlens)
+    oracle = naive(q, k, v, bounds)
+    torch.testing.assert_close(ours, oracle, rtol=1e-10, atol=1e-12)
+    weights = torch.linspace(-1, 1, oracle.numel(), dtype=oracle.dtype).view_as(oracle)
+    found, wanted = (torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (ours, oracle))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_documents_do_not_see_each_other() -> None:
+    q, k, v = inputs(2, 2)
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+    before = Attention()(q, k, v, cu_seqlens)
+    with torch.no_grad():
+        v[0, :5] = 1e6
+    after = Attention()(q, k, v, cu_seqlens)
+    assert torch.equal(before[0, 5:], after[0, 5:])
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(before[0, :5], after[0, :5])
+
+
+def test_the_mask_is_built_once_for_all_layers_and_again_when_the_field_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+    real = attention._mask
+
+    def counted(cu_seqlens: Tensor, num_positions: int) -> Tensor:
+        built.append(num_positions)
+        return real(cu_seqlens, num_positions)
+
+    monkeypatch.setattr(attention, "_mask", counted)
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+    masks = [document_mask(cu_seqlens, LENGTH) for _ in range(3)]
+    assert masks[0] is masks[1] is masks[2]
+    assert built == [LENGTH]
+    cu_seqlens[1, 1] = 3
+    assert not torch.equal(document_mask(cu_seqlens, LENGTH), masks[0])
+    document_mask(cu_seqlens.clone(), LENGTH)
+    assert len(built) == 3
+
+
+def reference_varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, max_q: int, max_k: int, **options: Any
+) -> Tensor:
+    """What torch's varlen kernel promises, for the options that are used here."""
+    assert options["window_size"] == (-1, 0)
+    assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
+    assert bounds_q.dtype == bounds_k.dtype == torch.int32
+    assert torch.equal(bounds_q, bounds_k)
+    assert bounds_q[0] == 0
+    assert bounds_q[-1] == len(q)
+    lengths = bounds_q.diff()
+    assert lengths.min() >= 0
+    assert lengths.max() <= min(max_q, max_k)
+    return naive(q[None], k[None], v[None], [bounds_q.tolist()])[0]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_rows_are_laid_end_to_end_for_the_varlen_kernel(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+    monkeypatch.setattr(attention, "_VARLEN", reference_varlen)
+    q, k, v = inputs(4, kv_heads)
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+    torch.testing.assert_close(attention._by_document(q, k, v, cu_seqlens), naive(q, k, v, BOUNDS))
+
+
+def test_this_torch_has_the_varlen_kernel() -> None:
+    assert attention._HAS_VARLEN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_cuda_equals_the_naive_form(dtype: torch.dtype, tolerance: float, kv_heads: int, packed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(BATCH, LENGTH, heads, 32, generator=generator) for heads in (4, kv_heads, kv_heads))
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32).cuda() if packed else None
+    ours = Attention()(*(tensor.to("cuda", dtype) for tensor in (q, k, v)), cu_seqlens)
+    oracle = naive(q, k, v, BOUNDS if packed else [[0]] * BATCH)
+    torch.testing.assert_close(ours.float().cpu(), oracle, rtol=tolerance, atol=tolerance)
