@@ -29,6 +29,7 @@ from sley_core.engine.store import GradientStore
 from sley_core.engine.update import Update
 from sley_core.errors import PlanError
 from sley_core.metrics.throughput import Meter
+from sley_core.model.buffers import BufferWatch
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
@@ -110,7 +111,7 @@ def _run(
     run.stepper = Stepper(executor, store, handlers, _update(plan, run), groups, world.device)
     run.meter = Meter.of(run, dataset.info)
     if not world.is_fake:
-        _open_data(plan, run, dataset, executor)
+        _open_data(plan, run, model, dataset, executor)
     if folder is not None:
         _open_outputs(plan, run, folder)
     return run
@@ -131,12 +132,13 @@ def _update(plan: Plan, run: Run) -> Update:
     )
 
 
-def _open_data(plan: Plan, run: Run, dataset: AnyDataset, executor: Executor) -> None:
+def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor: Executor) -> None:
     rows = range(run.rows.start, run.rows.stop)
     data: Any = plan.data.config
     size = plan.batch.global_size
     run.feed = Feed(dataset, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=data.shuffle)
     run.check_batch = lambda batch: check_tokens(batch, dataset.info)
+    run.check_first_step = BufferWatch(run.layers, model.per_rank_buffers).check
     if plan.evaluation is None:
         return
     held_out = plan.data.build(DataContext(plan.run.seed, "held_out"))

@@ -56,6 +56,10 @@ class Plugin:
             message = f"{self.label} failed in `{hook}`: {type(error).__name__}: {error}"
             raise PluginError("plugin-failed", message, hint="report this to the plugin's authors") from error
 
+    def implements(self, hook: str) -> bool:
+        """Whether this plugin has an implementation of `hook`."""
+        return bool(getattr(self.hooks, hook).get_hookimpls())
+
     def build_of(self, record: Record) -> Any:
         """The object that the record's `build` names; PluginError "plugin-import" if there is none."""
         try:

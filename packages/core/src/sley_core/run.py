@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from sley_core.errors import RunError, UsageError
+from sley_core.errors import KeyPath, RunError, UsageError
+from sley_core.notify import Notifier
+from sley_core.plan.load import with_values
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
@@ -81,12 +83,14 @@ class Run(AbstractContextManager["Run"]):
         self.store = store
         self.caller = caller
         self.listeners: list[Callable[[Row], None]] = []
+        self._notify = Notifier(plan)
         self.num_steps_done = 0
         self.feed: Feed | None = None
         self.evaluation: Evaluation | None = None
         self.writers: Sequence[MetricsWriter] = ()
         self.profiler: StepProfiler | None = None
         self.check_batch: Callable[[HostBatch], None] = lambda batch: None
+        self.check_first_step: Callable[[], None] = lambda: None
         self.was_stopped = False
         self._stop_asked = False
         self._clock = 0.0
@@ -98,24 +102,28 @@ class Run(AbstractContextManager["Run"]):
         start = self.groups["dp"].coord * size
         return slice(start, start + size)
 
+    @property
+    def resolved_plan(self) -> Plan:
+        """The plan with what only the run could tell: the ranks of the world, and how many samples an epoch has."""
+        found: dict[KeyPath, int] = {("parallel", "dp"): self.topology.dp}
+        if self.feed is not None and self.feed.num_samples is not None:
+            found["data", "samples_per_epoch"] = self.feed.num_samples
+        return with_values(self.plan, found)
+
     def train(self) -> Outcome:
-        """Steps until the plan's last step, or until somebody asked to stop.
+        """Steps until the plan's last step, or until somebody asked to stop; tells the plugins that listen.
 
         On CUDA a row is read while the next step runs. Raises RunError `not-finite` when the loss or the gradient norm
         is no longer a number.
         """
-        launched: _Launched | None = None
-        self._clock = time.perf_counter()
-        while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
-            before, launched = launched, self._launch(None)
-            if before is not None:
-                self._emit(before)
-            if self._evaluates_after(launched) or not self.world.device.is_async:
-                self._emit(launched)
-                launched = None
-        if launched is not None:
-            self._emit(launched)
-        return "interrupted" if self.was_stopped else "finished"
+        outcome: Outcome = "failed"
+        self._notify("sley_run_started", run=self)
+        try:
+            self._train()
+            outcome = "interrupted" if self.was_stopped else "finished"
+        finally:
+            self._notify("sley_run_finished", run=self, outcome=outcome)
+        return outcome
 
     def step(self, batch: HostBatch | None = None) -> Row:
         """One optimizer step; returns its row, the same on every rank.
@@ -167,6 +175,19 @@ class Run(AbstractContextManager["Run"]):
     ) -> None:
         self.close()
 
+    def _train(self) -> None:
+        launched: _Launched | None = None
+        self._clock = time.perf_counter()
+        while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
+            before, launched = launched, self._launch(None)
+            if before is not None:
+                self._emit(before)
+            if self._evaluates_after(launched) or not self.world.device.is_async:
+                self._emit(launched)
+                launched = None
+        if launched is not None:
+            self._emit(launched)
+
     def _launch(self, batch: HostBatch | None) -> _Launched:
         wait_s = 0.0
         if batch is None:
@@ -179,6 +200,8 @@ class Run(AbstractContextManager["Run"]):
             self.profiler.before_step(number)
         num_micros = self.meter.num_samples(batch) // self.plan.batch.micro_size
         totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
+        if self.num_steps_done == 0:
+            self.check_first_step()
         if self.profiler is not None:
             self.profiler.after_step(number)
         self.num_steps_done = number
@@ -206,6 +229,7 @@ class Run(AbstractContextManager["Run"]):
             writer.write(row)
         for listener in self.listeners:
             listener(row)
+        self._notify("sley_step_finished", run=self, row=row)
         return row
 
     def _evaluates_after(self, launched: _Launched) -> bool:

@@ -93,11 +93,14 @@ class GradientStore:
         )
         self._drop_hooks()
         self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in lists]
-        before, self._slots = self._slots, {
-            entry: Slot(entry, view)
-            for buffer in self.buffers
-            for entry, view in zip(buffer.entries, buffer.views, strict=True)
-        }
+        before, self._slots = (
+            self._slots,
+            {
+                entry: Slot(entry, view)
+                for buffer in self.buffers
+                for entry, view in zip(buffer.entries, buffer.views, strict=True)
+            },
+        )
         self._order = [self._slots[entry] for entry in flat]
         self._laid_out_for = self._trainability()
         self._learned = self._learned and self._slots.keys() <= before.keys()
@@ -106,7 +109,8 @@ class GradientStore:
         for slot in self._order:
             if self._learned:
                 slot.expected = before[slot.entry].expected
-            hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, slot))
+            accumulated = partial(self._accumulated, slot)
+            hook = slot.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
 
     def gradient(self, entry: Entry) -> Tensor:

@@ -46,7 +46,7 @@ class PendingTotals:
         if device.is_async:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values = host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
             self._event.record()
         else:
             self._values = values

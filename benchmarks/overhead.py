@@ -1,0 +1,79 @@
+"""What the engine costs: hooks, executor, store, update and metrics against the loop that everybody writes by hand.
+
+One process, the same layers, the same batches, torch's fused AdamW and clipping on both sides. Target: <= 1.02.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from protocol import arguments, compare, interleave, noise_of, report
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+
+THREADS = 1
+LAYERS, HIDDEN, HEADS = 4, 128, 4
+SEQUENCE, SAMPLES = 64, 4
+MICROS = (1, 4)
+TARGET = 1.02
+
+
+def plan(micros: int) -> dict[str, object]:
+    return {
+        "run": {"name": "overhead", "steps": 1_000_000, "device": "cpu"},
+        "model": {"use": "core.llama", "num_layers": LAYERS, "hidden": HIDDEN, "heads": HEADS},
+        "data": {"use": "core.text", "source": "python-stdlib", "sequence": SEQUENCE, "documents": "cut"},
+        "batch": {"global_size": SAMPLES, "micro_size": SAMPLES // micros},
+        "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
+    }
+
+
+class PlainLoop:
+    """Accumulates over micro-batches, clips, steps, reads the loss."""
+
+    def __init__(self, run: Run, micros: int) -> None:
+        run.store.close()
+        assert run.feed is not None
+        self.feed = run.feed
+        self.layers = torch.nn.Sequential(*[layer.module for layer in run.layers])
+        self.micros = micros
+        self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=1e-4, fused=True)
+
+    def step(self) -> float:
+        batch = self.feed.next()
+        self.optimizer.zero_grad()
+        weight = batch["labels"].numel()
+        total = 0.0
+        parts = zip(batch["tokens"].chunk(self.micros), batch["labels"].chunk(self.micros), strict=True)
+        for tokens, labels in parts:
+            logits = self.layers(tokens)
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / weight
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.layers.parameters(), 1.0)
+        self.optimizer.step()
+        return total
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", rounds=200)
+    torch.set_num_threads(THREADS)
+    for micros in MICROS:
+        runs = [assemble(plan_from_dict(plan(micros)), World.alone("cpu")) for _ in range(3)]
+        contestants = {
+            "plain loop": PlainLoop(runs[0], micros).step,
+            "plain loop again": PlainLoop(runs[1], micros).step,
+            "sley": runs[2].step,
+        }
+        rows = compare(interleave(contestants, options.rounds, warmup=10), "plain loop")
+        noise = noise_of(rows, "plain loop again")
+        facts = {"noise": round(noise, 4), f"sley <= {TARGET}": rows[-1].meets(TARGET, noise)}
+        report(f"overhead, {micros} micro-batches of {SAMPLES // micros} x {SEQUENCE} tokens", rows, facts, options.json)
+        for run in runs:
+            run.close()
+
+
+if __name__ == "__main__":
+    main()
