@@ -48,5 +48,10 @@ def test_the_row_is_that_of_the_fields_batch_dim() -> None:
         check_tokens({"tokens": tokens}, info, samples=(7, 8))
 
 
+def test_only_fields_that_are_there_are_checked() -> None:
+    with pytest.raises(RunError, match="`labels`"):
+        check_tokens({"labels": torch.tensor([[10]]), "more": torch.tensor([[10]])}, INFO)
+
+
 def test_without_a_vocabulary_nothing_is_checked() -> None:
     check_tokens({"tokens": torch.tensor([[10**9]])}, DataInfo({"tokens": INFO.fields["tokens"]}))

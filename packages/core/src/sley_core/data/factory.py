@@ -20,6 +20,7 @@ from sley_core.data.dataset import AnyDataset, DataContext, DataInfo, Field, Sam
 from sley_core.data.pin import pin_problem
 from sley_core.errors import PlanError
 from sley_core.plan.factory import cause, import_factory
+from sley_core.plan.types import Table
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component
@@ -42,11 +43,12 @@ def open_dataset(component: Component, context: DataContext) -> AnyDataset:
     return declared(dataset, component.config, component.name)
 
 
-def samples_per_epoch(dataset: AnyDataset, config: DataConfig) -> int | None:
+def samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
     """What a run writes into its resolved plan: `len(dataset)`, or None for a stream; loads the data.
 
-    Raises PlanError "data-changed" if the plan was made for another number.
+    config: the `[data]` table. Raises PlanError "data-changed" if it was pinned to another number.
     """
+    assert isinstance(config, DataConfig), config
     if is_stream(dataset):
         if config.samples_per_epoch is not None:
             message = "a stream has no number of samples per epoch"

@@ -21,7 +21,7 @@ class TokensDataset(TokenDataset):
     """Samples of raw token files, which together are one stream in the order of the plan; no file is copied.
 
     Where documents are cut, opening costs nothing, whatever the size. To pack or pad them the whole stream is read once
-    for its `end_of_document` tokens, about a second per 2 GB from a warm page cache.
+    for its `end_of_document` tokens, which takes about 2 s per GB on one core.
     Raises PlanError with every file that is missing, empty or of a size that is no whole number of tokens.
     """
 

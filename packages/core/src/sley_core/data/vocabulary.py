@@ -14,15 +14,15 @@ def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[
     """Raises RunError if a value of a field of token ids is not one; costs one pass over those fields.
 
     Tokens must lie in [0, vocab_size); of labels, negative ones are ignored by the loss and allowed. Fields whose `ids`
-    is None, and data without a vocabulary, are not looked at.
+    is None, and data without a vocabulary, are not looked at; that a batch has its fields is for `cut` to say.
     samples: what the rows are called in the error (`Feed.samples`); by default their numbers in the batch.
     """
     if info.vocab_size is None:
         return
-    for name, value in batch.items():
-        field = info.fields[name]
-        if field.ids is None or not value.numel():
+    for name, field in info.fields.items():
+        if field.ids is None or name not in batch or not batch[name].numel():
             continue
+        value = batch[name]
         low, high = value.aminmax()
         if high >= info.vocab_size or (low < 0 and field.ids == "token"):
             raise _error(name, value, field, info.vocab_size, samples)
