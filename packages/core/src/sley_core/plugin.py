@@ -10,7 +10,8 @@ from sley_core.data.config import TextConfig, TokensConfig
 from sley_core.engine.config import EachConfig, KeepConfig, RecomputeConfig
 from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
-from sley_core.metrics.config import JsonlConfig
+from sley_core.metrics.check import check_metrics
+from sley_core.metrics.config import JsonlConfig, TensorboardConfig
 from sley_core.model.config import LlamaConfig
 from sley_core.optim.check import check_learning_rate
 from sley_core.optim.config import (
@@ -93,9 +94,15 @@ def sley_activation_policies() -> list[ActivationPolicyRecord]:
 
 @hookimpl
 def sley_metrics_writers() -> list[MetricsWriterRecord]:
-    return [MetricsWriterRecord(name="jsonl", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter")]
+    home = "sley_core.metrics"
+    return [
+        MetricsWriterRecord(name="jsonl", config=JsonlConfig, build=f"{home}.jsonl:JsonlWriter"),
+        MetricsWriterRecord(
+            name="tensorboard", config=TensorboardConfig, build=f"{home}.tensorboard:TensorboardWriter"
+        ),
+    ]
 
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
-    return [*check_data(plan), *check_learning_rate(plan)]
+    return [*check_data(plan), *check_learning_rate(plan), *check_metrics(plan)]

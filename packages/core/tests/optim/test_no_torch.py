@@ -13,6 +13,7 @@ MODULES = [
     "optim.groups",
     "optim.learning_rate",
     "optim.check",
+    "metrics.check",
     "metrics.config",
     "metrics.json_text",
     "metrics.jsonl",

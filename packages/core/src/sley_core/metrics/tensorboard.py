@@ -1,0 +1,28 @@
+"""Curves for TensorBoard: `tensorboard --logdir runs` shows every run side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from sley_core.metrics.config import TensorboardConfig
+from sley_core.protocols import MetricsWriter
+
+
+class TensorboardWriter(MetricsWriter):
+    """The writer `core.tensorboard`: each number of a row is a point of the curve of its name, at the row's step."""
+
+    def __init__(self, config: TensorboardConfig, folder: Path) -> None:
+        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=config.flush_s)
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        """Queues one point per number but `step`; a thread of TensorBoard's writes them."""
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """On return every point is in the file."""
+        self._writer.close()
