@@ -318,3 +318,8 @@ def test_samples_are_stacked_along_the_batch_dim_or_collated_by_the_dataset() ->
 
     assert taken(TimeMajor(2), 1, 2, shuffle=False) == [[[0, 1]] * 3]
     assert taken(Collated(2), 1, 2, shuffle=False) == [[0, -1]]
+
+
+def test_num_samples_is_the_length_of_an_epoch() -> None:
+    assert Feed(Numbers(9), seed=1, batch_size=4, rows=range(4)).num_samples == 9
+    assert Feed(Stream(9), seed=1, batch_size=4, rows=range(4)).num_samples is None

@@ -72,7 +72,7 @@ class Feed:
     @property
     def num_samples(self) -> int | None:
         """Samples in an epoch; None for a stream. Opens the dataset."""
-        return None if is_stream(self._dataset) else len(self._dataset)  # type: ignore[arg-type]
+        return None if is_stream(self._dataset) else len(cast(Dataset, self._dataset))
 
     def next(self) -> Batch:
         """This rank's rows of the next global batch, on the host."""
