@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.metrics.json_text import to_json, write_json
@@ -58,6 +58,7 @@ def test_totals_do_not_grow_with_the_run() -> None:
     assert totals.steps == 1000
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_counting_in_two_parts_is_counting_at_once(first: int, second: int) -> None:
     of = rows(first + second)

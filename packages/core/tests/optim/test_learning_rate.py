@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.errors import PlanError
@@ -97,6 +97,7 @@ def test_parts_that_do_not_fit_into_the_run_are_refused(values: dict[str, Any], 
     assert error.value.diagnostics[0].path == ("learning_rate", key)
 
 
+@settings(deadline=None)
 @given(progress=st.lists(st.floats(0, 1), min_size=2), shape=st.sampled_from(sorted(SHAPES)))
 def test_a_shape_goes_from_1_to_0_and_never_rises(progress: list[float], shape: str) -> None:
     values = [SHAPES[shape](at) for at in (0.0, *sorted(progress), 1.0)]
@@ -105,6 +106,7 @@ def test_a_shape_goes_from_1_to_0_and_never_rises(progress: list[float], shape: 
 
 
 @falling
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_rate_rises_then_falls_between_its_ends(build: Any, table: Any, data: st.DataObject) -> None:
     num_steps = data.draw(st.integers(1, 200))
