@@ -7,6 +7,7 @@ checks ──> layers on meta, ties ──> groups, agree ──> book closed �
 from __future__ import annotations
 
 import math
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,18 +17,20 @@ import torch
 from sley_core.comm.agree import agree
 from sley_core.comm.groups import Groups
 from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
+from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore
 from sley_core.engine.update import Update
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, SleyError
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.model.build import build_on_meta
@@ -57,18 +60,19 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
     topology = plan.topology(world.size)
-    dataset = plan.data.build(DataContext(plan.run.seed, "train"))
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
     chunks = [model.layers]
     groups = world.groups(topology, plan.limits.collective_timeout_s)
-    _agree(plan, world, topology, groups)
+    if not world.is_fake:
+        _agree(plan, topology, groups, dataset)
     book = ParameterBook(chunks)
     if not world.is_fake:
         materialize(
             model.layers,
             seed=plan.run.seed,
             init_weights=model.init_weights,
-            dtype=DTYPES[plan.precision.compute],
+            dtype=_dtypes(plan)[1],
             device=world.device.torch_device,
         )
     return _run(plan, world, topology, groups, model, book, dataset, folder)
@@ -119,11 +123,18 @@ def _run(
 
 def _update(plan: Plan, run: Run) -> Update:
     config: Any = plan.optimizer.config
-    entries = run.book.trainable
-    optimizer = plan.optimizer.build(parameter_groups(entries, config), run.world.device.torch_device)
+    working, wide = _dtypes(plan)
+    masters = Masters(working, wide)
+    masters.add(run.book.trainable)
+    for entry in run.book:
+        if not entry.trainable:
+            entry.parameter.data = entry.parameter.data.to(working)
+    optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), run.world.device.torch_device)
     return Update(
         run.store,
+        masters,
         optimizer,
+        partial(parameter_groups, config=config),
         plan.learning_rate.build(plan.run.steps),
         run.groups,
         run.world.device,
@@ -132,20 +143,26 @@ def _update(plan: Plan, run: Run) -> Update:
     )
 
 
+def _dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
+    """The type of the working weights, and that of what the optimizer steps: fp32 at least."""
+    working = DTYPES[plan.precision.compute]
+    return working, torch.promote_types(working, torch.float32)
+
+
 def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor: Executor) -> None:
     rows = range(run.rows.start, run.rows.stop)
     data: Any = plan.data.config
     size = plan.batch.global_size
     run.feed = Feed(dataset, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=data.shuffle)
-    run.check_batch = lambda batch: check_tokens(batch, dataset.info)
+    run.check_batch = partial(check_tokens, info=dataset.info)
     run.check_first_step = BufferWatch(run.layers, model.per_rank_buffers).check
     if plan.evaluation is None:
         return
-    held_out = plan.data.build(DataContext(plan.run.seed, "held_out"))
+    held_out = open_dataset(plan.data, DataContext(plan.run.seed, "held_out"))
     run.evaluation = Evaluation(
         executor,
         [layer.module for layer in run.layers],
-        Feed(held_out, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=False),
+        Feed(held_out, seed=plan.run.seed, batch_size=size, rows=rows),
         run.groups,
         run.world.device,
         num_batches=plan.evaluation.steps,
@@ -161,9 +178,16 @@ def _open_outputs(plan: Plan, run: Run, folder: Path) -> None:
         run.profiler = StepProfiler(first, last, folder, run.world.rank, run.world.device)
 
 
-def _agree(plan: Plan, world: World, topology: Topology, groups: Groups) -> None:
+def _agree(plan: Plan, topology: Topology, groups: Groups, dataset: AnyDataset) -> None:
     table = "\n".join(entry.label for entry in topology.groups())
-    facts = {"the plan": plan.digest, "torch": torch.__version__, "the group table": sha256(table.encode()).hexdigest()}
-    facts |= {f"plugin {name}": str(version) for name, version in plan.plugins.items()}
-    if not world.is_fake:
-        agree(facts, groups["control"])
+    try:
+        num_samples = samples_per_epoch(dataset, plan.data.config)
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
+    facts = {
+        "the plan": plan.digest,
+        "torch": torch.__version__,
+        "the group table": sha256(table.encode()).hexdigest(),
+        "samples per epoch:": str(num_samples),
+    }
+    agree(facts | {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}, groups["control"])

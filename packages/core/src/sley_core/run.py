@@ -89,7 +89,7 @@ class Run(AbstractContextManager["Run"]):
         self.evaluation: Evaluation | None = None
         self.writers: Sequence[MetricsWriter] = ()
         self.profiler: StepProfiler | None = None
-        self.check_batch: Callable[[HostBatch], None] = lambda batch: None
+        self.check_batch: Callable[..., None] = lambda batch, samples: None
         self.check_first_step: Callable[[], None] = lambda: None
         self.was_stopped = False
         self._stop_asked = False
@@ -150,11 +150,12 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds for parameters, gradients and optimizer states."""
+        """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
         states = self.stepper.update.optimizer.state.values()
         tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
         return {
             "parameters": sum(entry.numel * entry.parameter.element_size() for entry in self.book),
+            "masters": self.stepper.update.masters.num_bytes,
             "gradients": self.store.num_bytes,
             "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         }
@@ -190,11 +191,12 @@ class Run(AbstractContextManager["Run"]):
 
     def _launch(self, batch: HostBatch | None) -> _Launched:
         wait_s = 0.0
+        samples = None
         if batch is None:
             assert self.feed is not None, "a fake world takes no steps"
             batch = self.feed.next()
-            wait_s = self.feed.wait_s
-        self.check_batch(batch)
+            wait_s, samples = self.feed.wait_s, self.feed.samples
+        self.check_batch(batch, samples=samples)
         number = self.num_steps_done + 1
         if self.profiler is not None:
             self.profiler.before_step(number)

@@ -65,7 +65,6 @@ class Stepper:
         loss = self.executor.train(actions, batch, self.state, self.store, weight)
         for handler in self.handlers:
             handler.finish_step(self.state)
-        self.store.finish_step()
         totals = self.update.step(step, loss, stop)
         for handler in self.handlers:
             handler.weights_updated(self.state)

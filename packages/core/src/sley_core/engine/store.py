@@ -14,8 +14,9 @@ reductions in opposite order sum the wrong tensors without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +37,14 @@ class Slot:
 
     __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "parameter", "view")
 
-    def __init__(self, entry: Entry, view: Tensor) -> None:
+    def __init__(self, entry: Entry, view: Tensor, expected: int) -> None:
         self.entry = entry
         self.parameter = entry.parameter
         self.chunks = entry.chunks
         self.view = view
         self.contributions = 0
         self.final = 0
-        self.expected = 0
+        self.expected = expected
         self.is_ready = False
 
 
@@ -57,11 +58,27 @@ class GradientBuffer(FlatBuffer):
         assert all(entry.reduce_group == self.reduce_group for entry in entries), f"{entries} do not reduce together"
 
 
+class Layout(NamedTuple):
+    """How a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
+
+    buffers: lists of entries that share a reduce group. order: the same entries; where buffers of several reduce groups
+    fill up side by side it is not their concatenation. Equal on all ranks of every reduce group.
+    """
+
+    buffers: list[list[Entry]]
+    order: list[Entry]
+
+
+Planner = Callable[[list[Entry]], Layout]
+"""Lays out the given entries, which come in reverse order of use."""
+
+
 class GradientStore:
     """Slots for all trainable entries of `book`, in `dtype` on `device`.
 
-    The reducer calls `lay_out` when it attaches; without one, entries lie in one buffer per reduce group, in reverse
-    order of use. `on_ready` is called once per entry and step, `on_chunk_done` once per chunk.
+    The reducer gives its `planner` when it attaches; without one, entries lie in one buffer per reduce group. `on_ready`
+    is called once per entry and step, `on_chunk_done` once per chunk. Parameters that are frozen or unfrozen between
+    steps are followed at the next `begin_step`.
     """
 
     def __init__(self, book: ParameterBook, dtype: torch.dtype, device: torch.device, state: StepState) -> None:
@@ -78,40 +95,36 @@ class GradientStore:
         self._next = 0
         self._learned = False
         self._laid_out_for: list[bool] = []
+        self.num_layouts = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.lay_out(by_reduce_group(reversed(book.trainable)))
+        self.lay_out(by_reduce_group)
 
-    def lay_out(self, buffers: Iterable[Sequence[Entry]]) -> None:
-        """One buffer per given list of entries; together they name every trainable entry once.
-
-        The order of readiness becomes the order given. Contributions of a step under way are forgotten.
-        """
-        lists = [list(entries) for entries in buffers if len(entries)]
-        flat = [entry for entries in lists for entry in entries]
-        assert sorted(entry.index for entry in flat) == sorted(entry.index for entry in self.book.trainable), (
-            "a layout names every trainable entry once"
-        )
-        self._drop_hooks()
-        self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in lists]
-        before, self._slots = (
-            self._slots,
-            {
-                entry: Slot(entry, view)
-                for buffer in self.buffers
-                for entry, view in zip(buffer.entries, buffer.views, strict=True)
-            },
-        )
-        self._order = [self._slots[entry] for entry in flat]
+    def lay_out(self, planner: Planner) -> None:
+        """Makes the buffers anew, as `planner` says from now on. What they held, and a step under way, is forgotten."""
+        self._planner = planner
+        trainable = self.book.trainable
+        layout = planner(trainable[::-1])
+        for entries in (layout.order, [entry for buffer in layout.buffers for entry in buffer]):
+            named = sorted(entry.index for entry in entries)
+            assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
+        expected = {entry: slot.expected for entry, slot in self._slots.items()}
+        self._forget()
+        self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in layout.buffers if entries]
+        for buffer in self.buffers:
+            for entry, view in zip(buffer.entries, buffer.views, strict=True):
+                self._slots[entry] = Slot(entry, view, expected.get(entry, 0))
+        self._order = [self._slots[entry] for entry in layout.order]
         self._laid_out_for = self._trainability()
-        self._learned = self._learned and self._slots.keys() <= before.keys()
-        if not self._learned:
-            self._seen = []
+        self.num_layouts += 1
+        self._learned = self._learned and self._slots.keys() <= expected.keys()
         for slot in self._order:
-            if self._learned:
-                slot.expected = before[slot.entry].expected
             accumulated = partial(self._accumulated, slot)
             hook = slot.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
+
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether `entry` has a slot: it is trainable, or was when this step began."""
+        return entry in self._slots
 
     def gradient(self, entry: Entry) -> Tensor:
         """The accumulated gradient of `entry`: shape of its parameter, dtype of the store. A view, never a copy."""
@@ -134,8 +147,10 @@ class GradientStore:
     def begin_step(self) -> None:
         """Forgets the step before, complete or not: the first contribution of this one overwrites."""
         if self._trainability() != self._laid_out_for:
-            self.lay_out(self._relaid())
+            self.lay_out(self._planner)
         self._next = 0
+        if not self._learned:
+            self._seen = []
         for slot in self._order:
             slot.contributions = 0
             slot.final = 0
@@ -164,15 +179,9 @@ class GradientStore:
         for notify in self.on_chunk_done:
             notify(chunk)
 
-    def finish_step(self) -> None:
-        """`parameter.grad` becomes the slot's view, where both have one dtype; a master reads the slot itself."""
-        for slot in self._order:
-            slot.parameter.grad = slot.view if slot.parameter.dtype == slot.view.dtype else None
-
     def close(self) -> None:
-        self._drop_hooks()
-        for slot in self._order:
-            slot.parameter.grad = None
+        """Leaves the parameters as if there had been no store."""
+        self._forget()
 
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
         """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself."""
@@ -216,24 +225,18 @@ class GradientStore:
     def _trainability(self) -> list[bool]:
         return [entry.parameter.requires_grad for entry in self.book]
 
-    def _relaid(self) -> list[list[Entry]]:
-        """The layout after parameters were frozen or unfrozen: buffers keep their members, new ones get their own."""
-        trainable = self.book.trainable
-        wanted = {entry.index for entry in trainable}
-        kept = [[entry for entry in buffer.entries if entry.index in wanted] for buffer in self.buffers]
-        have = {entry.index for entries in kept for entry in entries}
-        new = [entry for entry in reversed(trainable) if entry.index not in have]
-        return [*kept, *by_reduce_group(new)]
-
-    def _drop_hooks(self) -> None:
+    def _forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        for slot in self._order:
+            slot.parameter.grad = None
+        self._hooks, self._slots, self._order, self.buffers = [], {}, [], []
+        self._next = 0
 
 
-def by_reduce_group(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """The entries in the order given, one list per reduce group."""
+def by_reduce_group(entries: list[Entry]) -> Layout:
+    """One buffer per reduce group, entries in the order given."""
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.reduce_group, []).append(entry)
-    return list(groups.values())
+    return Layout(list(groups.values()), entries)

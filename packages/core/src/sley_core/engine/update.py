@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
+from sley_core.engine.masters import Masters, Stepped
 from sley_core.engine.store import GradientBuffer, GradientStore
 from sley_core.engine.totals import Totals
 from sley_core.optim.groups import scale_learning_rate
@@ -24,16 +26,19 @@ CLIP_EPSILON = 1e-6
 
 
 class Update:
-    """Steps `optimizer` over the views of `store`.
+    """Steps `optimizer`, which was built over `masters`, with the gradients of `store`.
 
-    factor: the learning rate's factor at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of
-    the p-norm, math.inf for the largest element.
+    parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's factor
+    at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for the
+    largest element.
     """
 
     def __init__(
         self,
         store: GradientStore,
+        masters: Masters,
         optimizer: torch.optim.Optimizer,
+        parameter_groups: Callable[[list[Stepped]], list[dict[str, Any]]],
         factor: Callable[[int], float],
         groups: Groups,
         device: Device,
@@ -42,13 +47,16 @@ class Update:
         norm_kind: float,
     ) -> None:
         self.store = store
+        self.masters = masters
         self.optimizer = optimizer
+        self.parameter_groups = parameter_groups
         self.factor = factor
         self.groups = groups
         self.device = device
         self.clip_norm = clip_norm
         self.norm_kind = norm_kind
         self._factor = 1.0
+        self._layout = store.num_layouts
 
     @property
     def lr(self) -> float:
@@ -62,8 +70,21 @@ class Update:
             self._clip(totals.grad_norm, self.clip_norm)
         self._factor = self.factor(step)
         scale_learning_rate(self.optimizer, self._factor)
+        self._follow()
+        self.masters.take_gradients(self.store)
         self.optimizer.step()
+        self.masters.write_back()
         return totals
+
+    def _follow(self) -> None:
+        """Entries that the store laid out since the last step join the optimizer, with the options of their names."""
+        if self._layout == self.store.num_layouts:
+            return
+        self._layout = self.store.num_layouts
+        known = {stepped.entry for stepped in self.masters.stepped}
+        new = [entry for entry in self.store.entries if entry not in known]
+        for group in self.parameter_groups(self.masters.add(new)) if new else ():
+            self.optimizer.add_param_group(group)
 
     def _totals(self, loss: Tensor, stop: bool) -> Totals:
         """Norm, loss and votes in one all-reduce over all ranks (two for the inf-norm), once per step."""

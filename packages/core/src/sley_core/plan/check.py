@@ -14,8 +14,8 @@ from sley_core.topology import Topology
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
-PRECISIONS = ("fp32", "fp64")
-"""What this core computes in; the plan's format knows more."""
+ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp64": "fp64"}
+"""What this core computes in, and what it accumulates gradients in then; the plan's format knows more."""
 
 AXES = {
     "pp": ("pipeline stages need a [pipeline] table", "sley-pp"),
@@ -55,29 +55,29 @@ def _unsupported_axes(plan: Plan) -> Iterator[Problem]:
 
 def _precision(plan: Plan) -> Iterator[Problem]:
     compute, gradients = plan.precision.compute, plan.precision.gradients
-    for key, value in (("compute", compute), ("gradients", gradients)):
-        if value not in PRECISIONS:
-            message = f'`precision.{key}` = "{value}" is not supported by this core yet'
-            yield Problem(("precision", key), message, 'use "fp32"', "precision-unsupported")
-    if compute == "fp64" and gradients == "fp32":
-        message = "gradients in fp32 are narrower than what is computed in fp64"
-        yield Problem(("precision", "gradients"), message, 'use "fp64", or leave it out', "precision-unsupported")
+    if compute not in ACCUMULATION:
+        message = f'`precision.compute` = "{compute}" is not supported by this core yet'
+        yield Problem(("precision", "compute"), message, 'use "bf16"', "precision-unsupported")
+    elif gradients != ACCUMULATION[compute]:
+        message = (
+            f"gradients of what is computed in {compute} are accumulated in {ACCUMULATION[compute]}, not {gradients}"
+        )
+        hint = f'use "{ACCUMULATION[compute]}", or leave it out'
+        yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
 
 
 def _beyond(plan: Plan) -> Iterator[Problem]:
-    steps = plan.run.steps
-    if plan.evaluation and plan.evaluation.every > steps:
-        message = f"an evaluation every {plan.evaluation.every} steps never happens in a run of {steps}"
-        yield Problem(("evaluation", "every"), message, f"at most {steps}", "beyond-the-run")
-    if plan.profile:
-        first, last = plan.profile.steps
-        path: KeyPath = ("profile", "steps")
-        if last > steps:
-            message = f"the run has {steps} steps, so steps {first} to {last} cannot be recorded"
-            yield Problem(path, message, f"the last step is {steps}", "beyond-the-run")
-        if first > last:
-            message = f"the first step to record, {first}, comes after the last, {last}"
-            yield Problem(path, message, f"write [{last}, {first}]", "beyond-the-run")
+    """An interval of evaluations may be longer than the run, which evaluates at its end in any case."""
+    if plan.profile is None:
+        return
+    first, last = plan.profile.steps
+    path: KeyPath = ("profile", "steps")
+    if first > last:
+        message = f"the first step to record, {first}, comes after the last, {last}"
+        yield Problem(path, message, f"write [{last}, {first}]", "beyond-the-run")
+    elif last > plan.run.steps:
+        message = f"the run has {plan.run.steps} steps, so steps {first} to {last} cannot be recorded"
+        yield Problem(path, message, f"the last step is {plan.run.steps}", "beyond-the-run")
 
 
 def _batch(plan: Plan, topology: Topology) -> Iterator[Problem]:

@@ -214,7 +214,7 @@ def _split_reduce_groups(run: Run) -> None:
         if entry.name.startswith(ALONE):
             entry.reduce_group = "sp"
     assert run.groups["sp"].size == 1, run.groups["sp"]
-    run.store.lay_out(by_reduce_group(reversed(run.book.trainable)))
+    run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
         handler.attach(run)
 
