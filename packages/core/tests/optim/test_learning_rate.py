@@ -37,7 +37,7 @@ def test_a_warm_up_starts_above_0_and_ends_at_1() -> None:
 
 
 def test_linear_between_exact_ends() -> None:
-    assert curve(linear(LinearConfig(), 5), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert curve(linear(LinearConfig(min_ratio=0.0), 5), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert curve(linear(LinearConfig(warmup_steps=2, min_ratio=0.5), 6), 6) == [0.5, 1.0, 0.875, 0.75, 0.625, 0.5]
 
 
@@ -49,7 +49,7 @@ def test_cosine_is_half_way_in_the_middle() -> None:
 
 
 def test_warmup_stable_decay_has_all_three_parts() -> None:
-    table = WarmupStableDecayConfig(warmup_steps=2, decay_steps=4)
+    table = WarmupStableDecayConfig(warmup_steps=2, decay_steps=4, min_ratio=0.0)
     assert curve(warmup_stable_decay(table, 10), 10) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
@@ -60,7 +60,7 @@ def test_the_fall_is_a_tenth_of_the_run_where_nothing_is_said() -> None:
 
 @pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
 def test_the_shape_of_the_fall(shape: str, middle: float) -> None:
-    table = WarmupStableDecayConfig.model_validate({"decay_steps": 4, "shape": shape})
+    table = WarmupStableDecayConfig.model_validate({"decay_steps": 4, "shape": shape, "min_ratio": 0.0})
     values = curve(warmup_stable_decay(table, 8), 8)
     assert (values[3], values[7]) == (1.0, 0.0)
     assert values[5] == pytest.approx(middle)
@@ -77,6 +77,11 @@ def test_after_its_fall_a_rate_stays(build: Any, table: Any) -> None:
 @falling
 def test_beyond_the_run_the_rate_stays(build: Any, table: Any) -> None:
     assert build(table(min_ratio=0.25), 10)(1000) == 0.25
+
+
+@falling
+def test_no_step_is_spent_at_rate_0_unless_asked_for(build: Any, table: Any) -> None:
+    assert min(curve(build(table(warmup_steps=3), 20), 20)) == 0.1
 
 
 @falling

@@ -130,6 +130,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.attention_width = config.heads * config.head_dim  # counted by `model_flops_per_token`
         self.query = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
         self.key = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
         self.value = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)

@@ -120,8 +120,8 @@ class ConstantConfig(LearningRateConfig):
 class DecayConfig(LearningRateConfig):
     """What the falling learning rates have in common."""
 
-    min_ratio: Fraction = 0.0
-    """The last step's share of the full rate."""
+    min_ratio: Fraction = 0.1
+    """The last step's share of the full rate; at 0 the last step changes nothing."""
 
     decay_steps: Positive | None = None
     """Steps below the full rate; left out, all after the warm-up."""
