@@ -63,13 +63,12 @@ def parameter_groups(entries: Iterable[Grouped], config: OptimizerConfig) -> lis
 
     A group's own `weight_decay` is taken as written; else a parameter that does not decay has 0. `initial_lr` keeps the
     full rate that `scale_learning_rate` scales. Without entries there is one empty group, which torch.optim accepts.
-    Frozen entries do not belong here; see `frozen`.
+    Frozen entries do not belong here (see `frozen`); one that a program unfreezes later has the optimizer's options.
     """
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for entry in entries:
         index = _first_match(entry.name, config.groups)
         group = _NO_OPTIONS if index is None else config.groups[index]
-        assert not group.freeze, f"{entry.name} is frozen and still among the parameters to train"
         lr = config.lr if group.lr is None else group.lr
         decay = config.weight_decay if entry.decays else 0.0
         decay = decay if group.weight_decay is None else group.weight_decay
