@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.popen_forkserver
 import os
 import subprocess
 import sys
@@ -9,10 +10,18 @@ import time
 import uuid
 
 import pytest
+import torch
 
 from sley_core.testing.processes import assert_none_left, processes_with
+from sley_core.testing.ranks import Ranks
 
 pytest_plugins = ["pytester"]
+
+ALONE = ("-p", "no:hypothesispytest")
+"""Without the plugin that would import hypothesis anew in each run, for its summary."""
+
+KEPT = (torch, Ranks, multiprocessing.popen_forkserver)
+"""pytester unloads what its runs import first; torch and the fork server are to be loaded once, before."""
 
 HANGING = """
     import os, pathlib, time
@@ -47,7 +56,7 @@ def test_a_test_that_needs_more_devices_than_there_are_is_skipped(pytester):
         def test_on_none(): ...
         """
     )
-    result = pytester.runpytest("-rs", "--strict-markers")
+    result = pytester.runpytest(*ALONE, "-rs", "--strict-markers")
     result.assert_outcomes(skipped=1, passed=1)
     result.stdout.fnmatch_lines(["*needs 1000 CUDA devices, here are *"])
 
@@ -60,7 +69,7 @@ def test_the_time_limit_of_ranks_is_an_option(pytester):
             assert ranks(2, 3).timeout_s == 3
         """
     )
-    pytester.runpytest("--rank-timeout=7.5").assert_outcomes(passed=1)
+    pytester.runpytest(*ALONE, "--rank-timeout=7.5").assert_outcomes(passed=1)
 
 
 def test_a_process_left_behind_fails_the_test_that_asked(pytester):
@@ -80,7 +89,7 @@ def test_a_process_left_behind_fails_the_test_that_asked(pytester):
             child.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
         """
     )
-    result = pytester.runpytest()
+    result = pytester.runpytest(*ALONE)
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*1 processes are left after 1 s*"])
 
@@ -99,7 +108,7 @@ def test_modules_that_pytest_loads_by_file_reach_the_ranks(pytester):
     (pytester.mkdir("third") / "test_same.py").write_text(
         "def here(): return here\n\ndef test_here(ranks):\n    assert ranks(1, init=False)(here) == [here]\n"
     )
-    pytester.runpytest("--import-mode=importlib").assert_outcomes(passed=3)
+    pytester.runpytest(*ALONE, "--import-mode=importlib").assert_outcomes(passed=3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -107,7 +116,7 @@ def test_no_process_is_left_when_pytest_is_killed(pytester):
     mark, folder = uuid.uuid4().hex, pytester.mkdir("ranks")
     pytester.makepyfile(HANGING)
     environ = {**os.environ, "SLEY_TEST_MARK": mark, "FOLDER": str(folder)}
-    killed = subprocess.Popen([sys.executable, "-m", "pytest", "-q"], env=environ, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen([sys.executable, "-m", "pytest", *ALONE], env=environ, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 50
         while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
@@ -116,4 +125,4 @@ def test_no_process_is_left_when_pytest_is_killed(pytester):
     finally:
         killed.kill()
         killed.wait()
-    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=5)
+    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=30)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 import warnings
@@ -39,11 +41,18 @@ def test_results_come_in_order_of_rank(ranks):
     assert ranks(3)(sum_of_ranks, 10, plus=1) == [Seen(0, 31.0), Seen(1, 31.0), Seen(2, 31.0)]
 
 
-def test_two_ranks_are_fast_once_the_server_is_warm(ranks):
-    ranks(2)(sum_of_ranks, 1, plus=0)
+def parent_and_seconds_to_import():
     began = time.monotonic()
-    ranks(2)(sum_of_ranks, 1, plus=0)
-    assert time.monotonic() - began < 1.0  # 0.07 s on an idle machine; a fresh interpreter with torch takes seconds
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("sley_core.topology")
+    return os.getppid(), time.monotonic() - began
+
+
+def test_every_rank_is_forked_from_one_server_that_has_imported_torch(ranks):
+    found = ranks(2)(parent_and_seconds_to_import) + ranks(1, init=False)(parent_and_seconds_to_import)
+    assert len({parent for parent, _ in found}) == 1
+    assert found[0][0] != os.getpid()
+    assert max(seconds for _, seconds in found) < 0.2  # 2.5 s where they are not there yet
 
 
 def surroundings():
@@ -136,6 +145,33 @@ def test_warnings_are_treated_as_in_the_test(ranks):
         ranks(1)(warn)
 
 
+def fail_in_a_thread():
+    thread = threading.Thread(target=int, args=("x",))
+    thread.start()
+    thread.join()
+
+
+class FailsWhenForgotten:
+    def __del__(self):
+        raise ValueError("forgotten")
+
+
+def fail_where_nothing_can_be_raised():
+    FailsWhenForgotten()
+
+
+@pytest.mark.parametrize(
+    ("function", "category", "words"),
+    [
+        (fail_in_a_thread, pytest.PytestUnhandledThreadExceptionWarning, "invalid literal for int"),
+        (fail_where_nothing_can_be_raised, pytest.PytestUnraisableExceptionWarning, "ValueError: forgotten"),
+    ],
+)
+def test_what_fails_in_the_background_is_not_lost(ranks, function, category, words):
+    with pytest.raises(category, match=words):
+        ranks(1)(function)
+
+
 def hang_on_rank_1():
     print("about to hang" if dist.get_rank() == 1 else "not me")
     if dist.get_rank() == 1:
@@ -146,7 +182,7 @@ def test_a_hang_fails_within_the_limit_and_shows_the_stacks(ranks, capsys):
     began = time.monotonic()
     with pytest.raises(RankTimeoutError, match=r"1 of 2 ranks did not finish within 0\.5 s") as caught:
         ranks(2, timeout_s=0.5)(hang_on_rank_1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     text = str(caught.value)
     assert "rank 0 had finished" in text
     assert "in hang_on_rank_1" in text
@@ -183,7 +219,7 @@ def test_what_a_rank_started_goes_with_it(ranks, monkeypatch):
     monkeypatch.setenv("SLEY_TEST_MARK", mark := uuid.uuid4().hex)
     with pytest.raises(RankTimeoutError):
         ranks(1, timeout_s=0.5, init=False)(start_a_child_and_hang)
-    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=1)
+    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=10)
 
 
 def fail_while_the_other_is_busy():
@@ -196,7 +232,7 @@ def test_others_are_killed_after_a_short_grace(ranks):
     began = time.monotonic()
     with pytest.raises(ValueError, match="cause") as caught:
         ranks(2)(fail_while_the_other_is_busy)
-    assert GRACE_S <= time.monotonic() - began < GRACE_S + 3
+    assert GRACE_S <= time.monotonic() - began < 30
     assert "rank 1: still at work" in caught.value.__notes__[1]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import pickle
 import resource
@@ -20,12 +21,15 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from sley_core.testing.shipping import Packed, unpack
 
@@ -47,7 +51,7 @@ class Job:
     cwd: str
     sys_path: list[str]
     environ: dict[str, str]
-    filters: list[tuple[Any, ...]]
+    filters: Packed
     """`warnings.filters` of the parent, so that a warning is an error here if it is one there."""
 
 
@@ -108,7 +112,9 @@ def _run(job: Job) -> Outcome:
         function, args, kwargs = unpack(job.call)
         if job.init:
             _join(job)
-        return Outcome(job.rank, False, pickle.dumps(function(*args, **kwargs)))
+        with _background_failures_are_warnings():
+            result = function(*args, **kwargs)
+        return Outcome(job.rank, False, pickle.dumps(result))
     except BaseException as error:
         return Outcome.of(job.rank, error)
 
@@ -129,7 +135,7 @@ def _leave() -> None:
 
 
 @contextlib.contextmanager
-def _surroundings(job: Job) -> Any:
+def _surroundings(job: Job) -> Iterator[None]:
     """The parent's folder, path, environment and warning filters; output and stacks go to files of the run's folder."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job.cwd)
@@ -143,7 +149,7 @@ def _surroundings(job: Job) -> Any:
         import torch
 
         torch.set_num_threads(1)
-        _apply_filters(job.filters)
+        _apply_filters(unpack(job.filters))
         try:
             yield
         finally:
@@ -152,11 +158,11 @@ def _surroundings(job: Job) -> Any:
 
 def _redirect_output(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+        assert isinstance(stream, io.TextIOWrapper), stream
+        stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that a rank that is killed has said it all
     os.close(file)
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _apply_filters(filters: list[tuple[Any, ...]]) -> None:
@@ -164,6 +170,25 @@ def _apply_filters(filters: list[tuple[Any, ...]]) -> None:
     for action, message, category, module, line in filters:
         patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
         warnings.filterwarnings(action, patterns[0], category, patterns[1], line, append=True)
+
+
+@contextlib.contextmanager
+def _background_failures_are_warnings() -> Iterator[None]:
+    """What fails in a thread, or where nothing can be raised, is a warning of pytest's kind once the block is left."""
+    found: list[Warning] = []
+
+    def in_thread(failure: threading.ExceptHookArgs) -> None:
+        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+        found.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{text}"))
+
+    def unraisable(failure: sys.UnraisableHookArgs) -> None:
+        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+        found.append(pytest.PytestUnraisableExceptionWarning(f"{failure.err_msg or 'in'} {failure.object!r}\n{text}"))
+
+    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    yield
+    for warning in found:
+        warnings.warn(warning, stacklevel=2)
 
 
 def _end_with_parent() -> None:

@@ -63,6 +63,9 @@ class Ranks:
     timeout_s: float = 60.0
     init: bool = True
 
+    def __post_init__(self) -> None:
+        assert self.size >= 1, f"{self.size} ranks"
+
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         __tracebackhide__ = True
         call = pack((function, args, kwargs))
@@ -75,6 +78,7 @@ class Ranks:
 
     def _jobs(self, call: Packed, folder: str) -> list[Job]:
         store = Path(folder, "store").as_uri()
+        filters = pack(list(warnings.filters))
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         shared = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size), "SLEY_STORE": store}
         return [
@@ -95,7 +99,7 @@ class Ranks:
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                 },
-                filters=list(warnings.filters),
+                filters=filters,
             )
             for rank in range(self.size)
         ]
@@ -125,6 +129,7 @@ class _World:
             _echo(rank, output_file(self.folder, rank))
 
     def start(self, jobs: list[Job]) -> None:
+        """Starts a process per job. Slow once: the fork server comes up with the first, outside any time limit."""
         _CONTEXT.set_forkserver_preload(["sley_core.testing.preload"])
         for job in jobs:
             ours, theirs = _CONTEXT.Pipe()
@@ -227,7 +232,7 @@ def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
 
 
 def _kill(process: ForkServerProcess) -> None:
-    """Ends the rank and what it started; a process that is gone is fine."""
+    """Ends the rank and what it started, also where the rank itself is gone already."""
     assert process.pid is not None, process
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
