@@ -22,7 +22,7 @@ _INTRODUCTION = """\
 This page is made from `sley_core/hookspecs.py` by `python -m sley_core.hook_reference`.
 
 A plugin is an installed distribution with an entry point of the group `sley.plugins`; the name of the entry point is
-what plans say (`topk.compressed` is the record `compressed` of the plugin `topk`). The module behind it marks functions
+what plans say (`narrow.reducer` is the record `reducer` of the plugin `narrow`). The module behind it marks functions
 with `from sley_core.hookspecs import hookimpl`. An implementation may leave out arguments that it does not need; an
 argument with a default value is not passed at all.
 
