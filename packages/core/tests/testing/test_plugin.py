@@ -6,6 +6,7 @@ import multiprocessing.popen_forkserver
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 
@@ -115,14 +116,16 @@ def test_modules_that_pytest_loads_by_file_reach_the_ranks(pytester):
 def test_no_process_is_left_when_pytest_is_killed(pytester):
     mark, folder = uuid.uuid4().hex, pytester.mkdir("ranks")
     pytester.makepyfile(HANGING)
-    environ = {**os.environ, "SLEY_TEST_MARK": mark, "FOLDER": str(folder)}
-    killed = subprocess.Popen([sys.executable, "-m", "pytest", *ALONE], env=environ, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 50
-        while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(processes_with("SLEY_TEST_MARK", mark)) >= 4, "pytest, the fork server and two ranks"
-    finally:
-        killed.kill()
-        killed.wait()
-    assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=30)
+    with tempfile.TemporaryDirectory() as temporary:  # what is killed cannot tidy up
+        environ = {**os.environ, "SLEY_TEST_MARK": mark, "FOLDER": str(folder), "TMPDIR": temporary}
+        command = [sys.executable, "-m", "pytest", *ALONE]
+        killed = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 50
+            while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert len(processes_with("SLEY_TEST_MARK", mark)) >= 4, "pytest, the fork server and two ranks"
+        finally:
+            killed.kill()
+            killed.wait()
+        assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark), within_s=30)
