@@ -57,12 +57,13 @@ class Document:
 
     def origin(self, path: KeyPath) -> Origin | None:
         """Where the user wrote the value at `path`; None where nobody did."""
+        if not _has(self.tables, path):
+            return None
         override = self._override(path)
         if override:
             return Origin("set", override.place)
-        if path in self.spots:
-            return Origin("file", self._in_file(self.spots[path].key))
-        return None if self.spots or not _has(self.tables, path) else Origin("file", Place(self.file))
+        spot = self.spots.get(path)
+        return Origin("file", self._in_file(spot.key) if spot else Place(self.file))
 
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"

@@ -103,14 +103,25 @@ COMPONENTS = (
     ComponentTable(
         "gradient_handlers",
         "gradient_handlers",
-        "What works on accumulated gradients; this order is the order of collectives on every rank.",
+        "What works on accumulated gradients; this order is the order of collectives on every rank. Left out, it is "
+        "`core.each` where more than one rank may hold the same weight, else nothing.",
         many=True,
     ),
-    ComponentTable("scheduler_hooks", "scheduler_hooks", "What is called around every action.", many=True),
-    ComponentTable("metrics", "metrics_writers", "Where the numbers of each step are written.", many=True),
+    ComponentTable(
+        "scheduler_hooks", "scheduler_hooks", "What is called around every action; left out, nothing.", many=True
+    ),
+    ComponentTable(
+        "metrics", "metrics_writers", "Where the numbers of each step are written; left out, `core.jsonl`.", many=True
+    ),
 )
 
 
 def words(kind: RecordKind) -> str:
     """A kind in the singular, for messages: "gradient handler"."""
     return WORDS.get(kind, kind.replace("_", " ").removesuffix("s").replace("policie", "policy"))
+
+
+def a_word(kind: RecordKind) -> str:
+    """With its article: "an optimizer"."""
+    word = words(kind)
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"

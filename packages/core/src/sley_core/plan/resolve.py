@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
+from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
 from sley_core.loader import Loader, Plugin
 from sley_core.plan.document import Document, Origin, by_place
 from sley_core.plan.faults import faults, unknown_key
-from sley_core.plan.kinds import COMPONENTS, ComponentTable, words
+from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import references
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
@@ -164,21 +164,18 @@ class _Resolver:
 
     def _unnamed(self, spec: ComponentTable, path: KeyPath) -> None:
         known = [f'"core.{name}"' for name in self.loader.load("core").records[spec.kind]] if self.plugins else []
-        what = f"`use`, the name of a {words(spec.kind)}"
+        what = f"`use`, the name of {a_word(spec.kind)}"
         hint = f"core has {', '.join(known)}" if known else None
         self._problem("missing-key", f"{spec.header} needs {what}", (*path, "use"), hint)
 
     def _named(self, name: Any, path: KeyPath) -> Plugin | None:
         """The plugin of a record's name, loaded; None, with a problem noted, if there is no such name or plugin."""
-        if not isinstance(name, str):
-            self._problem("wrong-type", f'`use` must be the name of a record, "plugin.record", not {shown(name)}', path)
-            return None
-        plugin, dot, record = name.partition(".")
-        if not (dot and plugin and record):
-            message = f'`{path[-1]}` must be the name of a record, "plugin.record", not {shown(name)}'
-            self._problem("wrong-value", message, path)
-            return None
-        return self._plugin(plugin, path)
+        plugin, dot, record = name.partition(".") if isinstance(name, str) else ("", "", "")
+        if dot and plugin and record:
+            return self._plugin(plugin, path)
+        message = f'`{dotted(path)}` must be the name of a record, "plugin.record", not {shown(name)}'
+        self._problem("wrong-value" if isinstance(name, str) else "wrong-type", message, path)
+        return None
 
     def _plugin(self, name: str, path: KeyPath) -> Plugin | None:
         if name not in self.plugins and name not in self.broken:
@@ -203,8 +200,8 @@ class _Resolver:
         given = self.tables.get("source_folder")
         if isinstance(given, str):
             folder = Path(self.document.folder or Path(), given)
-            rest = {key: value for key, value in self.tables.items() if key != "source_folder"}
-            self.document = replace(self.document, folder=folder, tables=rest)
+            self.tables = {**self.tables, "source_folder": str(folder)}
+            self.document = replace(self.document, folder=folder, tables=self.tables)
         elif given is not None:
             self._problem("wrong-type", f"`source_folder` must be a string, not {shown(given)}", ("source_folder",))
 

@@ -14,6 +14,9 @@ from sley_core.plan.types import Array, Positive, PositiveFloat, Table, Words
 FORMAT = 1
 """The format of plans that this core reads."""
 
+SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder that the plan lies in."
+"""What the key of this name means; the resolved plan of a run, which lies elsewhere, has it."""
+
 ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
 GradientType = Literal["fp32", "bf16", "fp64"]
 
@@ -22,7 +25,7 @@ RunName = Annotated[
     Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"),
     Words("a name of up to 100 letters, digits, `.`, `_` and `-`"),
 ]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), Words("an integer of at least 0")]
 
 
 class RunTable(Table):

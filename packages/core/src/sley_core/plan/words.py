@@ -50,8 +50,10 @@ def shown(value: Any) -> str:
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
         return f'the string "{_short(value)}"'
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float):
-        return _short(str(value))
+        return str(value)
     if isinstance(value, Mapping):
         return "a table"
     return "an array" if isinstance(value, list | tuple) else "a date or time"
@@ -72,6 +74,21 @@ def field_at(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequen
             return None
         found = inner
     return found
+
+
+def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
+    """The table inside a field, and how a key path passes into it: "" for the table itself, ".N" for one of an array."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return annotation, ""
+    if origin is Annotated:
+        return inner_table(args[0])
+    if origin in (Union, types.UnionType):
+        return next((found for arm in args if (found := inner_table(arm))), None)
+    if origin in (tuple, dict) and args:
+        found = inner_table(args[0] if origin is tuple else args[1])
+        return (found[0], (".N" if origin is tuple else ".NAME") + found[1]) if found else None
+    return None
 
 
 def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:

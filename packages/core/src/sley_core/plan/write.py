@@ -35,13 +35,13 @@ def to_tables(plan: Plan) -> dict[str, Any]:
 
 def to_toml(plan: Plan) -> str:
     """The plan as text; loading it gives an equal plan, wherever the text lies."""
-    return "\n".join(_sections(plan.tables))
+    return "\n".join(sections(plan.tables))
 
 
 def digest(plan: Plan) -> str:
     """SHA-256 of everything but the folder that the plan came from, which may differ between machines."""
     tables = {key: value for key, value in plan.tables.items() if key != "source_folder"}
-    return hashlib.sha256("\n".join(_sections(tables)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(sections(tables)).encode()).hexdigest()
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -56,7 +56,7 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
-def _sections(tables: Mapping[str, Any]) -> Iterator[str]:
+def sections(tables: Mapping[str, Any]) -> Iterator[str]:
     """Keys first, then each table under its header, everything within a table on one line per key."""
     plain_keys = {key: value for key, value in tables.items() if not value or not _is_section(value)}
     yield _lines(plain_keys)
@@ -72,14 +72,15 @@ def _is_section(value: Any) -> bool:
 
 
 def _lines(table: Mapping[str, Any]) -> str:
-    return "".join(f"{_key(key)} = {_inline(value)}\n" for key, value in table.items())
+    return "".join(f"{_key(key)} = {inline(value)}\n" for key, value in table.items())
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """A value as TOML on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_inline(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {inline(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
+        return "[" + ", ".join(map(inline, value)) + "]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
 
 

@@ -1,0 +1,109 @@
+"""docs/plan.md: every table and key of a plan, with type, default and meaning, written from the models.
+
+python -m sley_core.plan.reference > docs/plan.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from sley_core.discovery import CORE
+from sley_core.loader import Loader
+from sley_core.plan.document import plain
+from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
+from sley_core.plan.tables import FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
+from sley_core.plan.types import Table
+from sley_core.plan.words import inner_table, takes
+from sley_core.plan.write import inline
+
+INTRODUCTION = f"""\
+# Plan reference
+
+<!-- Written by `python -m sley_core.plan.reference` from the models of the tables; do not edit. -->
+
+A plan is strict TOML: an unknown key, a wrong type or an impossible layout is an error with its place. This page lists
+core's tables and records; `train-cli plugins NAME` lists the records of any installed plugin, and `train-cli schema` prints
+all of them as a JSON Schema for editors. Every value can be changed from the command line:
+`--set batch.micro_size=4`, `--set gradient_handlers.0.use=core.each`.
+
+Two keys stand before all tables:
+
+| Key | Takes | Default | Meaning |
+|---|---|---|---|
+| `plan` | {FORMAT} | {FORMAT} | The format of the plan. |
+| `source_folder` | a string | the folder of the file | {SOURCE_FOLDER} |
+"""
+
+
+class Row(NamedTuple):
+    """One key of a table; `default` is TOML, or words in brackets."""
+
+    key: str
+    takes: str
+    default: str
+    meaning: str
+
+
+def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
+    """The keys of `model`, and below a key that takes tables the keys of these."""
+    for name, info in model.model_fields.items():
+        yield Row(f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), info.description or "")
+        inner = inner_table(info.annotation)
+        if inner:
+            yield from rows(inner[0], f"{prefix}{name}{inner[1]}.")
+
+
+def reference() -> str:
+    """The page."""
+    parts = [INTRODUCTION]
+    for name, model in {**TABLES, **OPTIONAL}.items():
+        optional = " (may be left out)" if name in OPTIONAL else ""
+        parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
+    core = Loader(plugins={}).load(CORE)
+    for spec in COMPONENTS:
+        parts.append(f"## `{spec.header}`\n\n{spec.summary} {_choice(spec)}")
+        for record in core.records[spec.kind].values():
+            about = record.summary or _doc(record.config)
+            parts.append(f'### `use = "core.{record.name}"`\n\n{about}\n\n{_table(rows(record.config))}')
+        if spec.factory:
+            parts.append(f"### `factory`\n\n{_doc(spec.factory)}\n\n{_table(rows(spec.factory))}")
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _choice(spec: ComponentTable) -> str:
+    names = f"`use` names {a_word(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
+    if spec.default:
+        return f'{names}; left out, `use = "{spec.default}"`.'
+    return f"{names}."
+
+
+def _doc(model: type[Table]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _table(found: Iterator[Row]) -> str:
+    lines = [f"| `{row.key}` | {_cell(row.takes)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in found]
+    return (
+        "\n".join(["| Key | Takes | Default | Meaning |", "|---|---|---|---|", *lines]) if lines else "It has no keys."
+    )
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "(required)"
+    if info.default_factory is not None:
+        made: Any = info.default_factory
+        return "`{}`" if made is dict else "(computed)"
+    return "(none)" if info.default is None else f"`{inline(plain(info.default))}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

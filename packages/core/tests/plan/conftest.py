@@ -1,0 +1,150 @@
+"""A small valid plan, and a plugin of records that core does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import pytest
+
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
+from sley_core.optim.config import OptimizerConfig
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_core.plan.types import Array, PlanPath, RecordReference, Table
+from sley_core.records import (
+    GradientHandlerRecord,
+    MemoryPoolRecord,
+    MetricsWriterRecord,
+    OptimizerRecord,
+    Problem,
+    SchedulerHookRecord,
+)
+
+TEXT = """\
+plan = 1
+
+[run]
+name = "small"
+steps = 20
+
+[model]
+use = "core.llama"
+num_layers = 2
+hidden = 16
+heads = 2
+
+[data]
+use = "core.text"
+source = "python-stdlib"
+sequence = 8
+
+[batch]
+global_size = 8
+micro_size = 2
+
+[optimizer]
+use = "core.adamw"
+lr = 3e-3
+
+[parallel]
+dp = 2
+"""
+
+TABLES: dict[str, Any] = {
+    "plan": 1,
+    "run": {"name": "small", "steps": 20},
+    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2},
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3},
+    "parallel": {"dp": 2},
+}
+
+
+class PoolUser(Table):
+    """Names records of other plugins in its fields."""
+
+    pool: Annotated[str, RecordReference("memory_pools")] | None = None
+    """Where it borrows."""
+
+    more: Array[Annotated[str, RecordReference("memory_pools")]] = ()
+    """Where else."""
+
+    where: PlanPath | None = None
+    """A path."""
+
+
+class Handlers:
+    """A plugin of gradient handlers of every role, and of an optimizer that looks at whole matrices."""
+
+    @hookimpl
+    def sley_gradient_handlers(self) -> list[GradientHandlerRecord]:
+        def record(name: str, **more: Any) -> GradientHandlerRecord:
+            return GradientHandlerRecord(name=name, config=Table, build="nowhere:Nothing", **more)
+
+        return [
+            record("buckets", role="reducer"),
+            record("shards", role="reducer", result="shard"),
+            record("noise", role="transform", after=("reducer",)),
+            record("squeeze", role="transform", before=("reducer",)),
+            record("ties", role="tie"),
+            record("more_ties", role="tie"),
+        ]
+
+    @hookimpl
+    def sley_optimizers(self) -> list[OptimizerRecord]:
+        return [OptimizerRecord(name="muon", config=OptimizerConfig, build="nowhere:muon", scope="per_matrix")]
+
+    @hookimpl
+    def sley_scheduler_hooks(self) -> list[SchedulerHookRecord]:
+        return [SchedulerHookRecord(name="borrower", config=PoolUser, build="nowhere:Borrower")]
+
+
+class Pools:
+    """A plugin that only the fields of other tables name; it also has something to say about batches."""
+
+    @hookimpl
+    def sley_memory_pools(self) -> list[MemoryPoolRecord]:
+        return [MemoryPoolRecord(name="arena", config=Table, build="nowhere:Arena")]
+
+    @hookimpl
+    def sley_metrics_writers(self) -> list[MetricsWriterRecord]:
+        return [MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict")]
+
+    @hookimpl
+    def sley_check_plan(self, plan: Plan, topology: Any) -> Any:
+        if plan.batch.micro_size == 4:
+            yield Problem(("batch", "micro_size"), "four is unlucky here", "try 2", "unlucky")
+
+
+@pytest.fixture
+def loader() -> Loader:
+    return Loader(plugins={"handlers": Handlers(), "pools": Pools()})
+
+
+@pytest.fixture
+def tables() -> dict[str, Any]:
+    """The tables of a small valid plan, to change at will."""
+    return deepcopy(TABLES)
+
+
+@pytest.fixture
+def text() -> str:
+    """The same plan as text."""
+    return TEXT
+
+
+@pytest.fixture
+def make(loader: Loader, tables: dict[str, Any]) -> Callable[..., Plan]:
+    """The small plan with some tables replaced or, by None, left out."""
+    return lambda **changed: plan_from_dict({**tables, **changed}, loader=loader)
+
+
+@pytest.fixture
+def nothing() -> SimpleNamespace:
+    """A plugin without hooks."""
+    return SimpleNamespace()

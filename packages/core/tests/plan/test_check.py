@@ -1,0 +1,234 @@
+"""What a valid plan cannot do in a world of a given size is refused with the equation, the place, and what would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sley_core.errors import Diagnostic, PlanError, PluginError
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict, plan_from_text
+from sley_core.plan.plan import Plan
+
+Make = Callable[..., Plan]
+
+
+def problems(plan: Plan, world: int | None = None) -> list[tuple[str, str, str | None]]:
+    return [(one.code, one.message, one.hint) for one in check_plan(plan, world or plan.world())]
+
+
+def codes(plan: Plan, world: int | None = None) -> list[str]:
+    return [code for code, _, _ in problems(plan, world)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "available", "world"),
+    [
+        ({"dp": 4}, None, 4),
+        ({"dp": 4}, 8, 4),
+        ({"dp": 2, "pp": 2, "sp": 3}, 1, 12),
+        ({}, None, 1),
+        ({}, 6, 6),
+        ({"dp": "auto", "pp": 2, "sp": 2}, None, 4),
+        ({"pp": 2, "sp": 2, "wp": 4}, None, 8),
+        ({"wp": 3, "sp": 2}, None, 6),
+    ],
+)
+def test_the_world_of_a_plan(make: Make, parallel: Any, available: int | None, world: int) -> None:
+    plan = make(parallel=parallel)
+    assert plan.world(available) == world
+    if available is None:
+        assert plan.topology(world).world == world
+
+
+def test_a_good_plan_has_no_problems(make: Make) -> None:
+    assert problems(make()) == []
+    plan = make(parallel={})
+    assert problems(plan, 4) == []
+    assert plan.num_accumulation(plan.topology(2)) == 2
+
+
+def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
+    assert problems(make(), 3) == [
+        (
+            "layout",
+            "world = pp x dp x sp fails: 3 != 1 x 2 x 1",
+            'this plan fixes the world to 2 ranks; `dp = "auto"` takes what the world leaves over',
+        )
+    ]
+    found = problems(make(parallel={"pp": 2, "sp": 2}), 6)
+    assert (
+        "layout",
+        "world = pp x dp x sp fails: 6 is no multiple of 2 x 2",
+        "a world of 4 or 8 ranks would do",
+    ) in found
+    found = problems(make(parallel={"wp": 4}), 2)
+    assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "a world of 4 ranks would do") in found
+
+
+def test_problems_are_placed_and_sorted(text: str, loader: Loader) -> None:
+    text = text.replace("dp = 2", "dp = 3").replace("[batch]", '[precision]\ncompute = "fp16"\n\n[batch]')
+    plan = plan_from_text(text, loader=loader)
+    assert [(one.code, str(one.place), one.source_line) for one in check_plan(plan, 3)] == [
+        ("precision-unsupported", "plan.toml:19:11", 'compute = "fp16"'),
+        ("batch-does-not-divide", "plan.toml:22:15", "global_size = 8"),
+    ]
+    with pytest.raises(PlanError) as caught:
+        plan.topology(4)
+    assert str(caught.value.diagnostics[0].place) == "plan.toml:30:6"
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "dp", "hint"),
+    [
+        (16, 3, 2, "use global_size = 12 or 18, or micro_size = 2"),
+        (16, 2, 3, "use global_size = 12 or 18"),
+        (1, 2, 2, "use global_size = 4"),
+        (30, 4, 2, "use global_size = 24 or 32, or micro_size = 3"),
+        (4, 8, 2, "use global_size = 16, or micro_size = 2"),
+    ],
+)
+def test_a_batch_that_does_not_divide(make: Make, size: int, micro: int, dp: int, hint: str) -> None:
+    plan = make(batch={"global_size": size, "micro_size": micro}, parallel={"dp": dp})
+    unit = dp * micro
+    message = f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {dp} x {micro} = {unit}"
+    assert problems(plan) == [("batch-does-not-divide", message, hint)]
+
+
+@pytest.mark.parametrize("size", [4, 6, 30, 97, 1024])
+@pytest.mark.parametrize("micro", [3, 5, 7])
+def test_what_a_batch_hint_proposes_does_divide(make: Make, size: int, micro: int) -> None:
+    found = problems(make(batch={"global_size": size, "micro_size": micro}, parallel={"dp": 2}))
+    for _, _, hint in found:
+        assert hint
+        for sizes in hint.removeprefix("use global_size = ").split(", or micro_size = ")[0].split(" or "):
+            assert int(sizes) % (2 * micro) == 0
+        if "micro_size" in hint:
+            assert size % (2 * int(hint.rpartition(" ")[2])) == 0
+
+
+def test_a_huge_batch_is_checked_at_once(make: Make) -> None:
+    assert codes(make(batch={"global_size": 2**62 + 1, "micro_size": 2**40})) == ["batch-does-not-divide"]
+
+
+@pytest.mark.parametrize(("axis", "dist"), [("pp", "sley-pp"), ("sp", "sley-isp"), ("wp", "sley-isp")])
+def test_axes_that_need_another_package(make: Make, axis: str, dist: str) -> None:
+    (found,) = problems(make(parallel={axis: 2}))
+    assert found[0] == "layout-unsupported"
+    assert dist in found[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "supported"),
+    [
+        ({}, True),
+        ({"compute": "fp64"}, True),
+        ({"compute": "bf16"}, True),
+        ({"compute": "fp32", "gradients": "fp64"}, False),
+        ({"compute": "fp64", "gradients": "fp32"}, False),
+        ({"compute": "fp16"}, False),
+        ({"compute": "fp32", "gradients": "bf16"}, False),
+    ],
+)
+def test_precision(make: Make, precision: Any, supported: bool) -> None:
+    assert set(codes(make(precision=precision))) == (set() if supported else {"precision-unsupported"})
+
+
+def test_ranges_beyond_the_run(make: Make) -> None:
+    assert codes(make(profile={"steps": [10, 20]}, evaluation={"every": 30})) == []
+    assert problems(make(profile={"steps": [10, 21]})) == [
+        ("beyond-the-run", "the run has 20 steps, so steps 10 to 21 cannot be recorded", "the last step is 20")
+    ]
+    assert problems(make(profile={"steps": [5, 4]}))[0][2] == "write [4, 5]"
+
+
+def handlers(*names: str) -> dict[str, Any]:
+    return {"gradient_handlers": [{"use": name if "." in name else f"handlers.{name}"} for name in names]}
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "words"),
+    [
+        ([], "handler-missing", "2 ranks hold the same weights, but no gradient handler sums their gradients"),
+        (["noise"], "handler-missing", "no gradient handler sums"),
+        (["core.each"], None, ""),
+        (["buckets"], None, ""),
+        (["core.each", "core.each"], "handler-twice", "`core.each` is listed twice"),
+        (["noise", "core.each", "noise"], "handler-twice", "`handlers.noise` is listed twice"),
+        (["core.each", "buckets"], "handler-conflict", "`core.each` and `handlers.buckets` both sum gradients"),
+        (["core.each", "ties", "more_ties"], "handler-conflict", "both sum gradients of shared weights"),
+        (["core.each", "ties", "noise"], None, ""),
+        (["noise", "core.each"], "handler-order", "`handlers.noise` must come after `core.each`"),
+        (["squeeze", "core.each", "noise"], None, ""),
+        (["core.each", "squeeze"], "handler-order", "`handlers.squeeze` must come before `core.each`"),
+    ],
+)
+def test_gradient_handlers(make: Make, names: list[str], code: str | None, words: str) -> None:
+    found = problems(make(**handlers(*names)))
+    if code is None:
+        assert found == []
+    else:
+        assert code in [one for one, _, _ in found]
+        assert any(words in message for _, message, _ in found)
+
+
+def test_a_world_of_one_needs_no_reducer(make: Make) -> None:
+    assert problems(make(parallel={}, gradient_handlers=[]), 1) == []
+
+
+def test_the_second_of_two_handlers_is_underlined(text: str, loader: Loader) -> None:
+    text += '[[gradient_handlers]]\nuse = "core.each"\n[[gradient_handlers]]\nuse = "handlers.buckets"\n'
+    (found,) = check_plan(plan_from_text(text, loader=loader), 2)
+    assert (str(found.place), found.source_line) == ("plan.toml:31:7", 'use = "handlers.buckets"')
+
+
+def test_an_optimizer_that_needs_whole_matrices(make: Make) -> None:
+    muon = {"use": "handlers.muon", "lr": 0.1}
+    assert codes(make(optimizer=muon)) == []
+    found = problems(make(optimizer=muon, **handlers("shards")))
+    assert found == [
+        (
+            "optimizer-layout",
+            "`handlers.muon` looks at whole matrices, but `handlers.shards` leaves a part of each to a rank",
+            "use an elementwise optimizer such as `core.adamw`",
+        )
+    ]
+    assert codes(make(optimizer=muon, parallel={"dp": 2, "wp": 2})) == ["layout-unsupported", "optimizer-layout"]
+    assert codes(make(**handlers("shards"))) == []
+
+
+def test_plugins_are_asked_about_the_whole_plan(make: Make) -> None:
+    batch = {"global_size": 8, "micro_size": 4}
+    assert codes(make(batch=batch)) == []
+    plan = make(batch=batch, metrics=[{"use": "pools.csv"}])
+    assert problems(plan) == [("unlucky", "four is unlucky here", "try 2")]
+
+
+def test_core_checks_the_data(make: Make) -> None:
+    found = check_plan(make(data={"use": "core.text", "files": ["no/such/file.txt"], "sequence": 8}), 2)
+    assert [one.path[0] for one in found] == ["data"]
+    assert isinstance(found[0], Diagnostic)
+
+
+def test_a_check_that_fails_names_its_plugin(tables: dict[str, Any]) -> None:
+    class Broken:
+        @hookimpl
+        def sley_check_plan(self, plan: Plan) -> Any:
+            yield plan.no_such_attribute  # type: ignore[attr-defined]
+
+        @hookimpl
+        def sley_metrics_writers(self) -> Any:
+            from sley_core.plan.types import Table
+            from sley_core.records import MetricsWriterRecord
+
+            return [MetricsWriterRecord(name="csv", config=Table, build="nowhere:Csv")]
+
+    plan = plan_from_dict({**tables, "metrics": [{"use": "broken.csv"}]}, loader=Loader(plugins={"broken": Broken()}))
+    with pytest.raises(PluginError, match="plugin `broken`"):
+        check_plan(plan, 2)
+    with pytest.raises(PluginError, match="cannot import `nowhere:Csv` of `broken"):
+        plan.metrics[0].build("folder")

@@ -1,0 +1,96 @@
+"""`--set` puts TOML values anywhere into a plan, and what is wrong with one is said at `--set #n`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from sley_core.errors import PlanError
+from sley_core.loader import Loader
+from sley_core.plan.load import plan_from_text
+from sley_core.plan.overrides import apply
+
+BEFORE: dict[str, Any] = {"run": {"name": "x"}, "gradient_handlers": [{"use": "core.each"}], "odd key": {"1": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("run.steps=4", ("run", "steps"), 4),
+        (" run.steps = 4 ", ("run", "steps"), 4),
+        ('run.name="a=b"', ("run", "name"), "a=b"),
+        ("run.name=first", ("run", "name"), "first"),
+        ("run.name=two words", ("run", "name"), "two words"),
+        ("model.factory=a.b:c", ("model", "factory"), "a.b:c"),
+        ("data.tokenizer=./a/b-1.json", ("data", "tokenizer"), "./a/b-1.json"),
+        ("model.compile=true", ("model", "compile"), True),
+        ("optimizer.betas=[0.9, 0.99]", ("optimizer", "betas"), [0.9, 0.99]),
+        ("gradient_handlers.0.bucket_mb=50", ("gradient_handlers", 0, "bucket_mb"), 50),
+        ("gradient_handlers.1.use=x.y", ("gradient_handlers", 1, "use"), "x.y"),
+        ("gradient_handlers=[]", ("gradient_handlers",), []),
+        ("metrics.0.use=core.jsonl", ("metrics", 0, "use"), "core.jsonl"),
+        ('"odd key".1=3', ("odd key", "1"), 3),
+        ("a.b.c=1", ("a", "b", "c"), 1),
+        ("data.when=1979-05-27", ("data", "when"), __import__("datetime").date(1979, 5, 27)),
+    ],
+)
+def test_a_value_is_set(text: str, path: tuple[str | int, ...], value: Any) -> None:
+    tables = deepcopy(BEFORE)
+    assert apply(tables, text) == path
+    for part in path:
+        tables = tables[part]  # type: ignore[index]
+    assert tables == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "run.steps",
+        "=4",
+        "run..steps=4",
+        "run.steps=",
+        'run.name="open',
+        "run.steps=[1",
+        "run.steps=1\nrun.seed=2",
+        "run.steps=1\n[x]",
+        "a\n[b]\nc=1",
+        "run.name.first=x",
+        "gradient_handlers.2.use=x",
+        "gradient_handlers.use=x",
+        "gradient_handlers.-1.use=x",
+        "run.name='a' 'b'",
+        "a=" + "9" * 5000 + "'",
+    ],
+)
+def test_what_cannot_be_set(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        apply(deepcopy(BEFORE), text)
+    assert [found.code for found in caught.value.diagnostics] == ["set-invalid"]
+
+
+def test_the_error_is_that_of_the_file_but_placed_at_the_override(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_text(text, overrides=["run.steps=5", "run.stepz=5", "parallel.pp=two"])
+    unknown, wrong = caught.value.diagnostics
+    assert str(unknown) == ("--set #2: error[unknown-key]: `stepz` is not a key of [run]\nhint: did you mean `steps`?")
+    assert unknown.source_line == "run.stepz=5"
+    assert wrong.code == "wrong-type"
+    assert str(wrong.place) == "--set #3"
+
+
+def test_all_bad_overrides_are_reported(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_text(text, overrides=["run", "run.steps=5", "=="])
+    assert [str(found.place) for found in caught.value.diagnostics] == ["--set #1", "--set #3"]
+
+
+def test_origins_name_the_override(text: str, loader: Loader) -> None:
+    plan = plan_from_text(text, overrides=["run.steps=5", "loss={ignore_index=-1}", "run.steps=6"], loader=loader)
+    assert plan.run.steps == 6
+    assert str(plan.origins["run", "steps"]) == "--set #3"
+    assert plan.origins["loss", "ignore_index"].kind == "set"
+    assert plan.origins["loss", "use"].kind == "core"
+    assert plan.origins["run", "name"].kind == "file"

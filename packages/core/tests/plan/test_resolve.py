@@ -1,0 +1,338 @@
+"""A valid plan resolves to values with origins; all that is wrong with an invalid one is said at once, in order, in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, PlanError, PluginError, SleyError
+from sley_core.loader import Loader
+from sley_core.plan.document import Origin
+from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text, with_values
+from sley_core.plan.plan import Plan
+
+Make = Callable[..., Plan]
+
+
+def messages(text: str, loader: Loader) -> list[str]:
+    """Every problem of a plan, in the order reported, as `code line:column message | hint`."""
+    with pytest.raises(SleyError) as caught:
+        plan_from_text(text, loader=loader)
+    return [
+        f"{found.code} {found.place.line}:{found.place.column} {found.message} | {found.hint}"
+        for found in caught.value.diagnostics
+        if found.place
+    ]
+
+
+def test_what_is_left_out_is_written_in(make: Make) -> None:
+    plan = make()
+    assert (plan.run.seed, plan.run.device, plan.precision.gradients, plan.limits.start_timeout_s) == (
+        (0, "auto", "fp32", 120.0)
+    )
+    assert (plan.evaluation, plan.profile) == (None, None)
+    assert [component.name for component in plan.components()] == [
+        "core.llama",
+        "core.text",
+        "core.cross_entropy",
+        "core.adamw",
+        "core.constant",
+        "core.keep",
+        "core.each",
+        "core.jsonl",
+    ]
+    assert list(plan.plugins) == ["core"]
+
+
+def test_gradients_follow_fp64(make: Make) -> None:
+    assert make(precision={"compute": "fp64"}).precision.gradients == "fp64"
+    assert make(precision={"compute": "fp64", "gradients": "fp32"}).precision.gradients == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "handlers"),
+    [({"dp": 2}, ["core.each"]), ({"dp": 1}, []), ({}, ["core.each"]), ({"dp": 1, "sp": 2}, ["core.each"])],
+)
+def test_a_reducer_is_written_in_where_ranks_may_share_weights(make: Make, parallel: Any, handlers: list[str]) -> None:
+    assert [one.name for one in make(parallel=parallel).gradient_handlers] == handlers
+    assert make(parallel=parallel, gradient_handlers=[]).gradient_handlers == ()
+
+
+def test_every_value_has_an_origin(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    plan = load_plan(path, ["optimizer.eps=1e-6"])
+    assert plan.folder == tmp_path
+    assert str(plan.origins["run", "steps"]) == f"{path}:5:1"
+    assert str(plan.origins["optimizer", "eps"]) == "--set #1"
+    assert plan.origins["optimizer", "weight_decay"] == Origin("default")
+    assert plan.origins["loss", "use"] == Origin("core")
+    assert plan.origins["gradient_handlers", 0, "use"] == Origin("core")
+    assert plan.origins["plan",].kind == "file"
+    assert plan.origins["source_folder",].kind == "default"
+
+
+def test_a_partial_table_keeps_its_default_record(make: Make) -> None:
+    plan = make(loss={"label_smoothing": 0.1})
+    assert (plan.loss.name, plan.loss.config.label_smoothing) == ("core.cross_entropy", 0.1)
+
+
+def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> None:
+    broken = text.replace("steps = 20", "stepz = 20").replace("[batch]", "[bacth]").replace("plan = 1", "paln = 1")
+    broken += '[optimizer.groups]\n[[modell]]\nuse = "x"\n'
+    assert messages(broken, loader) == [
+        "missing-table 0:0 the plan needs a table [batch] with `global_size`, `micro_size` | None",
+        "unknown-key 1:1 `paln` is not a key of a plan | did you mean `plan`?",
+        "missing-key 3:1 [run] needs `steps`, an integer of at least 1 | Optimizer steps to take.",
+        "unknown-key 5:1 `stepz` is not a key of [run] | did you mean `steps`?",
+        "unknown-table 18:2 `bacth` is not a table of a plan | did you mean `batch`?",
+        "wrong-type 28:1 `optimizer.groups` must be an array, each a table, not a table | None",
+        "unknown-table 29:3 `modell` is not a table of a plan | did you mean `model`?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "steps = 20",
+            "steps = true",
+            "wrong-type 5:9 `run.steps` must be an integer of at least 1, not the boolean true | None",
+        ),
+        (
+            "steps = 20",
+            'steps = "20"',
+            'wrong-type 5:9 `run.steps` must be an integer of at least 1, not the string "20" | write 20 without quotes',
+        ),
+        ("steps = 20", "steps = 20.0", "wrong-type 5:9 `run.steps` must be an integer of at least 1, not 20.0 | None"),
+        ("steps = 20", "steps = 0", "out-of-range 5:9 `run.steps` must be an integer of at least 1, not 0 | None"),
+        (
+            "steps = 20",
+            "steps = []",
+            "wrong-type 5:9 `run.steps` must be an integer of at least 1, not an array | None",
+        ),
+        (
+            "steps = 20",
+            "steps = 1979-05-27",
+            "wrong-type 5:9 `run.steps` must be an integer of at least 1, not a date or time | None",
+        ),
+        (
+            "dp = 2",
+            "dp = 0",
+            'out-of-range 27:6 `parallel.dp` must be an integer of at least 1 or "auto", not 0 | None',
+        ),
+        (
+            "dp = 2",
+            'dp = "atuo"',
+            'wrong-value 27:6 `parallel.dp` must be an integer of at least 1 or "auto", not the string "atuo" | '
+            "did you mean `auto`?",
+        ),
+        ("lr = 3e-3", "lr = nan", "out-of-range 24:6 `optimizer.lr` must be a number above 0, not nan | None"),
+        (
+            "lr = 3e-3",
+            "lr = true",
+            "wrong-type 24:6 `optimizer.lr` must be a number above 0, not the boolean true | None",
+        ),
+        (
+            "lr = 3e-3",
+            "lr = 1\nbetas = [0.9, 1.5]",
+            "out-of-range 25:15 `optimizer.betas.1` must be a number of at least 0 and below 1, not 1.5 | None",
+        ),
+        (
+            "lr = 3e-3",
+            "lr = 1\nbetas = [0.9]",
+            "out-of-range 25:9 `optimizer.betas` must be an array of 2, each a number of at least 0 and below 1, "
+            "not an array | None",
+        ),
+        (
+            "lr = 3e-3",
+            'lr = 1\ngroups = [{match = "a"}, {mtach = "b"}]',
+            "missing-key 25:26 `core.adamw` needs `groups.1.match`, a string | A pattern on parameter names",
+        ),
+        (
+            'name = "small"',
+            'name = "../up"',
+            "wrong-value 4:8 `run.name` must be a name of up to 100 letters, digits, `.`, `_` and `-`, not the string "
+            '"../up" | None',
+        ),
+        (
+            'use = "core.llama"',
+            'use = "llama"',
+            'wrong-value 8:7 `model.use` must be the name of a record, "plugin.record"',
+        ),
+        (
+            'use = "core.llama"',
+            "use = 3",
+            'wrong-type 8:7 `model.use` must be the name of a record, "plugin.record", not 3',
+        ),
+        ('use = "core.llama"', 'use = "core.lama"', "unknown-record 8:7 plugin `core` (sley-core "),
+        (
+            'use = "core.llama"',
+            'use = "cor.llama"',
+            "plugin-unknown 8:7 there is no plugin `cor` | did you mean `core`?",
+        ),
+        (
+            'use = "core.llama"',
+            'use = "pp.llama"',
+            "plugin-missing 8:7 plugin `pp` is not installed | pip install sley-pp",
+        ),
+        (
+            'use = "core.llama"\n',
+            "",
+            'missing-key 7:1 [model] needs `use`, the name of a model | core has "core.llama"',
+        ),
+        ('use = "core.llama"', 'use = "core.llama"\nfactory = "a:b"', "use-and-factory 9:1 [model] has both"),
+        (
+            'source = "python-stdlib"\n',
+            "",
+            "wrong-value 13:1 `core.text`: one of `source` and `files` is needed | None",
+        ),
+        ("plan = 1", "plan = 2", "plan-format 1:8 `plan` is the format of the plan, 1, not 2 | None"),
+        ("plan = 1", "plan = true", "plan-format 1:8 `plan` is the format of the plan, 1, not the boolean true | None"),
+        ("plan = 1", "source_folder = 1", "wrong-type 1:17 `source_folder` must be a string, not 1 | None"),
+        ("plan = 1", "batch = 1", "wrong-type 1:9 `batch` must be a table, not 1 | None"),
+        ("plan = 1", "metrics = {}", "wrong-type 1:11 `metrics` must be an array of tables, not a table | "),
+        ("plan = 1", 'metrics = ["core.jsonl"]', "wrong-type 1:12 `metrics` must be a table, not the string"),
+        ("plan = 1", "activations = 1", "wrong-type 1:15 `activations` must be a table, not 1 | None"),
+        ("plan = 1", "evaluation = []", "wrong-type 1:14 `evaluation` must be a table, not an array | None"),
+    ],
+)
+def test_what_can_be_wrong_with_a_value(text: str, loader: Loader, old: str, new: str, expected: str) -> None:
+    assert old in text
+    if new.startswith("batch"):
+        text = text.replace("[batch]", "[batch_]")
+    found = messages(text.replace(old, new, 1), loader)
+    assert any(line.startswith(expected) for line in found), found
+
+
+def test_a_factory_has_a_path_and_options(make: Make) -> None:
+    plan = make(model={"factory": "my.models:small", "options": {"depth": 2}, "compile": True})
+    assert (plan.model.name, plan.model.record) == ("my.models:small", None)
+    assert plan.model.config.options == {"depth": 2}
+    with pytest.raises(PlanError, match="must be a path to code"):
+        make(model={"factory": "my.models"})
+    with pytest.raises(PlanError, match="`factory` is not a key of `core"):
+        make(activations={"factory": "my.models:policy"})
+
+
+def test_plugins_are_those_of_every_record_reference_in_order(make: Make, loader: Loader) -> None:
+    plan = make(
+        metrics=[{"use": "core.jsonl"}, {"use": "pools.csv"}],
+        scheduler_hooks=[{"use": "handlers.borrower", "pool": "pools.arena", "more": ["pools.arena"]}],
+    )
+    assert list(plan.plugins) == ["core", "handlers", "pools"]
+    assert plan.record("memory_pools", "pools.arena").name == "arena"
+
+
+def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
+    text += '[[scheduler_hooks]]\nuse = "handlers.borrower"\npool = "pools.arna"\nmore = ["nothing.x", "plain"]\n'
+    assert messages(text, loader) == [
+        "unknown-record 30:8 plugin `pools` (given 0) has no memory pool `arna` | did you mean `pools.arena`?",
+        "plugin-unknown 31:9 there is no plugin `nothing` | the plugins here are `core`, `handlers`, `pools`",
+        'wrong-value 31:22 `scheduler_hooks.0.more.1` must be the name of a record, "plugin.record", not the string '
+        '"plain" | None',
+    ]
+
+
+def test_a_broken_plugin_is_reported_once_and_decides_the_exit_code(text: str, loader: Loader) -> None:
+    text += '[[gradient_handlers]]\nuse = "pp.ties"\n[[gradient_handlers]]\nuse = "pp.more"\n'
+    with pytest.raises(PluginError) as caught:
+        plan_from_text(text.replace("steps = 20", "steps = 0"), loader=loader)
+    assert [found.code for found in caught.value.diagnostics] == ["out-of-range", "plugin-missing"]
+    assert caught.value.exit_code == EXIT_PLUGIN
+    with pytest.raises(PlanError) as invalid:
+        plan_from_text(text.replace("[[gradient_handlers]]", "[[gradient_handlerz]]"), loader=loader)
+    assert invalid.value.exit_code == EXIT_PLAN_INVALID
+
+
+def test_a_dict_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Path) -> None:
+    assert plan_from_dict(tables) == plan_from_text(text)
+    with pytest.raises(PlanError) as caught:
+        plan_from_dict({**tables, "batch": {"global_size": 1.5, "micro_size": None}})
+    assert [str(found) for found in caught.value.diagnostics] == [
+        "<tables>: error[wrong-type]: `batch.global_size` must be an integer of at least 1, not 1.5",
+        "<tables>: error[missing-key]: [batch] needs `micro_size`, an integer of at least 1\n"
+        "hint: Samples per forward on one rank.",
+    ]
+    plan = plan_from_dict({**tables, "data": {"use": "core.text", "files": [Path("a.txt")], "sequence": 8}}, tmp_path)
+    assert plan.data.config.files == (tmp_path / "a.txt",)
+
+
+def test_values_found_by_a_run_can_be_written_in(text: str, tmp_path: Path) -> None:
+    plan = plan_from_text(text.replace("plan = 1", 'plan = 1\nsource_folder = "sub"'), folder=tmp_path)
+    changed = with_values(plan, {("data", "samples_per_epoch"): 100, ("evaluation", "every"): 5})
+    assert changed.data.config.samples_per_epoch == 100
+    assert changed.evaluation
+    assert changed.evaluation.every == 5
+    assert changed.folder == plan.folder == tmp_path / "sub"
+    assert changed.origins["run", "steps"] == plan.origins["run", "steps"]
+    assert plan.data.config.samples_per_epoch is None
+    assert changed.digest != plan.digest
+    with pytest.raises(PlanError, match=r"`data.samples_per_epoch` must be an integer"):
+        with_values(plan, {("data", "samples_per_epoch"): 0})
+
+
+def test_building_gives_a_record_its_config_and_a_factory_its_options(
+    make: Make, text: str, loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_own_parts.py").write_text(
+        "def loss(scale=1): return ('loss', scale)\n"
+        "def data(context, size): return (context, size)\n"
+        "def fails(): raise KeyError('inside')\n"
+        "class Outer:\n    @staticmethod\n    def inner(): return 7\n"
+        "number = 3\n"
+    )
+    plan = plan_from_text(text + "[loss]\nfactory = 'my_own_parts:loss'\noptions = {scale = 3}\n", folder=tmp_path)
+    assert plan.loss.build() == ("loss", 3)
+    data = plan_from_dict(
+        {**plan.tables, "data": {"factory": "my_own_parts:data", "options": {"size": 4}}}, tmp_path
+    ).data
+    assert data.build("the context") == ("the context", 4)
+
+    def failure(**loss: Any) -> str:
+        with pytest.raises(PlanError) as caught:
+            plan_from_dict({**plan.tables, "loss": loss}, tmp_path).loss.build()
+        return f"{caught.value.diagnostics[0].code}: {caught.value.diagnostics[0].message}"
+
+    assert plan_from_dict({**plan.tables, "loss": {"factory": "my_own_parts:Outer.inner"}}, tmp_path).loss.build() == 7
+    assert failure(factory="my_own_parts:los") == (
+        f"factory-import: cannot import `my_own_parts:los`: {tmp_path / 'my_own_parts.py'} has no `los`"
+    )
+    assert "factory-import: cannot import `my_own_part:loss`: ModuleNotFoundError" in failure(
+        factory="my_own_part:loss"
+    )
+    assert failure(factory="my_own_parts:number").endswith("is a int, which cannot be called")
+    assert failure(factory="my_own_parts:loss", options={"skale": 1}).startswith("factory-options: ")
+    assert "KeyError: 'inside' (" in failure(factory="my_own_parts:fails")
+    assert "my_own_parts.py:3)" in failure(factory="my_own_parts:fails")
+
+
+def test_a_failing_factory_is_placed_at_its_key(text: str) -> None:
+    plan = plan_from_text(text + "[loss]\nfactory = 'no_such_module_here:loss'\n")
+    with pytest.raises(PlanError) as caught:
+        plan.loss.build()
+    assert str(caught.value).startswith("plan.toml:29:11: error[factory-import]: ")
+    assert caught.value.diagnostics[0].source_line == "factory = 'no_such_module_here:loss'"
+
+
+def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    program = (
+        "import sys\n"
+        "import sley_core.plan.schema, sley_core.plan.reference\n"
+        "from sley_core.plan.load import load_plan\n"
+        "from sley_core.plan.check import check_plan\n"
+        "plan = load_plan(sys.argv[1])\n"
+        "assert check_plan(plan, plan.world()) == []\n"
+        "print('torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")

@@ -1,0 +1,186 @@
+"""The JSON Schema says of a plan's text what core says, as far as a schema can; the reference lists every key."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
+from sley_core.plan.plan import Plan
+from sley_core.plan.reference import reference, rows
+from sley_core.plan.schema import json_schema
+from sley_core.plan.tables import OPTIONAL, TABLES
+
+TYPES: dict[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+}
+MEANT = {
+    *(
+        "$ref",
+        "$defs",
+        "$schema",
+        "title",
+        "description",
+        "default",
+        "format",
+        "type",
+        "const",
+        "enum",
+        "anyOf",
+        "oneOf",
+    ),
+    *("properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minLength", "pattern"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
+"""The words of JSON Schema that `accepts` understands; another in the schema fails the test."""
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return json_schema(Loader(plugins={}))
+
+
+def accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
+    """Whether a JSON Schema, of the words in `MEANT`, accepts a value."""
+    assert schema.keys() <= MEANT, schema.keys() - MEANT
+    if "$ref" in schema:
+        return accepts(root["$defs"][schema["$ref"].rpartition("/")[2]], value, root)
+    kind = schema.get("type")
+    if kind and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+        return False
+    if "const" in schema and value != schema["const"]:
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if "anyOf" in schema and not any(accepts(arm, value, root) for arm in schema["anyOf"]):
+        return False
+    if "oneOf" in schema and sum(accepts(arm, value, root) for arm in schema["oneOf"]) != 1:
+        return False
+    if isinstance(value, dict):
+        return accepts_table(schema, value, root)
+    if isinstance(value, list):
+        inside = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return inside and all(accepts(schema.get("items", {}), item, root) for item in value)
+    return accepts_scalar(schema, value)
+
+
+def accepts_table(schema: dict[str, Any], value: dict[str, Any], root: dict[str, Any]) -> bool:
+    more = schema.get("additionalProperties", True)
+    for key, inner in value.items():
+        if key in schema.get("properties", {}):
+            if not accepts(schema["properties"][key], inner, root):
+                return False
+        elif more is False or (isinstance(more, dict) and not accepts(more, inner, root)):
+            return False
+    return all(key in value for key in schema.get("required", []))
+
+
+def accepts_scalar(schema: dict[str, Any], value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) >= schema.get("minLength", 0) and bool(re.search(schema.get("pattern", ""), value))
+    return (
+        schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
+        and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
+    )
+
+
+def test_it_accepts_plans(schema: dict[str, Any], text: str, make: Callable[..., Plan]) -> None:
+    assert accepts(schema, tomli.loads(text), schema)
+    plan = make(
+        evaluation={"every": 2},
+        profile={"steps": [1, 2]},
+        loss={"label_smoothing": 0.1},
+        model={"factory": "my.code:layers", "options": {"anything": [1, {"x": "y"}]}},
+        data={"factory": "my.code:data", "fields": {"x": {"dtype": "int64"}}},
+    )
+    assert accepts(schema, plan.tables, schema)
+    assert json.loads(json.dumps(schema)) == schema
+
+
+@pytest.mark.parametrize(
+    ("table", "change"),
+    [
+        ("run", {"steps": True}),
+        ("run", {"steps": 0}),
+        ("run", {"stepz": 1}),
+        ("run", {"name": "a/b"}),
+        ("parallel", {"dp": "atuo"}),
+        ("optimizer", {"use": "core.adam"}),
+        ("optimizer", {"momentum": 0.5}),
+        ("optimizer", {"lr": "high"}),
+        ("optimizer", {"betas": [0.9]}),
+        ("optimizer", {"groups": [{"match": "a", "typo": 1}]}),
+        ("model", {"hidden": 1.5}),
+        ("model", {"factory": "a:b"}),
+    ],
+)
+def test_it_refuses_what_core_refuses(schema: dict[str, Any], text: str, table: str, change: dict[str, Any]) -> None:
+    tables = tomli.loads(text)
+    tables[table].update(change)
+    assert not accepts(schema, tables, schema)
+
+
+@pytest.mark.parametrize("table", ["run", "model", "data", "batch", "optimizer"])
+def test_it_demands_what_core_demands(schema: dict[str, Any], text: str, table: str) -> None:
+    tables = tomli.loads(text)
+    del tables[table]
+    assert not accepts(schema, tables, schema)
+    assert not accepts(schema, {**tables, table: {}, "model": {}}, schema)
+
+
+def metrics_of(schema: dict[str, Any]) -> list[str]:
+    return [choice["properties"]["use"]["const"] for choice in schema["properties"]["metrics"]["items"]["oneOf"]]
+
+
+def test_plugins_add_their_records_and_broken_ones_none(loader: Loader, schema: dict[str, Any]) -> None:
+    class Broken:
+        @hookimpl
+        def sley_metrics_writers(self) -> Any:
+            raise RuntimeError("broken")
+
+    assert metrics_of(json_schema(loader)) == [*metrics_of(schema), "pools.csv"]
+    assert json_schema(Loader(plugins={"broken": Broken()})) == schema
+
+
+def test_every_definition_is_used(schema: dict[str, Any]) -> None:
+    text = json.dumps(schema)
+    assert schema["$defs"]
+    for name in schema["$defs"]:
+        assert f'"#/$defs/{name}"' in text
+
+
+def test_the_page_in_the_documentation_is_up_to_date() -> None:
+    page = next((folder / "docs" for folder in Path(__file__).parents if (folder / "docs").is_dir()), None)
+    if page is None:
+        pytest.skip("the documentation is not beside the package")
+    written = (page / "plan.md").read_text("utf-8")
+    assert written == reference(), "run: python -m sley_core.plan.reference > docs/plan.md"
+
+
+def test_every_key_has_a_type_and_a_meaning() -> None:
+    core = Loader(plugins={}).load("core")
+    records = [record.config for named in core.records.values() for record in named.values()]
+    for model in (*TABLES.values(), *OPTIONAL.values(), *records):
+        assert model.__doc__
+        for row in rows(model):
+            assert row.meaning.endswith("."), (model, row)
+            assert row.takes not in ("a value", ""), (model, row)
+
+
+def test_the_page_has_no_broken_cells() -> None:
+    table = [line for line in reference().split("\n") if line.startswith("|")]
+    for line in table:
+        assert re.sub(r"\\\|", "", line).count("|") == 5, line

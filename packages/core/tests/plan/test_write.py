@@ -1,0 +1,134 @@
+"""A resolved plan written as text loads to an equal plan, wherever the text lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sley_core.loader import Loader
+from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
+from sley_core.plan.plan import Plan
+from sley_core.plan.write import inline
+
+LOADER = Loader(plugins={})
+
+STRINGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+VALUES = st.recursive(
+    st.one_of(
+        STRINGS,
+        st.integers(-(2**63), 2**63 - 1),
+        st.floats(allow_nan=False),
+        st.booleans(),
+        st.datetimes(min_value=datetime(1900, 1, 1)),
+        st.dates(min_value=date(1900, 1, 1)),
+        st.times(min_value=time(1)),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(STRINGS, inner, max_size=3)),
+    max_leaves=8,
+)
+FLOATS = st.floats(1e-30, 1e30)
+
+
+@st.composite
+def plans(draw: Any) -> dict[str, Any]:
+    """Tables of valid plans, with anything that may be left out sometimes there."""
+    factory = {"factory": "my.code:layers", "options": draw(st.dictionaries(STRINGS, VALUES, max_size=3))}
+    llama = {"use": "core.llama", "num_layers": 1, "hidden": 4, "heads": 2, "rope_theta": draw(FLOATS)}
+    group = st.fixed_dictionaries(
+        {"match": st.text("ab.*", min_size=1)}, optional={"lr": FLOATS, "freeze": st.just(False)}
+    )
+    tables: dict[str, Any] = {
+        "run": {
+            "name": draw(st.from_regex(r"[a-zA-Z0-9_]{1,20}", fullmatch=True)),
+            "steps": draw(st.integers(1, 2**62)),
+        },
+        "model": draw(st.sampled_from([factory, llama])),
+        "data": draw(
+            st.sampled_from(
+                [
+                    {"use": "core.text", "files": draw(st.lists(st.sampled_from(PATHS), min_size=1)), "sequence": 3},
+                    {"factory": "my.code:data", "fields": {draw(STRINGS): {"dtype": "int64"}}},
+                ]
+            )
+        ),
+        "batch": {"global_size": draw(st.integers(1, 2**62)), "micro_size": draw(st.integers(1, 2**62))},
+        "optimizer": {"use": "core.adamw", "lr": draw(FLOATS), "groups": draw(st.lists(group, max_size=3))},
+    }
+    optional = {
+        "parallel": {"dp": draw(st.one_of(st.just("auto"), st.integers(1, 2**62)))},
+        "evaluation": {"every": 3},
+        "profile": {"steps": [1, 2]},
+        "loss": {"ignore_index": draw(st.integers(-5, 5))},
+        "gradient_handlers": draw(st.sampled_from([[], [{"use": "core.each"}]])),
+        "activations": {"use": "core.recompute", "fraction": draw(st.floats(0, 1))},
+        "metrics": [],
+    }
+    return tables | {key: value for key, value in optional.items() if draw(st.booleans())}
+
+
+PATHS = ["a.txt", "./b/*.txt", "/absolute/c", "../up/d", "e é/f"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.sampled_from([None, Path("/some/folder"), Path("relative")]))
+def test_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
+    plan = plan_from_dict(tables, folder, loader=LOADER)
+    text = plan.to_toml()
+    assert tomli.loads(text) == plan.tables
+    again = plan_from_text(text, folder=Path("/elsewhere") if folder else None, loader=LOADER)
+    assert again == plan
+    assert (again.digest, again.to_toml()) == (plan.digest, text)
+
+
+def test_a_resolved_plan_stands_anywhere(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plans").mkdir()
+    path = tmp_path / "plans" / "plan.toml"
+    path.write_text(text.replace('source = "python-stdlib"', 'files = ["corpus/*.txt", "../more.txt"]'))
+    plan = load_plan(path)
+    resolved = tmp_path / "plan.toml"
+    resolved.write_text(plan.to_toml())
+    again = load_plan(resolved)
+    assert again == plan
+    assert again.folder == tmp_path / "plans"
+    assert again.data.config.files == (tmp_path / "plans/corpus/*.txt", tmp_path / "plans/../more.txt")
+    assert 'files = ["corpus/*.txt", "../more.txt"]' in plan.to_toml()
+
+
+def test_the_digest_is_of_what_runs(make: Callable[..., Plan], tables: dict[str, Any], text: str) -> None:
+    digest = make().digest
+    assert plan_from_text(text + "[loss]\n", folder=Path("/somewhere")).digest == digest
+    assert plan_from_dict({**dict(reversed(tables.items())), "precision": {"compute": "fp32"}}).digest == digest
+    assert make(run={**tables["run"], "seed": 1}).digest != digest
+
+
+def test_the_text_reads_well(make: Callable[..., Plan]) -> None:
+    text = make(gradient_handlers=[{"use": "core.each"}], loss={}, evaluation={"every": 5}).to_toml()
+    lines = text.split("\n")
+    assert lines[:4] == ["plan = 1", "scheduler_hooks = []", "", "[run]"]
+    assert "betas = [0.9, 0.95]" in lines
+    assert "[[gradient_handlers]]" in lines
+    assert max(map(len, lines)) < 60
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (1e-5, "1e-05"),
+        ('a "b"\n', r'"a \"b\"\n"'),
+        ([], "[]"),
+        ({}, "{}"),
+        ([{"a": [1, "x"], "b c": {}}], '[{a = [1, "x"], "b c" = {}}]'),
+        (date(1979, 5, 27), "1979-05-27"),
+    ],
+)
+def test_values(value: Any, text: str) -> None:
+    assert inline(value) == text
+    assert tomli.loads(f"x = {text}") == {"x": value}
