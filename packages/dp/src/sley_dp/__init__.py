@@ -1,0 +1,1 @@
+"""Data parallelism for Sley: plugin `dp`."""
