@@ -70,6 +70,17 @@ def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
     assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "a world of 4 ranks would do") in found
 
 
+@pytest.mark.parametrize(
+    ("lines", "world", "line"),
+    [("pp = 2\nsp = 3", 4, 27), ("sp = 3\npp = 1", 4, 27), ("dp = 2\nwp = 4", 2, 28), ("pp = 2\ndp = 1", 4, 28)],
+)
+def test_a_layout_is_placed_at_the_axis_that_does_not_fit(text: str, lines: str, world: int, line: int) -> None:
+    plan = plan_from_text(text.replace("dp = 2", lines))
+    (found,) = [one for one in check_plan(plan, world) if one.code == "layout"]
+    assert found.place
+    assert found.place.line == line
+
+
 def test_problems_are_placed_and_sorted(text: str, loader: Loader) -> None:
     text = text.replace("dp = 2", "dp = 3").replace("[batch]", '[precision]\ncompute = "fp16"\n\n[batch]')
     plan = plan_from_text(text, loader=loader)

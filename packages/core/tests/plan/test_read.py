@@ -59,6 +59,7 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[run]\nsteps = 010", 2, 10),
         ("x = '''\n\n", 3, 1),
         ("a = 1\r\nb = 'open", 2, 10),
+        ('a = "\\', 1, 7),
     ],
 )
 def test_syntax(tmp_path: Path, content: str, line: int, column: int) -> None:

@@ -5,6 +5,7 @@ Everything after this works on the data; whoever finds something wrong at a key 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,13 +110,16 @@ class Document:
         return None
 
 
+_OVERRIDE = re.compile(r"--set #([0-9]+)")
+
+
 def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """Sorted as a reader meets them: the file from top to bottom, then each `--set` as numbered; equal ones once."""
 
     def order(diagnostic: Diagnostic) -> tuple[bool, int, int, int]:
         place = diagnostic.place or Place("")
-        number = int(place.file.removeprefix("--set #")) if place.file.startswith("--set #") else 0
-        return (number > 0, number, place.line, place.column)
+        override = _OVERRIDE.fullmatch(place.file)
+        return (bool(override), int(override[1]) if override else 0, place.line, place.column)
 
     return sorted(dict.fromkeys(diagnostics), key=order)
 

@@ -50,7 +50,8 @@ def plan_from_dict(
 def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
     """The plan with some values changed: what a run found out, such as the number of its samples.
 
-    Checked like any other, with the plugins that are loaded already; everything else keeps its place and origin.
+    Checked like any other, with the plugins that are loaded already; everything else keeps its place and origin,
+    and the origin of these is "core".
     """
     tables = deepcopy(plan.document.tables)
     for path, value in values.items():
@@ -58,4 +59,4 @@ def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
         for part in path[:-1]:
             here = here.setdefault(part, {}) if isinstance(here, dict) else here[part]
         here[path[-1]] = plain(value)
-    return resolve(replace(plan.document, tables=tables), plan.loader)
+    return resolve(replace(plan.document, tables=tables), plan.loader, values)

@@ -147,7 +147,7 @@ class Plan:
         try:
             return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
-            path: KeyPath = ("parallel",) if sizes.dp == "auto" else ("parallel", "dp")
+            path = ("parallel", _odd_axis(sizes, str(error)))
             raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world))]) from None
 
     def num_accumulation(self, topology: Topology) -> int:
@@ -163,6 +163,15 @@ class Plan:
     def located(self, error: SleyError) -> SleyError:
         """The same error; diagnostics that have a path and no place get theirs: `raise plan.located(error)`."""
         return locate(error, self.document)
+
+
+def _odd_axis(sizes: ParallelTable, equation: str) -> str:
+    """The axis to blame for an equation of `Topology.of` that fails."""
+    if "wdp" in equation:
+        return "wp"
+    if sizes.dp != "auto":
+        return "dp"
+    return "pp" if sizes.pp > 1 else "sp"
 
 
 def _fitting(sizes: ParallelTable, world: int) -> str:

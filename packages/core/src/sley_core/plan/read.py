@@ -51,12 +51,13 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
     try:
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        # tomli places the end of the document behind its last character, which may be on a line of its own.
+        # tomli may point behind the end of the document.
         line = min(error.lineno, len(lines))
+        column = min(error.colno, len(lines[line - 1]) + 1)
         found = Diagnostic(
             "syntax",
             f"this is not TOML: {_lowered(error.msg)}",
-            place=Place(file, line, error.colno),
+            place=Place(file, line, column),
             source_line=lines[line - 1],
         )
         raise PlanError.many([found]) from None

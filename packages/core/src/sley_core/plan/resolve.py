@@ -5,7 +5,7 @@ All problems are collected; only where a plugin is missing can what it would hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -30,8 +30,8 @@ TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table 
 CODE_KEYS = ("use", "factory")
 
 
-def resolve(document: Document, loader: Loader) -> Plan:
-    """The plan that `document` describes.
+def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath] = ()) -> Plan:
+    """The plan that `document` describes; the user did not write what lies at `found_by_core`, a run found it.
 
     Raises PlanError with all that is wrong with it, sorted by place; PluginError if a plugin is among that.
     """
@@ -44,7 +44,7 @@ def resolve(document: Document, loader: Loader) -> Plan:
     resolver.raise_problems()
     parts: dict[str, Any] = {**tables, **optional, **single, **many}
     plan = Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins, origins={})
-    return replace(plan, origins=_origins(plan, resolver.written_in))
+    return replace(plan, origins=_origins(plan, {*resolver.written_in, *found_by_core}))
 
 
 @dataclass
@@ -230,6 +230,6 @@ def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
     """Of every value in the resolved plan."""
 
     def origin(path: KeyPath) -> Origin:
-        return plan.document.origin(path) or Origin("core" if path in written_in else "default")
+        return Origin("core") if path in written_in else plan.document.origin(path) or Origin("default")
 
     return {path: origin(path) for path, _ in leaves(plan.tables)}
