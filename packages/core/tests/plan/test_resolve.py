@@ -13,7 +13,7 @@ import pytest
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, PlanError, PluginError, SleyError
 from sley_core.loader import Loader
 from sley_core.plan.document import Origin
-from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text, with_values
+from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
 from sley_core.plan.plan import Plan
 
 Make = Callable[..., Plan]
@@ -261,65 +261,6 @@ def test_a_dict_needs_no_text(tables: dict[str, Any], text: str, tmp_path: Path)
     ]
     plan = plan_from_dict({**tables, "data": {"use": "core.text", "files": [Path("a.txt")], "sequence": 8}}, tmp_path)
     assert plan.data.config.files == (tmp_path / "a.txt",)
-
-
-def test_values_found_by_a_run_can_be_written_in(text: str, tmp_path: Path) -> None:
-    plan = plan_from_text(text.replace("plan = 1", 'plan = 1\nsource_folder = "sub"'), folder=tmp_path)
-    changed = with_values(plan, {("data", "samples_per_epoch"): 100, ("evaluation", "every"): 5})
-    assert changed.data.config.samples_per_epoch == 100
-    assert changed.evaluation
-    assert changed.evaluation.every == 5
-    assert changed.folder == plan.folder == tmp_path / "sub"
-    assert changed.origins["run", "steps"] == plan.origins["run", "steps"]
-    assert changed.origins["data", "samples_per_epoch"] == Origin("core")
-    assert plan.data.config.samples_per_epoch is None
-    assert changed.digest != plan.digest
-    with pytest.raises(PlanError, match=r"`data.samples_per_epoch` must be an integer"):
-        with_values(plan, {("data", "samples_per_epoch"): 0})
-
-
-def test_building_gives_a_record_its_config_and_a_factory_its_options(
-    make: Make, text: str, loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_own_parts.py").write_text(
-        "def loss(scale=1): return ('loss', scale)\n"
-        "def data(context, size): return (context, size)\n"
-        "def fails(): raise KeyError('inside')\n"
-        "class Outer:\n    @staticmethod\n    def inner(): return 7\n"
-        "number = 3\n"
-    )
-    plan = plan_from_text(text + "[loss]\nfactory = 'my_own_parts:loss'\noptions = {scale = 3}\n", folder=tmp_path)
-    assert plan.loss.build() == ("loss", 3)
-    data = plan_from_dict(
-        {**plan.tables, "data": {"factory": "my_own_parts:data", "options": {"size": 4}}}, tmp_path
-    ).data
-    assert data.build("the context") == ("the context", 4)
-
-    def failure(**loss: Any) -> str:
-        with pytest.raises(PlanError) as caught:
-            plan_from_dict({**plan.tables, "loss": loss}, tmp_path).loss.build()
-        return f"{caught.value.diagnostics[0].code}: {caught.value.diagnostics[0].message}"
-
-    assert plan_from_dict({**plan.tables, "loss": {"factory": "my_own_parts:Outer.inner"}}, tmp_path).loss.build() == 7
-    assert failure(factory="my_own_parts:los") == (
-        f"factory-import: cannot import `my_own_parts:los`: {tmp_path / 'my_own_parts.py'} has no `los`"
-    )
-    assert "factory-import: cannot import `my_own_part:loss`: ModuleNotFoundError" in failure(
-        factory="my_own_part:loss"
-    )
-    assert failure(factory="my_own_parts:number").endswith("is a int, which cannot be called")
-    assert failure(factory="my_own_parts:loss", options={"skale": 1}).startswith("factory-options: ")
-    assert "KeyError: 'inside' (" in failure(factory="my_own_parts:fails")
-    assert "my_own_parts.py:3)" in failure(factory="my_own_parts:fails")
-
-
-def test_a_failing_factory_is_placed_at_its_key(text: str) -> None:
-    plan = plan_from_text(text + "[loss]\nfactory = 'no_such_module_here:loss'\n")
-    with pytest.raises(PlanError) as caught:
-        plan.loss.build()
-    assert str(caught.value).startswith("plan.toml:29:11: error[factory-import]: ")
-    assert caught.value.diagnostics[0].source_line == "factory = 'no_such_module_here:loss'"
 
 
 def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -> None:

@@ -1,0 +1,106 @@
+"""A plan's components build what they name, and a run can write what it found into its plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.errors import PlanError
+from sley_core.plan.document import Origin
+from sley_core.plan.load import plan_from_dict, plan_from_text, with_values
+
+Failure = Callable[..., str]
+
+CODE = """\
+import sys
+
+def loss(scale=1): return ("loss", scale)
+def data(context, size): return (context, size)
+def fails(): raise KeyError("inside")
+def ends(): sys.exit(3)
+
+class Outer:
+    @staticmethod
+    def inner(): return 7
+
+number = 3
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module `my_own_parts`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_own_parts", raising=False)
+    (tmp_path / "my_own_parts.py").write_text(CODE)
+    (tmp_path / "my_broken_parts.py").write_text("raise SystemExit(2)")
+    return tmp_path
+
+
+@pytest.fixture
+def failure(tables: dict[str, Any], code: Path) -> Failure:
+    """Code and message of the error of a loss, given as a table."""
+
+    def of(**loss: Any) -> str:
+        with pytest.raises(PlanError) as caught:
+            plan_from_dict({**tables, "loss": loss}, code).loss.build()
+        return f"{caught.value.diagnostics[0].code}: {caught.value.diagnostics[0].message}"
+
+    return of
+
+
+def test_a_factory_gets_its_options_and_what_it_names(tables: dict[str, Any], code: Path) -> None:
+    def build(key: str, table: dict[str, Any], *args: Any) -> Any:
+        return getattr(plan_from_dict({**tables, key: table}, code), key).build(*args)
+
+    assert build("loss", {"factory": "my_own_parts:loss"}) == ("loss", 1)
+    assert build("loss", {"factory": "my_own_parts:loss", "options": {"scale": 3}}) == ("loss", 3)
+    assert build("loss", {"factory": "my_own_parts:Outer.inner"}) == 7
+    assert build("data", {"factory": "my_own_parts:data", "options": {"size": 4}}, "context") == ("context", 4)
+
+
+def test_what_can_be_wrong_with_a_factory(failure: Failure, code: Path) -> None:
+    where = code / "my_own_parts.py"
+    missing = f"factory-import: cannot import `my_own_parts:los`: {where} has no `los`"
+    assert failure(factory="my_own_parts:los") == missing
+    assert "factory-import: cannot import `my_own_part:loss`: ModuleNotFound" in failure(factory="my_own_part:loss")
+    assert "cannot import `my_broken_parts:loss`: SystemExit: 2" in failure(factory="my_broken_parts:loss")
+    assert failure(factory="my_own_parts:number").endswith("is a int, which cannot be called")
+    assert failure(factory="my_own_parts:loss", options={"skale": 1}).startswith("factory-options: ")
+    assert failure(factory="my_own_parts:fails") == (
+        f"factory-failed: `my_own_parts:fails` failed: KeyError: 'inside' ({where}:5)"
+    )
+    assert "failed: SystemExit: 3" in failure(factory="my_own_parts:ends")
+
+
+def test_what_a_run_passes_is_no_option(tables: dict[str, Any], code: Path) -> None:
+    table = {"factory": "my_own_parts:data", "options": {"size": 4, "context": 1}}
+    with pytest.raises(PlanError, match="`context` is what a run passes itself"):
+        plan_from_dict({**tables, "data": table}, code).data.build("the context")
+
+
+def test_a_failing_factory_is_placed_at_its_key(text: str) -> None:
+    plan = plan_from_text(text + "[loss]\nfactory = 'no_such_module_here:loss'\n")
+    with pytest.raises(PlanError) as caught:
+        plan.loss.build()
+    assert str(caught.value).startswith("plan.toml:29:11: error[factory-import]: ")
+    assert caught.value.diagnostics[0].source_line == "factory = 'no_such_module_here:loss'"
+
+
+def test_values_found_by_a_run_can_be_written_in(text: str, tmp_path: Path) -> None:
+    plan = plan_from_text(text.replace("plan = 1", 'plan = 1\nsource_folder = "sub"'), folder=tmp_path)
+    changed = with_values(plan, {("data", "samples_per_epoch"): 100, ("evaluation", "every"): 5})
+    assert changed.data.config.samples_per_epoch == 100
+    assert changed.evaluation
+    assert changed.evaluation.every == 5
+    assert changed.folder == plan.folder == tmp_path / "sub"
+    assert changed.origins["run", "steps"] == plan.origins["run", "steps"]
+    assert changed.origins["data", "samples_per_epoch"] == Origin("core")
+    assert plan.data.config.samples_per_epoch is None
+    assert changed.digest != plan.digest
+    with pytest.raises(PlanError, match=r"`data.samples_per_epoch` must be an integer"):
+        with_values(plan, {("data", "samples_per_epoch"): 0})
