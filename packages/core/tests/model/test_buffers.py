@@ -49,6 +49,12 @@ def test_buffers_declared_per_rank_may_be_written() -> None:
     watch.check()
 
 
+def test_a_constant_may_hold_nan() -> None:
+    module = nn.Identity()
+    module.register_buffer("unknown", torch.tensor([1.0, torch.nan]))
+    BufferWatch(Model([module]).layers).check()
+
+
 def test_evaluation_writes_nothing() -> None:
     model = Model([("norm", nn.BatchNorm1d(3).eval())])
     watch = BufferWatch(model.layers)

@@ -215,7 +215,7 @@ print(numel, grown * (1 if sys.platform == "darwin" else 1024), seconds)
 
 
 def test_a_billion_parameters_take_no_memory() -> None:
-    done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True, timeout=120)
     numel, grown, seconds = map(float, done.stdout.split())
     assert numel > 1e9
     assert grown < 200e6

@@ -94,6 +94,18 @@ def test_there_and_back_changes_nothing(real: Real, tie: bool) -> None:
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
+def test_a_tied_head_may_be_missing_and_an_untied_one_may_not(build: Real) -> None:
+    for tie in (True, False):
+        ours = config(tie, 2)
+        weights = state(build(lambda data, ours=ours: layers(ours, data)))
+        del weights["head.output.weight"]
+        if tie:
+            assert len(to_hugging_face(weights, ours)) == len(weights)
+        else:
+            with pytest.raises(RunError, match=r"'head.output.weight' is missing"):
+                to_hugging_face(weights, ours)
+
+
 def test_weights_of_another_model_are_refused(build: Real) -> None:
     ours = config(tie=False, kv_heads=2)
     weights = state(build(lambda data: layers(ours, data)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo, Field
@@ -16,7 +16,7 @@ from sley_core.errors import PlanError
 from sley_core.model import attention
 from sley_core.model.config import LlamaConfig
 from sley_core.model.layers import Model
-from sley_core.model.llama import RMSNorm, Rotary, layers
+from sley_core.model.llama import Rotary, layers
 
 Real = Callable[..., Model]
 SMALL = LlamaConfig(num_layers=2, hidden=32, heads=4, kv_heads=2)
@@ -70,7 +70,7 @@ def test_first_weights_have_the_spread_that_the_config_says(real: Real) -> None:
 def test_the_first_loss_is_that_of_a_guess(real: Real) -> None:
     tokens = drawn(4, 24)
     logits = run(real(llama()), tokens)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn(4, 25)[:, 1:].flatten())
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), drawn(4, 25)[:, 1:].flatten())
     assert loss.item() == pytest.approx(math.log(97), abs=0.05)
 
 
@@ -129,9 +129,9 @@ def test_the_past_does_not_see_the_future(real: Real) -> None:
     assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
-def test_norm_computes_in_fp32_and_returns_the_dtype_it_was_given() -> None:
-    norm = RMSNorm(64, 1e-5).to(torch.bfloat16)
-    torch.nn.init.uniform_(norm.weight)
+def test_torchs_norm_computes_in_fp32_and_returns_the_dtype_it_was_given() -> None:
+    norm = nn.RMSNorm(64, eps=1e-5).to(torch.bfloat16)
+    nn.init.uniform_(norm.weight)
     x = 100 * torch.randn(8, 64, dtype=torch.bfloat16)
     exact = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * norm.weight.float()
     assert torch.equal(norm(x), exact.to(torch.bfloat16))

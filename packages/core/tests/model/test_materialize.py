@@ -30,7 +30,7 @@ class Embed(nn.Module):
 class Mixed(nn.Module):
     """One of each of torch's that has something of its own, and a submodule shared with other layers."""
 
-    def __init__(self, shared: nn.Module) -> None:
+    def __init__(self, shared: nn.Module, noise: nn.Module) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2)
         self.norm = nn.LayerNorm(8)
@@ -39,9 +39,24 @@ class Mixed(nn.Module):
         self.rnn = nn.GRU(8, 8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.shared = shared
+        self.noise = noise
 
     def forward(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
+
+
+class Noise(nn.Module):
+    """No parameters; its buffers, one tensor under two names, get their values when it is reset."""
+
+    noise: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(4))
+        self.register_buffer("same_noise", self.noise, persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.noise.normal_()
 
 
 class Shared(nn.Module):
@@ -50,10 +65,6 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.register_buffer("noise", torch.zeros(4))
-
-    def reset_parameters(self) -> None:
-        self.noise.normal_()
 
 
 class Head(nn.Module):
@@ -69,8 +80,9 @@ class Head(nn.Module):
 
 
 def layers(_: DataInfo) -> list[tuple[str, nn.Module]]:
-    embed, shared = Embed(), Shared()
-    return [("embed", embed), ("first", Mixed(shared)), ("second", Mixed(shared)), ("head", Head(embed))]
+    embed, shared, noise = Embed(), Shared(), Noise()
+    mixed = [Mixed(shared, noise), Mixed(shared, noise)]
+    return [("embed", embed), ("first", mixed[0]), ("second", mixed[1]), ("head", Head(embed))]
 
 
 def init_weights(module: nn.Module, name: str) -> None:
@@ -129,7 +141,9 @@ def test_values_follow_names_and_seed_and_not_the_order_of_layers(real: Real) ->
         return [embed, second, first, head]
 
     one, other, reseeded = values(real(layers)), values(real(reordered)), values(real(layers, seed=1))
-    alone = {name for name in one if "shared" not in name}  # what is shared belongs to the first layer that has it
+    alone = {
+        name for name in one if "shared" not in name and "noise" not in name
+    }  # what is shared belongs to the first layer that has it
     assert all(torch.equal(one[name], other[name]) for name in alone)
     assert not torch.equal(one["first.conv.weight"], one["second.conv.weight"])
     assert not torch.equal(one["first.conv.weight"], reseeded["first.conv.weight"])
@@ -159,14 +173,17 @@ def test_torchs_own_modules_get_the_values_that_their_constructors_give(real: Re
 
 
 def test_ties_requires_grad_and_attributes_survive(real: Real) -> None:
-    model = real(layers)
+    model = real(layers, torch.float64)
     embed, first, second, head = (layer.module for layer in model)
     assert head.output.weight is embed.table.weight
     assert first.shared.linear.weight is second.shared.linear.weight
     assert head.output.weight.kept == "on the parameter"
+    assert first.noise.noise is first.noise.same_noise is second.noise.noise
     assert not first.frozen.weight.requires_grad
     assert first.conv.weight.requires_grad
-    first.rnn(torch.zeros(2, 1, 8))  # the list of weights that it keeps beside its attributes was renewed too
+    first.rnn(
+        torch.zeros(2, 1, 8, dtype=torch.float64)
+    )  # the list of weights that it keeps beside its attributes was renewed too
 
 
 def test_init_weights_has_the_last_word_and_may_leave_modules_alone(real: Real) -> None:
@@ -177,9 +194,11 @@ def test_init_weights_has_the_last_word_and_may_leave_modules_alone(real: Real) 
 
 
 def test_generator_and_gradients_are_left_alone(real: Real) -> None:
-    state = torch.get_rng_state()
-    model = real(layers)
-    assert torch.equal(torch.get_rng_state(), state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(12345)
+        state = torch.get_rng_state()
+        model = real(layers)
+        assert torch.equal(torch.get_rng_state(), state)
     assert model["embed"].module.table.weight.grad_fn is None
     assert torch.is_grad_enabled()
 
@@ -200,6 +219,46 @@ class TiedInside(nn.Module):
 def test_a_tie_has_the_values_of_its_first_holder(real: Real) -> None:
     weight = values(real(lambda _: [TiedInside()]))["0.output.weight"]
     assert weight.std() == pytest.approx(1.0, abs=0.1), "an embedding's, not a linear's"
+
+
+def test_buffers_of_a_shared_module_have_the_values_of_its_first_layer(real: Real) -> None:
+    def noisy(_: DataInfo) -> list[nn.Module]:
+        noise = Noise()
+        return [Scaled(noise), Scaled(noise)]
+
+    whole, second = values(real(noisy)), values(real(noisy, owned={"1"}))
+    assert whole["0.scale.noise"].any()
+    assert torch.equal(whole["0.scale.noise"], second["1.scale.noise"])
+
+
+class Follows(nn.Module):
+    """Has its first values from a parameter that another layer holds."""
+
+    def __init__(self, before: nn.Parameter) -> None:
+        super().__init__()
+        self.before = before
+        self.after = nn.Parameter(torch.empty_like(before))
+
+    def reset_parameters(self) -> None:
+        self.after.copy_(self.before + 1.0)
+        self.before.zero_()  # in vain: it belongs to an earlier layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_values_may_follow_from_other_layers_values(real: Real) -> None:
+    def chain_of_ties(_: DataInfo) -> list[nn.Module]:
+        embed = Embed()
+        second = Follows(embed.table.weight)
+        return [embed, second, Follows(second.after)]
+
+    whole = values(real(chain_of_ties))
+    assert torch.equal(whole["2.after"], whole["0.table.weight"] + 1.0 + 1.0)
+    for owned in subsets(["0", "1", "2"]):
+        found = values(real(chain_of_ties, owned=owned))
+        assert {name.split(".")[0] for name in found} == owned
+        assert all(torch.equal(value, whole[name]) for name, value in found.items())
 
 
 class Scale(nn.Module):

@@ -4,7 +4,8 @@
 
     block:  x + attention(norm(x)),  then  x + feed_forward(norm(x))
 
-Weights are laid out as in Hugging Face's Llama (`hf.py`). Norms and rotary tables are computed in fp32.
+Weights are laid out as in Hugging Face's Llama (`hf.py`). Rotary tables are fp32, and so is what torch's RMSNorm (Zhang
+and Sennrich 2019) computes inside, whatever it is given.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = SelfAttention(config)
-        self.feed_forward_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.hidden, config.ffn_hidden)
 
     def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -104,24 +105,12 @@ class Head(nn.Module):
 
     def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.output = nn.Linear(config.hidden, vocab_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.output(self.norm(hidden))
         return logits
-
-
-class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight, computed in fp32 at least (Zhang and Sennrich 2019); the dtype of x comes back."""
-
-    def __init__(self, hidden: int, eps: float) -> None:
-        super().__init__(hidden, eps=eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float32, torch.float64):
-            return super().forward(x)
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
