@@ -70,7 +70,9 @@ def main() -> None:
         rows = compare(interleave(contestants, options.rounds, warmup=10), "plain loop")
         noise = noise_of(rows, "plain loop again")
         facts = {"noise": round(noise, 4), f"sley <= {TARGET}": rows[-1].meets(TARGET, noise)}
-        report(f"overhead, {micros} micro-batches of {SAMPLES // micros} x {SEQUENCE} tokens", rows, facts, options.json)
+        report(
+            f"overhead, {micros} micro-batches of {SAMPLES // micros} x {SEQUENCE} tokens", rows, facts, options.json
+        )
         for run in runs:
             run.close()
 

@@ -74,7 +74,8 @@ def compare(seconds: Mapping[str, Sequence[float]], base: str, *, seed: int = 0)
     rows = []
     for name, values in seconds.items():
         ratios = sorted(
-            statistics.median(values[i] for i in pick) / median for pick, median in zip(picks, base_medians, strict=True)
+            statistics.median(values[i] for i in pick) / median
+            for pick, median in zip(picks, base_medians, strict=True)
         )
         low, high = ratios[int(0.025 * RESAMPLES)], ratios[int(0.975 * RESAMPLES) - 1]
         middle = statistics.median(values)

@@ -87,6 +87,15 @@ class SleyError(Exception):
         return error
 
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survives pickle, with all its diagnostics: an error may be raised in one process and told in another."""
+        return _restored, (type(self), self.diagnostics)
+
+
+def _restored(kind: type[SleyError], diagnostics: tuple[Diagnostic, ...]) -> SleyError:
+    return kind.many(diagnostics)
+
+
 class RunError(SleyError):
     """The run itself failed: a rank died, a wait ran out of time, a batch held an impossible token."""
 

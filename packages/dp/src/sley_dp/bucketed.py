@@ -65,6 +65,8 @@ class Bucketed(GradientHandler):
     def begin_step(self, step: StepState) -> None:
         if self._order is None and self._store.seen_order:
             self._order = self._agreed_order()
+            # Nobody may hold the old buffers when the new ones are made: two copies of the gradients would be the peak.
+            self.buckets, self._bucket_of = [], {}
             self._store.lay_out(self._plan)
         if self._layout != self._store.num_layouts:
             self._layout = self._store.num_layouts

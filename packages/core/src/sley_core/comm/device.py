@@ -57,11 +57,6 @@ class Device:
         """Whether work is queued on a stream, so that reading a scalar at once would stall it."""
         return self.type == "cuda"
 
-    @property
-    def fuses_optimizers(self) -> bool:
-        """Whether torch.optim's `fused=True` is the fastest form here (on CPU it is too: 4 x the loop)."""
-        return self.type in ("cpu", "cuda")
-
     def seed(self, seed: int) -> None:
         """Seeds the generators from which a forward on this device draws; cheap enough for every layer."""
         torch.default_generator.manual_seed(seed)

@@ -68,9 +68,11 @@ class Masters:
             stepped.parameter.grad = store.gradient(stepped.entry) if stepped.entry in store else None
 
     def write_back(self) -> None:
-        """The working weights become their masters, rounded."""
+        """The working weights become their masters, rounded; masters let go of the store's views."""
         if self._working:
             torch._foreach_copy_(self._working, self._masters)
+            for stepped in self.stepped:
+                stepped.parameter.grad = None
 
     def _narrowed(self, entries: Sequence[Entry]) -> list[Stepped]:
         flat = FlatBuffer([entry.parameter.shape for entry in entries], self.wide, entries[0].parameter.device)

@@ -1,0 +1,189 @@
+"""Data parallelism on two gloo ranks, one thread each: `dp.bucketed` against `core.each`, torch's DDP and FSDP2.
+
+Targets, ours / DDP: time <= 0.94 at 64 tokens and <= 1.00 at 512 (backward), <= 0.90 at 64 (whole step); memory <= 0.80;
+with injected latency at least 80 % of the reduction hidden.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contestants import Cleared, Sley, Torch, plan
+from protocol import arguments, compare, interleave, noise_of, report
+from sley_core.comm import collectives
+from sley_core.metrics.memory import resident_mb
+from sley_core.testing.ranks import Ranks
+
+RANKS = 2
+SHAPE = {"layers": 8, "hidden": 384, "heads": 6}
+TOKENS = (64, 512)
+MICROS = (1, 4)
+BUCKET_MB = 25.0
+BACKWARD_TARGET = {64: 0.94, 512: 1.00}
+STEP_TARGET = {64: 0.90}
+MEMORY_TARGET = 0.80
+HIDDEN_TARGET = 0.80
+LATENCY_S = 0.010
+BUCKETED = [{"use": "dp.bucketed", "bucket_mb": BUCKET_MB}]
+EACH = [{"use": "core.each"}]
+
+
+def backward_contestants(tokens: int, micros: int) -> dict[str, Any]:
+    shape = {**SHAPE, "sequence": tokens}
+    return {
+        "ddp": lambda: Cleared(Torch(plan(shape, micros, EACH), "ddp", micros)),
+        "ddp again": lambda: Cleared(Torch(plan(shape, micros, EACH), "ddp", micros)),
+        "ddp static_graph": lambda: Cleared(Torch(plan(shape, micros, EACH), "ddp-static", micros)),
+        "fsdp2": lambda: Cleared(Torch(plan(shape, micros, EACH), "fsdp2", micros)),
+        "no reduction": lambda: Cleared(Torch(plan(shape, micros, EACH), "none", micros)),
+        "core.each": lambda: Sley(plan(shape, micros, EACH), backward_only=True),
+        "dp.bucketed": lambda: Sley(plan(shape, micros, BUCKETED), backward_only=True),
+    }
+
+
+def step_contestants(tokens: int, micros: int) -> dict[str, Any]:
+    shape = {**SHAPE, "sequence": tokens}
+    return {
+        "ddp": lambda: Torch(plan(shape, micros, EACH), "ddp", micros),
+        "ddp again": lambda: Torch(plan(shape, micros, EACH), "ddp", micros),
+        "ddp, fused AdamW": lambda: Torch(plan(shape, micros, EACH), "ddp", micros, fused=True),
+        "fsdp2": lambda: Torch(plan(shape, micros, EACH), "fsdp2", micros),
+        "core.each": lambda: Sley(plan(shape, micros, EACH)),
+        "dp.bucketed": lambda: Sley(plan(shape, micros, BUCKETED)),
+    }
+
+
+def times(whole: bool, tokens: int, micros: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per step on this rank; a rank's step ends with its own work, so rank 0 stands for both."""
+    make = (step_contestants if whole else backward_contestants)(tokens, micros)
+    torch.set_num_threads(1)
+    made = {name: build() for name, build in make.items()}
+    batches = [Sley(plan({**SHAPE, "sequence": tokens}, micros, EACH)).batch() for _ in range(1)]
+
+    def one(contestant: Any) -> Callable[[], object]:
+        call = contestant.step if whole else contestant.backward
+        return lambda: call(batches[0])
+
+    return interleave({name: one(each) for name, each in made.items()}, rounds, barrier=dist.barrier)
+
+
+def memory(whole: bool, name: str) -> float:
+    """Peak of live tensor bytes in three steps of `name` alone, in MiB, construction included."""
+    torch.set_num_threads(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        _three_steps(whole, name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]") / 2**20
+
+
+def resident(whole: bool, name: str) -> float:
+    """High-water RSS of three steps of `name` alone above the state after imports, in MiB."""
+    torch.set_num_threads(1)
+    gc.collect()
+    before = resident_mb()
+    _three_steps(whole, name)
+    return resident_mb() - before
+
+
+def _three_steps(whole: bool, name: str) -> None:
+    batch = {key: torch.zeros(1, 64, dtype=torch.int64) for key in ("tokens", "labels")}
+    contestant = (step_contestants if whole else backward_contestants)(64, 1)[name]()
+    for _ in range(3):
+        (contestant.step if whole else contestant.backward)(batch)
+
+
+class Late(collectives.Pending):
+    """A reduction that is done `LATENCY_S` after the one before it at the earliest; waiting holds no core and no GIL."""
+
+    free_at = 0.0
+
+    def __init__(self, pending: collectives.Pending) -> None:
+        self._inner = pending
+        Late.free_at = max(Late.free_at, time.perf_counter()) + LATENCY_S
+        self._done_at = Late.free_at
+
+    def wait(self) -> None:
+        self._inner.wait()
+        time.sleep(max(0.0, self._done_at - time.perf_counter()))
+
+
+def hidden(rounds: int) -> dict[str, float]:
+    """Milliseconds per step: overlapped, blocking at every bucket, and how much latency was injected."""
+    import sley_dp.bucketed as bucketed
+
+    torch.set_num_threads(1)
+    contestant = Sley(
+        plan({**SHAPE, "sequence": 512}, 1, [{"use": "dp.bucketed", "bucket_mb": 6.0}]), backward_only=True
+    )
+    batch = contestant.batch()
+    plain = bucketed.all_reduce
+
+    def overlapped(*args: Any, **kwargs: Any) -> collectives.Pending:
+        return Late(plain(*args, **kwargs))
+
+    def blocking(*args: Any, **kwargs: Any) -> collectives.Pending:
+        pending = Late(plain(*args, **kwargs))
+        pending.wait()
+        return pending
+
+    seconds: dict[str, list[float]] = {"overlapped": [], "blocking": []}
+    for _ in range(3):
+        contestant.step(batch)
+    for _ in range(rounds):
+        for name, form in (("overlapped", overlapped), ("blocking", blocking)):
+            bucketed.all_reduce = form  # type: ignore[assignment]
+            dist.barrier()
+            began = time.perf_counter()
+            contestant.step(batch)
+            seconds[name].append(time.perf_counter() - began)
+    (handler,) = contestant.run.stepper.handlers
+    injected = LATENCY_S * len(handler.buckets)  # type: ignore[attr-defined]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "buckets": len(handler.buckets),  # type: ignore[attr-defined]
+        "overlapped ms": round(1e3 * medians["overlapped"], 2),
+        "blocking ms": round(1e3 * medians["blocking"], 2),
+        "injected ms": round(1e3 * injected, 2),
+        "hidden": round((medians["blocking"] - medians["overlapped"]) / injected, 3),
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", rounds=40)
+    ranks = Ranks(RANKS, timeout_s=3000)
+    for whole, targets in ((False, BACKWARD_TARGET), (True, STEP_TARGET)):
+        for tokens in TOKENS:
+            for micros in MICROS:
+                seconds = ranks(times, whole, tokens, micros, options.rounds)[0]
+                rows = compare(seconds, "ddp")
+                noise = noise_of(rows, "ddp again")
+                facts: dict[str, object] = {"noise": round(noise, 4)}
+                if tokens in targets:
+                    facts[f"dp.bucketed <= {targets[tokens]}"] = rows[-1].meets(targets[tokens], noise)
+                what = "whole step" if whole else "forward, backward, reduction"
+                report(f"{what}, {tokens} tokens, k = {micros}, {RANKS} ranks", rows, facts, options.json)
+    for whole, contestants in ((False, backward_contestants), (True, step_contestants)):
+        facts = {}
+        for name in contestants(64, 1):
+            live, rss = ranks(memory, whole, name)[0], ranks(resident, whole, name)[0]
+            facts[f"{name}: live tensors, RSS above imports"] = (round(live), round(rss))
+        what = "three whole steps" if whole else "three times forward, backward, reduction"
+        report(f"peak MiB of {what}, 64 tokens, k = 1 (target {MEMORY_TARGET} of ddp)", [], facts, options.json)
+    result = ranks(hidden, options.rounds)[0]
+    report("injected latency of 10 ms per bucket, 512 tokens", [], {**result, "target": HIDDEN_TARGET}, options.json)
+
+
+if __name__ == "__main__":
+    main()
