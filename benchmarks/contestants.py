@@ -85,6 +85,8 @@ class Torch:
         model, device = _layers(tables)
         self.kind = kind
         self.micros = micros
+        # torch asserts where a static graph's very first backward runs under `no_sync`.
+        self.syncs_always = kind == "ddp-static"
         self.model: Any = model
         if kind.startswith("ddp"):
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=kind == "ddp-static")
@@ -98,9 +100,10 @@ class Torch:
 
     def backward(self, batch: Batch) -> object:
         total = torch.zeros((), device=self.device)
+        syncs_always, self.syncs_always = self.syncs_always, False
         for number in range(self.micros):
             tokens, labels = (batch[name][number : number + 1].to(self.device) for name in ("tokens", "labels"))
-            with self._synced(number == self.micros - 1):
+            with self._synced(syncs_always or number == self.micros - 1):
                 logits = self.model(tokens)
                 loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten()) / self.micros
                 loss.backward()

@@ -76,11 +76,11 @@ def times(whole: bool, tokens: int, micros: int, rounds: int) -> dict[str, list[
     return interleave({name: one(each) for name, each in made.items()}, rounds, barrier=dist.barrier)
 
 
-def memory(whole: bool, name: str) -> float:
+def memory(whole: bool, name: str, micros: int) -> float:
     """Peak of live tensor bytes in three steps of `name` alone, in MiB, construction included."""
     torch.set_num_threads(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        _three_steps(whole, name)
+        _three_steps(whole, name, micros)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
@@ -88,18 +88,18 @@ def memory(whole: bool, name: str) -> float:
     return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]") / 2**20
 
 
-def resident(whole: bool, name: str) -> float:
+def resident(whole: bool, name: str, micros: int) -> float:
     """High-water RSS of three steps of `name` alone above the state after imports, in MiB."""
     torch.set_num_threads(1)
     gc.collect()
     before = resident_mb()
-    _three_steps(whole, name)
+    _three_steps(whole, name, micros)
     return resident_mb() - before
 
 
-def _three_steps(whole: bool, name: str) -> None:
-    batch = {key: torch.zeros(1, 64, dtype=torch.int64) for key in ("tokens", "labels")}
-    contestant = (step_contestants if whole else backward_contestants)(64, 1)[name]()
+def _three_steps(whole: bool, name: str, micros: int) -> None:
+    batch = {key: torch.zeros(micros, 64, dtype=torch.int64) for key in ("tokens", "labels")}
+    contestant = (step_contestants if whole else backward_contestants)(64, micros)[name]()
     for _ in range(3):
         (contestant.step if whole else contestant.backward)(batch)
 
@@ -175,12 +175,14 @@ def main() -> None:
                 what = "whole step" if whole else "forward, backward, reduction"
                 report(f"{what}, {tokens} tokens, k = {micros}, {RANKS} ranks", rows, facts, options.json)
     for whole, contestants in ((False, backward_contestants), (True, step_contestants)):
-        facts = {}
-        for name in contestants(64, 1):
-            live, rss = ranks(memory, whole, name)[0], ranks(resident, whole, name)[0]
-            facts[f"{name}: live tensors, RSS above imports"] = (round(live), round(rss))
-        what = "three whole steps" if whole else "three times forward, backward, reduction"
-        report(f"peak MiB of {what}, 64 tokens, k = 1 (target {MEMORY_TARGET} of ddp)", [], facts, options.json)
+        for micros in MICROS:
+            facts = {}
+            for name in contestants(64, micros):
+                live, rss = (ranks(measure, whole, name, micros)[0] for measure in (memory, resident))
+                facts[f"{name}: live tensors, RSS above imports"] = (round(live), round(rss))
+            what = "three whole steps" if whole else "three times forward, backward, reduction"
+            title = f"peak MiB of {what}, 64 tokens, k = {micros} (target {MEMORY_TARGET} of ddp)"
+            report(title, [], facts, options.json)
     result = ranks(hidden, options.rounds)[0]
     report("injected latency of 10 ms per bucket, 512 tokens", [], {**result, "target": HIDDEN_TARGET}, options.json)
 
