@@ -1,4 +1,4 @@
-"""First values: the same whatever the layout, complete, tied, and refused where nobody gives them."""
+"""First values: the same whatever the layout, complete and tied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
-from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 
 Real = Callable[..., Model]
@@ -221,14 +220,23 @@ def test_a_tie_has_the_values_of_its_first_holder(real: Real) -> None:
     assert weight.std() == pytest.approx(1.0, abs=0.1), "an embedding's, not a linear's"
 
 
+class Noisy(nn.Module):
+    def __init__(self, noise: Noise) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 def test_buffers_of_a_shared_module_have_the_values_of_its_first_layer(real: Real) -> None:
     def noisy(_: DataInfo) -> list[nn.Module]:
         noise = Noise()
-        return [Scaled(noise), Scaled(noise)]
+        return [Noisy(noise), Noisy(noise)]
 
     whole, second = values(real(noisy)), values(real(noisy, owned={"1"}))
-    assert whole["0.scale.noise"].any()
-    assert torch.equal(whole["0.scale.noise"], second["1.scale.noise"])
+    assert whole["0.noise.noise"].any()
+    assert torch.equal(whole["0.noise.noise"], second["1.noise.noise"])
 
 
 class Follows(nn.Module):
@@ -259,58 +267,3 @@ def test_values_may_follow_from_other_layers_values(real: Real) -> None:
         found = values(real(chain_of_ties, owned=owned))
         assert {name.split(".")[0] for name in found} == owned
         assert all(torch.equal(value, whole[name]) for name, value in found.items())
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(3))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden * self.gain
-
-
-class Half(Scale):
-    def reset_parameters(self) -> None:
-        self.gain[:2] = 1.0  # type: ignore[index]
-
-
-class Raises(Scale):
-    def reset_parameters(self) -> None:
-        raise RuntimeError("no such luck")
-
-
-class Scaled(nn.Module):
-    def __init__(self, scale: nn.Module) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("scale", "says"),
-    [
-        (Scale, r"the parameter '0.scale.gain' has no first value: its module \(Scale\) has no reset_parameters\(\)"),
-        (Half, r"the parameter '0.scale.gain' has no first value: its module \(Half\) does not set all of it"),
-        (Raises, r"the module '0.scale' \(Raises\) cannot be initialised: RuntimeError: no such luck"),
-    ],
-)
-def test_a_module_that_nobody_initialises_is_refused_by_name(real: Real, scale: type[nn.Module], says: str) -> None:
-    with pytest.raises(PlanError, match=says) as raised:
-        real(lambda _: [Scaled(scale())])
-    assert raised.value.diagnostics[0].code == "model-init"
-
-
-def test_a_parent_or_init_weights_may_initialise_it_instead(real: Real) -> None:
-    class Parent(Scaled):
-        def reset_parameters(self) -> None:
-            nn.init.constant_(self.scale.gain, 2.0)
-
-    def ones(module: nn.Module, name: str) -> None:
-        if isinstance(module, Scale):
-            nn.init.constant_(module.gain, 3.0)
-
-    assert real(lambda _: [Parent(Scale())])["0"].module.scale.gain.tolist() == [2.0] * 3
-    assert real(lambda _: Model([Scaled(Scale())], init_weights=ones))["0"].module.scale.gain.tolist() == [3.0] * 3
