@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from train_cli.commands.check import check
-from train_cli.commands.env import env
-from train_cli.commands.needs import needs
-from train_cli.commands.plugins import plugins
-from train_cli.commands.run import run
-from train_cli.commands.schema import schema
-from train_cli.commands.show import show
 from train_cli.console import Settings
-from train_cli.foreign import ForeignCommand, foreign_commands
+from train_cli.lazy import LazyCommand, foreign, foreign_summary, load_foreign, own
 from train_cli.render import MessageFormat
-from train_cli.versions import sley_versions
+
+COMMANDS = {
+    "run": "Train as the plan says.",
+    "check": "Find every mistake of one or more plans.",
+    "show": "Show the resolved plan, ranks and groups.",
+    "plugins": "List installed plugins, records and their options.",
+    "needs": "Print what to pip install for a plan.",
+    "schema": "Print the JSON Schema of a plan.",
+    "env": "Print versions and devices, for a report.",
+}
+"""Our commands, in the order of `--help`; the function of each is in the module of its name."""
 
 # \b keeps the lines of a paragraph as they are.
 HELP = """
@@ -43,23 +47,25 @@ Exit codes:
 
 
 class Commands(TyperGroup):
-    """Our commands, then those of other packages."""
+    """Our commands, then those of other packages; none is imported to be listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands, *(name for name in foreign_commands() if name not in self.commands)]
+        return [*self.commands, *(name for name in foreign() if name not in self.commands)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.commands and cmd_name in foreign_commands():
-            return ForeignCommand(cmd_name)
-        return super().get_command(ctx, cmd_name)
+        if cmd_name in self.commands or cmd_name not in foreign():
+            return super().get_command(ctx, cmd_name)
+        return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name), _common())
 
 
 def command() -> Any:
     """The whole command line, to be called with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
     assert isinstance(group, Commands), group
-    for each in (group, *group.commands.values()):
-        each.params.extend(_common())
+    common = _common()
+    group.params.extend(common)
+    for name, summary in COMMANDS.items():
+        group.add_command(LazyCommand(name, summary, own(name), common))
     return group
 
 
@@ -93,6 +99,8 @@ def _common() -> list[Any]:
 
 def _print_versions(wanted: bool) -> None:
     if wanted:
+        from train_cli.versions import sley_versions
+
         for name, version in sley_versions().items():
             typer.echo(f"{name} {version}")
         raise typer.Exit
@@ -119,5 +127,3 @@ _app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _app.callback()(_root)
-for _function in (run, check, show, plugins, needs, schema, env):
-    _app.command()(_function)

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from sley_core.assemble import assemble
+from collections.abc import Iterator
+
+from torch import nn
+
+from sley_core.assemble import assemble, draft_model
 from sley_core.comm.world import World
+from sley_core.data.dataset import DataContext
+from sley_core.errors import PlanError, SleyError
+from sley_core.model.layers import MODEL, Model
 from sley_core.plan.plan import Plan
 
 
 def check_model(plan: Plan, world: int) -> None:
     """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
 
-    Raises PlanError or PluginError as `assemble` does, and whatever the plan's own code raises.
+    Raises PlanError or PluginError as `assemble` does, and PlanError "model-init" for a parameter that nobody
+    initialises, which a run would find out only in its ranks.
     """
     with World.fake(0, world) as fake:
-        assemble(plan, fake).close()
+        try:
+            assemble(plan, fake).close()
+            info = plan.data.build(DataContext(plan.run.seed, "train")).info
+            check_first_values(draft_model(plan, info))
+        except SleyError as error:
+            raise plan.located(error) from error.__cause__
+
+
+def check_first_values(model: Model) -> None:
+    """Raises PlanError "model-init" unless each parameter is in reach of a method that could set it: one of a module that
+    holds it, of a module around that, or the model's own."""
+    if model.init_weights is not None:
+        return
+    reached = {id(parameter) for layer in model.layers for parameter in _reached(layer.module)}
+    for layer in model.layers:
+        for name, parameter in layer.module.named_parameters(prefix=layer.name):
+            if id(parameter) not in reached:
+                raise PlanError(
+                    "model-init",
+                    f"the parameter {name!r} has no first value: its module has no reset_parameters()",
+                    path=MODEL,
+                    hint="add one that sets it, or return sley_core.model.layers.Model(layers, init_weights)",
+                )
+
+
+def _reached(module: nn.Module) -> Iterator[nn.Parameter]:
+    for each in module.modules():
+        if any(callable(getattr(each, name, None)) for name in ("reset_parameters", "_reset_parameters")):
+            yield from each.parameters()

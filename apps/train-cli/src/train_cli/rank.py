@@ -11,7 +11,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import EXIT_OK
+from sley_core.errors import EXIT_OK, SleyError
 from sley_core.metrics.summary import Facts, Totals, summary, write_summary
 from train_cli import lifeline, report
 from train_cli.console import say
@@ -37,6 +37,8 @@ def train(plan: Plan, folder: Path, *, line: bool) -> int:
             run = stack.enter_context(assemble(plan, world, folder=folder))
             _train(run, folder, stopping, line=line)
         except Exception as error:
+            if isinstance(error, SleyError):
+                plan.located(error)
             # Before anything is torn down: that may hang, and whoever started this rank wants the first reason.
             fault = Fault.of(error)
             report.write(fault)

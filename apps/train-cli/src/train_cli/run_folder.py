@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import tomli
@@ -62,10 +63,12 @@ def make_run_folder(plan: Plan, *, overwrite: bool) -> Path:
 
 
 def drop_unused(folder: Path) -> None:
-    """Removes the folder of a run that failed before its first step: there is nothing in it to keep."""
+    """Removes the folder of a run that failed before its first step, as there is nothing in it to keep."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
     if files.keys() <= {PLAN, METRICS} and not files.get(METRICS):
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.parent.rmdir()
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sley_core.errors import Diagnostic, PlanError, PluginError, SleyError
+from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from train_cli.console import say
@@ -23,16 +23,15 @@ def check(
     ] = False,
 ) -> None:
     """Check plans: tables, files, sizes, layout; nothing is started or written."""
-    found: list[Diagnostic] = []
-    kind: type[SleyError] = PlanError
+    errors: list[SleyError] = []
     for path in plans:
         try:
             _check(path, overrides or [], world, model)
         except SleyError as error:
-            found += error.diagnostics
-            kind = PluginError if isinstance(error, PluginError) else kind
-    if found:
-        raise kind.many(found)
+            errors.append(error)
+    if errors:
+        worst = max(errors, key=lambda error: error.exit_code)
+        raise type(worst).many(found for error in errors for found in error.diagnostics)
     say("1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine")
 
 

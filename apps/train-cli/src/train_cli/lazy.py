@@ -1,0 +1,84 @@
+"""Commands that are imported when they are called, or asked for their own help, and never to list them.
+
+Beside ours there are those of other packages, entry points of the group `sley.commands`:
+
+    [project.entry-points."sley.commands"]
+    sweep = "my_package.sweep:sweep"          # a function with Typer's annotations, or a typer.Typer
+
+makes `train-cli sweep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from sley_core.errors import PluginError
+
+GROUP = "sley.commands"
+
+
+class LazyCommand(TyperCommand):
+    """Stands in for a command until it is called; `load` gives its function or Typer app.
+
+    options: parameters that every command has beside its own.
+    """
+
+    def __init__(self, name: str, summary: str, load: Callable[[], Any], options: Sequence[Any]) -> None:
+        super().__init__(name, help=summary, short_help=summary, rich_markup_mode=None)
+        self._load = load
+        self._options = options
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        loaded = self._load()
+        if not isinstance(loaded, typer.Typer):
+            app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+            app.command(self.name)(loaded)
+            loaded = app
+        command = typer.main.get_command(loaded)
+        command.params.extend(self._options)
+        return command.make_context(info_name, args, parent, **extra)
+
+
+def own(name: str) -> Callable[[], Any]:
+    """Loads the function `name` of our module `commands.<name>`."""
+    return lambda: getattr(import_module(f"train_cli.commands.{name}"), name)
+
+
+@cache
+def foreign() -> dict[str, tuple[EntryPoint, ...]]:
+    """The entry points of each command that other packages bring; more than one where several claim a name."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        found[point.name] = (*found.get(point.name, ()), point)
+    return found
+
+
+def foreign_summary(name: str) -> str:
+    return f"A command of {_labels(foreign()[name])}."
+
+
+def load_foreign(name: str) -> Any:
+    """What the entry point of command `name` names.
+
+    Raises PluginError "command-ambiguous" and "command-import".
+    """
+    point, *others = foreign()[name]
+    if others:
+        message = f"the command `{name}` is brought by {_labels(foreign()[name])}"
+        raise PluginError("command-ambiguous", message, hint="uninstall one of them")
+    try:
+        return point.load()
+    except Exception as error:
+        message = f"the command `{name}` of {_labels([point])} cannot be imported: {type(error).__name__}: {error}"
+        raise PluginError("command-import", message, hint="reinstall it, or report this to its authors") from error
+
+
+def _labels(points: Sequence[EntryPoint]) -> str:
+    return " and ".join(f"{each.dist.name} {each.dist.version}" if each.dist else each.value for each in points)

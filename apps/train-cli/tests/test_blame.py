@@ -1,0 +1,93 @@
+"""Which of several failures is told."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.errors import Diagnostic, Place, PlanError, RunError
+from train_cli import report
+from train_cli.blame import blame
+from train_cli.faults import Fault
+
+
+@dataclass
+class Failure:
+    exitcode: int
+    timestamp: int
+    error_file_data: dict[str, Any] = field(default_factory=dict)
+
+
+def reported(error: Exception, at: float, code: int = 1) -> Failure:
+    fields = {"place": None, "path": (), "source_line": None, "hint": None, "code": "", "message": ""}
+    diagnostics = [{**fields, **vars(each)} for each in Fault.of(error).diagnostics]
+    fault = {"diagnostics": diagnostics, "exit_code": code, "trace": "the trace"}
+    return Failure(code, int(at), {"sley": {"fault": fault, "time": at}})
+
+
+CLOSED = RunError("collective-failed", "connection closed by peer")
+
+
+def test_a_killed_rank_comes_before_what_its_peers_say() -> None:
+    fault = blame({0: reported(CLOSED, 10.98), 1: Failure(-signal.SIGKILL, 11)}, 2)
+    assert [each.message for each in fault.diagnostics] == ["rank 1 of 2 was killed by SIGKILL"]
+    assert fault.exit_code == 1
+
+
+def test_a_rank_that_had_to_be_killed_long_after_is_not_the_cause() -> None:
+    fault = blame({0: reported(RunError("not-finite", "loss nan"), 10.0), 1: Failure(-signal.SIGKILL, 40)}, 2)
+    assert fault.diagnostics[0].code == "not-finite"
+
+
+def test_the_first_report_counts_and_says_whose_it_is() -> None:
+    fault = blame({0: reported(CLOSED, 12.5), 3: reported(RunError("bad-token", "token 999"), 12.1)}, 4)
+    assert [each.message for each in fault.diagnostics] == ["rank 3 of 4: token 999"]
+    assert fault.trace == "the trace"
+
+
+def test_what_all_ranks_say_is_said_once() -> None:
+    wrong = PlanError("model-init", "no first value")
+    fault = blame({0: reported(wrong, 1.0, 3), 1: reported(wrong, 1.1, 3)}, 2)
+    assert [each.message for each in fault.diagnostics] == ["no first value"]
+    assert fault.exit_code == 3
+
+
+def test_aborted_peers_are_not_to_blame() -> None:
+    fault = blame({0: Failure(-signal.SIGABRT, 10), 1: reported(RunError("bad-token", "token 999"), 10.2)}, 2)
+    assert fault.diagnostics[0].code == "bad-token"
+
+
+def test_ranks_that_obeyed_a_signal_are_quiet() -> None:
+    assert blame({0: Failure(130, 1), 1: Failure(130, 1)}, 2) == Fault((), 130)
+    assert blame({1: Failure(-signal.SIGTERM, 1)}, 2) == Fault((), 143)
+
+
+def test_a_rank_that_leaves_without_a_word() -> None:
+    fault = blame({1: Failure(7, 1), 0: Failure(143, 2)}, 2)
+    assert "rank 1 of 2 left with exit code 7" in fault.diagnostics[0].message
+
+
+def test_a_report_comes_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    diagnostic = Diagnostic("code", "message", ("a", 0), Place("plan.toml", 3, 4, 5), "source", "hint")
+    fault = Fault((diagnostic,), 3, "trace")
+    report.write(fault)
+    report.write(Fault((), 1, "a later one"))
+    content = json.loads(path.read_text("utf-8"))
+    found = report.read(content)
+    assert found is not None
+    assert found.fault == fault
+    # What torchrun shows of it.
+    assert content["message"]["extraInfo"]["py_callstack"] == "trace"
+    assert "error[code]: message" in content["message"]["message"]
+
+
+def test_a_file_by_another_program_is_no_report() -> None:
+    assert report.read({"message": "<NONE>"}) is None

@@ -1,0 +1,191 @@
+"""check, show, plugins, needs, schema and env: what they print, and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.plan.load import load_plan, plan_from_text
+
+Cli = Callable[..., Any]
+
+
+def test_a_good_plan_gets_one_line(cli: Cli, plan: Path) -> None:
+    result = cli("check", plan)
+    assert (result.code, result.out, result.err) == (0, "", "1 plan is fine\n")
+
+
+def test_several_plans_are_checked_to_the_end(cli: Cli, plan: Path, folder: Path) -> None:
+    text = plan.read_text("utf-8")
+    (folder / "one.toml").write_text(text.replace("steps = 4", "steps = 0"), "utf-8")
+    (folder / "two.toml").write_text(text.replace("core.adamw", "nobody.knows"), "utf-8")
+    result = cli("check", "one.toml", plan, "two.toml")
+    first, second, count = result.err.splitlines()
+    assert first.startswith("one.toml:5:9: error[out-of-range]")
+    assert second.startswith("two.toml:25:7: error[plugin-unknown]")
+    assert count == "found 2 errors"
+    assert result.code == 4
+    assert cli("check", plan, plan).err == "2 plans are fine\n"
+
+
+def test_check_of_another_world(cli: Cli, plan: Path) -> None:
+    plan.write_text(plan.read_text("utf-8").replace("dp = 2", 'dp = "auto"'), "utf-8")
+    assert cli("check", plan, "--world", "4").code == 0
+    assert "batch-does-not-divide" in cli("check", plan, "--world", "3").err
+
+
+def test_check_of_the_model(cli: Cli, own_model: Callable[[str], Path]) -> None:
+    path = own_model("def layers(): return []")
+    assert cli("check", path).code == 0
+    result = cli("check", path, "--model")
+    assert result.code == 3
+    assert "error[model-factory]" in result.err
+
+
+# -- show --------------------------------------------------------------------------------------------------------------
+
+
+def test_show_is_a_plan_with_origins(cli: Cli, plan: Path) -> None:
+    result = cli("show", "plan.toml", "--set", "run.seed=7")
+    assert result.err == ""
+    lines = [line.partition("  # ") for line in result.out.splitlines()]
+    origins = {value.strip(): origin for value, _, origin in lines}
+    assert origins["steps = 4"] == "plan.toml:5:1"
+    assert origins["seed = 7"] == "--set #1"
+    assert origins['folder = "runs"'] == "default"
+    assert origins['use = "core.each"'] == "core"
+    shown = result.out.partition("# world")[0]
+    assert plan_from_text(shown, folder=plan.parent) == load_plan(plan, ["run.seed=7"])
+
+
+def test_show_of_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
+    out = cli("show", plan, "--set", "parallel.dp=4").out
+    assert "# world of 4: pp 1, dp 4, sp 1, wdp 4, wp 1" in out
+    assert "dp[0-3]" in out
+    assert out.rstrip().endswith("1  core.each  (reducer)")
+
+
+def test_show_of_one_rank(cli: Cli, plan: Path) -> None:
+    out = cli("show", plan, "--rank", "1").out
+    rows = out.partition("# world")[2].partition("# groups")[0].split("\n")
+    assert [row.split() for row in rows if row.strip()][2:] == [["1", "0", "1", "0", "1", "0"]]
+    result = cli("show", plan, "--rank", "2")
+    assert result.code == 3
+    assert "the ranks are 0 to 1" in result.err
+
+
+def test_a_large_world_is_shown_in_a_few_lines(cli: Cli, plan: Path) -> None:
+    arguments = ("show", plan, "--set", 'parallel.dp="auto"', "--world", "1024")
+    result = cli(*arguments)
+    assert len(result.out.splitlines()) < 150
+    assert "and 992 more" in result.out
+    assert len(json.loads(cli(*arguments, "--format", "json").out)["ranks"]) == 1024
+
+
+def test_show_as_json(cli: Cli, plan: Path) -> None:
+    shown = json.loads(cli("show", "plan.toml", "--format", "json").out)
+    values = {each["path"]: each for each in shown["plan"]}
+    assert values["run.steps"] == {
+        "path": "run.steps",
+        "value": 4,
+        "origin": {"kind": "file", "file": "plan.toml", "line": 5, "column": 1},
+    }
+    assert shown["world"] == 2
+    assert shown["ranks"][1]["dp"] == 1
+    assert {"axis": "control", "lane": "main", "backend": "gloo", "ranks": [0, 1]} in shown["groups"]
+    assert shown["gradient_handlers"] == [{"name": "core.each", "role": "reducer"}]
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------------
+
+
+def test_plugins_lists_records(cli: Cli) -> None:
+    result = cli("plugins")
+    assert result.code == 0
+    assert result.out.startswith("core  (sley-core ")
+    assert "core.llama" in result.out
+    core = json.loads(cli("plugins", "--format", "json").out)[0]
+    assert core["records"]["optimizers"] == ["core.adamw", "core.sgd"]
+    assert core["error"] is None
+
+
+def test_a_broken_plugin_is_listed_as_such(cli: Cli, install: Callable[..., None]) -> None:
+    install("sley-odd", "odd", "raise RuntimeError('not today')")
+    result = cli("plugins")
+    assert result.code == 0
+    assert "broken: plugin `odd` (sley-odd 1.0) cannot be imported" in result.out
+    assert cli("plugins", "odd").code == 4
+
+
+def test_a_plugin_by_name_tells_every_option(cli: Cli) -> None:
+    out = cli("plugins", "core.adamw").out
+    assert out.startswith("core.adamw  (optimizer, for [optimizer])")
+    assert "  lr: a number above 0 (required)" in out
+    assert "  eps: " in out
+    found = json.loads(cli("plugins", "core", "--format", "json").out)
+    adamw = next(each for each in found if each["name"] == "core.adamw")
+    options = {option["name"]: option for option in adamw["options"]}
+    assert options["lr"]["required"]
+    assert options["eps"]["default"] == 1e-8
+    assert all(option["description"] for option in options.values())
+
+
+def test_an_unknown_plugin_or_record(cli: Cli) -> None:
+    assert cli("plugins", "cores").code == 4
+    result = cli("plugins", "core.adamv")
+    assert result.code == 3
+    assert "did you mean `core.adamw`?" in result.err
+
+
+# -- needs, schema, env ------------------------------------------------------------------------------------------------
+
+
+def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sley_core.loader.installed", dict)
+    handler = (
+        '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\npool = "memory.classes"\n'
+    )
+    plan.write_text(plan.read_text("utf-8") + handler, "utf-8")
+    result = cli("needs", plan)
+    assert (result.code, result.err) == (0, "")
+    names = [line.partition("==")[0] for line in result.out.splitlines()]
+    assert names == ["sley-core", "sley-train-cli", "sley-dp", "sley-isp", "sley-memory"]
+
+
+def test_needs_pins_what_is_installed(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
+    install("sley-odd", "odd")
+    plan.write_text(plan.read_text("utf-8") + '[[metrics]]\nuse = "odd.writer"\n', "utf-8")
+    assert "sley-odd==1.0" in cli("needs", plan).out.splitlines()
+
+
+def test_needs_an_extra_for_a_tokenizer(cli: Cli, plan: Path) -> None:
+    plan.write_text(plan.read_text("utf-8").replace("sequence = 16", 'sequence = 16\ntokenizer = "t.json"'), "utf-8")
+    assert cli("needs", plan).out.startswith("sley-core[tokenizers]")
+
+
+def test_needs_of_an_unknown_plugin(cli: Cli, plan: Path) -> None:
+    plan.write_text(plan.read_text("utf-8").replace("core.adamw", "nobody.knows"), "utf-8")
+    result = cli("needs", plan)
+    assert (result.code, result.out) == (4, "")
+    assert "plan.toml:25:7: error[plugin-unknown]" in result.err
+
+
+def test_schema_is_a_schema(cli: Cli) -> None:
+    schema = json.loads(cli("schema").out)
+    assert schema["type"] == "object"
+    assert {"run", "model", "data", "optimizer"} <= set(schema["properties"])
+
+
+def test_env_tells_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden-from-everyone")
+    result = cli("env")
+    assert result.code == 0
+    for name in ("python", "torch", "sley-core", "NCCL_DEBUG"):
+        assert f"\n{name} " in result.out
+    assert "hidden-from-everyone" not in result.out
+    assert json.loads(cli("env", "--format", "json").out)["NCCL_DEBUG"] == "WARN"

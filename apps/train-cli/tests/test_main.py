@@ -1,0 +1,190 @@
+"""The entry: exit codes, help, what is imported, errors that nobody expected, commands of other packages."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.errors import RunError
+from train_cli import lazy
+from train_cli.main import main
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_commands() -> Iterator[None]:
+    lazy.foreign.cache_clear()
+    yield
+    lazy.foreign.cache_clear()
+
+
+def test_help_begins_with_two_examples_and_ends_with_the_exit_codes(cli: Cli) -> None:
+    result = cli("--help")
+    assert result.code == 0
+    lines = [line.strip() for line in result.out.splitlines() if line.strip()]
+    assert lines[1] == "Examples:"
+    assert all(line.startswith("train-cli ") for line in lines[2:4])
+    codes = lines[lines.index("Exit codes:") + 1 :]
+    assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "130", "143"]
+
+
+def test_every_command_has_help_and_the_common_options(cli: Cli) -> None:
+    for name in ("run", "check", "show", "plugins", "needs", "schema", "env"):
+        assert f"\n  {name} " in cli("--help").out
+        result = cli(name, "--help")
+        assert result.code == 0
+        assert "--message-format" in result.out
+        assert "--traceback" in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["check"], ["check", "--nonsense", "x"], ["run", "p.toml", "--nproc", "0"]]
+)
+def test_a_wrong_command_line_is_exit_2(cli: Cli, arguments: list[str]) -> None:
+    result = cli(*arguments)
+    assert result.code == 2
+    assert "Usage: train-cli" in result.err + result.out
+    assert "Traceback" not in result.err
+
+
+def test_a_typo_gets_a_suggestion(cli: Cli) -> None:
+    assert "'check'" in cli("chek").err
+
+
+def test_version_lists_the_packages(cli: Cli) -> None:
+    result = cli("--version")
+    assert result.code == 0
+    names = [line.split()[0] for line in result.out.splitlines()]
+    assert {"sley-core", "sley-train-cli"} <= set(names)
+    assert names == sorted(names)
+
+
+def test_m_works() -> None:
+    command = [sys.executable, "-m", "train_cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "sley-core" in done.stdout
+
+
+# -- what nobody expected ----------------------------------------------------------------------------------------------
+
+
+def test_an_internal_error_is_exit_1_with_a_way_to_report_it(
+    cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise AssertionError("a world of 3, 2 were given")
+
+    monkeypatch.setattr("sley_core.topology.Topology.coordinates", broken)
+    result = cli("show", plan)
+    assert result.code == 1
+    assert "AssertionError: a world of 3, 2 were given" in result.err
+    assert "Traceback" not in result.err
+    assert "Traceback" in cli("show", plan, "--traceback").err
+    assert "Traceback" in cli("--traceback", "show", plan).err
+
+
+def test_interrupts_have_their_codes(monkeypatch: pytest.MonkeyPatch, plan: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sley_core.plan.load.read_file", interrupt)
+    assert main(["check", str(plan)]) == 130
+
+
+def test_an_error_carries_its_own_code(monkeypatch: pytest.MonkeyPatch, plan: Path, cli: Cli) -> None:
+    def fail(*_: object) -> None:
+        raise RunError("no-luck", "it went wrong", hint="try again")
+
+    monkeypatch.setattr("sley_core.plan.load.read_file", fail)
+    result = cli("check", plan, "--message-format", "json")
+    assert result.code == 1
+    assert json.loads(result.err)["code"] == "no-luck"
+
+
+# -- what is imported, and how long it takes ---------------------------------------------------------------------------
+
+LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["needs", "plan.toml"]]
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=lambda arguments: arguments[0])
+def test_torch_stays_away(plan: Path, arguments: list[str]) -> None:
+    program = f"""
+import sys
+from train_cli.main import main
+code = main({arguments!r})
+heavy = [name for name in ("torch", "numpy", "rich") if name in sys.modules]
+sys.exit(f"{{code}}, imported {{heavy}}" if code or heavy else 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=plan.parent, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", LIGHT[:3], ids=lambda arguments: arguments[0])
+def test_answers_in_less_than_three_times_its_libraries(plan: Path, arguments: list[str]) -> None:
+    """Seconds of processor time, the least of several interleaved runs: other tests run beside this one."""
+    commands = {
+        "base": [sys.executable, "-c", "import typer, pydantic"],
+        "ours": [sys.executable, "-m", "train_cli", *arguments],
+    }
+    least = dict.fromkeys(commands, float("inf"))
+    for _ in range(7):
+        for name, command in commands.items():
+            least[name] = min(least[name], processor_s(command, plan.parent))
+    assert least["ours"] < 3 * least["base"], least
+
+
+def processor_s(command: list[str], folder: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+# -- commands of other packages ----------------------------------------------------------------------------------------
+
+SWEEP = """
+    def sweep(number: int = 3) -> None:
+        "Sweeps."
+        print("swept", number)
+"""
+
+
+def test_a_foreign_command_is_listed_unimported_and_called(cli: Cli, install: Callable[..., None]) -> None:
+    install("sley-sweep", "sweep", SWEEP, group="sley.commands", attribute=":sweep")
+    assert "A command of sley-sweep 1.0." in cli("--help").out
+    assert "sley_sweep_module" not in sys.modules
+    result = cli("sweep", "--number", "5")
+    assert (result.code, result.out) == (0, "swept 5\n")
+    assert "Sweeps." in cli("sweep", "--help").out
+
+
+def test_a_broken_foreign_command_breaks_no_other(cli: Cli, install: Callable[..., None]) -> None:
+    install("sley-sweep", "sweep", "import nothing_of_this_name", group="sley.commands", attribute=":sweep")
+    assert cli("--help").code == 0
+    result = cli("sweep")
+    assert result.code == 4
+    assert "error[command-import]" in result.err
+    assert "sley-sweep 1.0" in result.err
+
+
+def test_two_packages_of_one_command(cli: Cli, install: Callable[..., None]) -> None:
+    for dist in ("sley-sweep", "sley-mop"):
+        install(dist, "sweep", SWEEP, group="sley.commands", attribute=":sweep")
+    result = cli("sweep")
+    assert result.code == 4
+    assert "sley-mop 1.0 and sley-sweep 1.0" in result.err or "sley-sweep 1.0 and sley-mop 1.0" in result.err
+
+
+def test_ours_come_first(cli: Cli, install: Callable[..., None], plan: Path) -> None:
+    install("sley-sweep", "check", SWEEP, group="sley.commands", attribute=":sweep")
+    assert cli("check", plan).err == "1 plan is fine\n"
