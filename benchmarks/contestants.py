@@ -13,18 +13,37 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.engine.totals import Totals
-from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.engine.totals import Totals
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+
 LR = 1e-4
 Batch = Mapping[str, Tensor]
+
+
+class Noise:
+    """Random bytes as tokens: a data set that weighs nothing, so that memory is the contestants' own."""
+
+    def __init__(self, sequence: int) -> None:
+        integers = Field("int64", sequence_dim=1)
+        self.info = DataInfo({"tokens": integers, "labels": integers}, vocab_size=256, sequence=sequence)
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sequence = self.info.sequence
+        assert sequence is not None
+        tokens = torch.randint(256, (sequence + 1,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
 class Contestant(Protocol):
@@ -42,7 +61,7 @@ def plan(shape: Mapping[str, int], micros: int, handlers: list[dict[str, Any]] |
             "hidden": shape["hidden"],
             "heads": shape["heads"],
         },
-        "data": {"use": "core.text", "source": "python-stdlib", "sequence": shape["sequence"], "documents": "cut"},
+        "data": {"factory": f"{__name__}:Noise", "options": {"sequence": shape["sequence"]}},
         "batch": {"global_size": micros * dist.get_world_size(), "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": LR},
         **tables,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from contestants import Cleared, Sley, Torch, plan
 from protocol import arguments, compare, interleave, noise_of, report
 from sley_core.comm import collectives

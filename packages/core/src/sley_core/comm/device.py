@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -14,29 +15,36 @@ from sley_core.errors import RunError
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo", "meta": "fake"}
 
+SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own switch (2.30 and later) for several ranks on one device."""
+
 
 @dataclass(frozen=True)
 class Device:
-    """The device of this rank: `Device.pick("auto", local_rank)`."""
+    """The device of this rank: `Device.pick("auto", local_rank, local_size)`.
+
+    is_shared: several ranks of this machine run on it.
+    """
 
     torch_device: torch.device
+    is_shared: bool = False
 
     @classmethod
-    def pick(cls, name: str, local_rank: int = 0) -> Device:
-        """`name`: auto (CUDA if there is a device for this local rank), cpu or cuda.
+    def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> Device:
+        """`name`: cpu, cuda, or auto, which is CUDA where every one of the `local_size` ranks here has a device.
 
-        Raises RunError `no-device` when CUDA is asked for and this local rank has none.
+        With cuda, more ranks than devices share them. Raises RunError `no-device` where there is no CUDA device.
         """
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "auto":
-            name = "cuda" if local_rank < count else "cpu"
+            name = "cuda" if 0 < local_size <= count else "cpu"
         if name == "cpu":
             return cls(torch.device("cpu"))
         if count == 0:
             raise RunError("no-device", 'the plan asks for device = "cuda", but torch finds no CUDA device')
         device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
-        return cls(device)
+        return cls(device, is_shared=local_size > count)
 
     @property
     def type(self) -> str:
@@ -44,7 +52,9 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """The communication backend of this device's groups."""
+        """The communication backend of this device's groups. NCCL refuses two ranks on one device unless it is told to."""
+        if self.is_shared and os.environ.get(SHARED_NCCL) != "1":
+            return "gloo"
         return BACKENDS[self.type]
 
     @property
@@ -64,8 +74,12 @@ class Device:
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
 
     def move(self, tensor: Tensor) -> Tensor:
-        """`tensor` on this device, without waiting for the copy where the host memory is pinned."""
-        return tensor if tensor.device == self.torch_device else tensor.to(self.torch_device, non_blocking=True)
+        """`tensor` on this device, without waiting for the copy: host memory is pinned on the way to CUDA."""
+        if tensor.device == self.torch_device:
+            return tensor
+        if self.is_async and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.torch_device, non_blocking=True)
 
     def __str__(self) -> str:
         if self.type == "cuda":

@@ -49,12 +49,13 @@ class World(AbstractContextManager["World"]):
         """
         environ = os.environ if environ is None else environ
         local_rank = int(environ.get("LOCAL_RANK", 0))
+        local_size = int(environ.get("LOCAL_WORLD_SIZE", 1))
         if dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size(), Device.pick(device, local_rank))
+            return cls(dist.get_rank(), dist.get_world_size(), Device.pick(device, local_rank, local_size))
         if int(environ.get("WORLD_SIZE", 1)) == 1 and "RANK" not in environ:
             return cls.alone(device)
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        picked = Device.pick(device, local_rank)
+        picked = Device.pick(device, local_rank, local_size)
         try:
             dist.init_process_group(
                 picked.backend,
@@ -62,7 +63,7 @@ class World(AbstractContextManager["World"]):
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=timeout_s),
-                device_id=picked.torch_device if picked.type == "cuda" else None,
+                device_id=picked.torch_device if picked.backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
             first = str(error).strip().splitlines()[0]

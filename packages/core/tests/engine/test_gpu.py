@@ -1,0 +1,100 @@
+"""The engine on CUDA: the numbers of the CPU, nothing in a step that waits for the device, two ranks on one device."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import relative_errors
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+pytestmark = pytest.mark.gpu
+
+PLAN = {
+    "run": {"name": "gpu", "steps": 3, "device": "cuda", "seed": 7},
+    "model": {"use": "core.llama", "num_layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
+    "precision": {"compute": "fp64"},
+}
+
+
+def plan(**changes):
+    tables = deepcopy(PLAN)
+    for path, value in changes.items():
+        table, key = path.split("__")
+        tables.setdefault(table, {})[key] = value
+    return tables
+
+
+def on_host(recorded):
+    """The gradients that a rank kept, on the host, to be compared with those of another device."""
+    recorded.gradients = [{name: value.cpu() for name, value in step.items()} for step in recorded.gradients]
+    return recorded
+
+
+def record_on_host(tables, num_steps):
+    return on_host(record(tables, num_steps))
+
+
+@pytest.mark.parametrize("documents", ["pack", "pad", "cut"])
+def test_cuda_equals_the_cpu(documents):
+    reference = record(plan(run__device="cpu", data__documents=documents), 3)
+    assert_parity(reference, [record_on_host(plan(data__documents=documents), 3)], "fp64")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_two_ranks_on_one_device_equal_one(ranks, fraction):
+    tables = plan(activations__use="core.recompute", activations__fraction=fraction)
+    reference = record_on_host(tables, 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record_on_host, tables, 3)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+
+
+def test_bf16_is_near_fp32_and_keeps_masters():
+    wide = record_on_host(plan(precision__compute="fp32"), 1)
+    narrow = record_on_host(plan(precision__compute="bf16"), 1)
+    errors = relative_errors(wide.gradients[0], narrow.gradients[0])
+    assert max(errors.values()) < 0.05, errors
+    assert {value.dtype for value in narrow.gradients[0].values()} == {torch.float32}
+
+
+def test_a_step_never_waits_for_the_device():
+    """CUDA's own watch raises at any synchronisation between launching a step and reading its row."""
+    with World.alone("cuda") as world, assemble(plan_from_dict(plan(precision__compute="bf16")), world) as run:
+        for _ in range(2):
+            run.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = run._launch(None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert launched.totals.read().is_finite
+
+
+def test_rows_read_late_are_the_rows_read_at_once():
+    with World.alone("cuda") as world, assemble(plan_from_dict(plan()), world) as run:
+        late = []
+        run.listeners.append(late.append)
+        assert run.train() == "finished"
+    with World.alone("cuda") as world, assemble(plan_from_dict(plan()), world) as run:
+        at_once = [run.step() for _ in range(3)]
+    for one, other in zip(late, at_once, strict=True):
+        assert {key: one[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} == {
+            key: other[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")
+        }
+
+
+def test_rows_tell_memory_and_utilisation():
+    with World.alone("cuda") as world, assemble(plan_from_dict(plan(precision__compute="bf16")), world) as run:
+        row = run.step()
+        assert 0 < row["memory_mb"] < 1000
+        assert 0 < row["mfu"] < 1
+        assert run.memory["masters"] == 2 * run.memory["parameters"]
