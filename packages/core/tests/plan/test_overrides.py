@@ -63,6 +63,7 @@ def test_a_value_is_set(text: str, path: tuple[str | int, ...], value: Any) -> N
         "gradient_handlers.-1.use=x",
         "run.name='a' 'b'",
         "a=" + "9" * 5000 + "'",
+        "data.tokenizer=a\udcff",
     ],
 )
 def test_what_cannot_be_set(text: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from sley_core.errors import EXIT_PLAN_INVALID, Diagnostic, PlanError
+from sley_core.loader import Loader
+from sley_core.plan.load import plan_from_text
 from sley_core.plan.read import read_file, read_text
 
 
@@ -92,6 +95,21 @@ def test_integers_have_64_bits(tmp_path: Path) -> None:
     assert (found.place.line, found.place.column) == (2, 9)
     assert len(found.message) < 200
     assert read_text(f"x = {2**63 - 1}", "plan.toml").tables == {"x": 2**63 - 1}
+
+
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    assert "is not UTF-8" in problem_of(write(folder, b"a = 1")).message
+
+
+def test_what_a_terminal_would_obey_is_not_shown(text: str, loader: Loader) -> None:
+    text = text.replace("plan = 1", '"\\u001b[2J" = 1\t# \x7f'.replace("\x7f", "\N{RIGHT-TO-LEFT OVERRIDE}"))
+    with pytest.raises(PlanError) as caught:
+        plan_from_text(text, loader=loader)
+    (found,) = caught.value.diagnostics
+    assert found.message == "`?[2J` is not a key of a plan"
+    assert found.source_line == '"\\u001b[2J" = 1 # ?'
 
 
 def test_a_mark_at_the_start_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:

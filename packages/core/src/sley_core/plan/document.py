@@ -14,6 +14,7 @@ from typing import Any, Literal
 from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
 from sley_core.plan.locate import Span, Spot
 from sley_core.plan.types import Table
+from sley_core.plan.words import printable
 
 OriginKind = Literal["file", "set", "default", "core"]
 
@@ -71,7 +72,8 @@ class Document:
     ) -> Diagnostic:
         """A problem at `path`, placed at its key or value, or at the closest table around it that was written."""
         place, line = self.place(path, at)
-        return Diagnostic(code, message, path=path, place=place, source_line=line, hint=hint)
+        hint = printable(hint) if hint else None
+        return Diagnostic(code, printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
         """The place of `path` or of the closest table around it, and the text that is there."""
@@ -79,7 +81,7 @@ class Document:
             near = path[:length]
             override = self._override(near)
             if override:
-                return override.place, override.text
+                return override.place, printable(override.text)
             if near in self.spots:
                 spot = self.spots[near]
                 place = self._in_file(spot.key if at == "key" and length == len(path) else spot.value)
@@ -94,8 +96,8 @@ class Document:
         return replace(diagnostic, place=place, source_line=line)
 
     def line(self, number: int) -> str | None:
-        """The text of a line, counted from 1."""
-        return self.lines[number - 1] if 0 < number <= len(self.lines) else None
+        """The text of a line, counted from 1, as it can be shown: each character is one column wide."""
+        return printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
 
     def _in_file(self, span: Span) -> Place:
         return Place(self.file, *span)

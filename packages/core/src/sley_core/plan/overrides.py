@@ -8,7 +8,7 @@ from typing import Any
 import tomli
 
 from sley_core.errors import KeyPath, PlanError, dotted
-from sley_core.plan.words import shown
+from sley_core.plan.words import is_utf8, printable, shown
 
 _BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")
 _QUOTE = "VALUE is TOML; a string needs quotes, which the shell takes away: --set 'run.name=\"first try\"'"
@@ -20,6 +20,8 @@ def apply(tables: dict[str, Any], text: str) -> KeyPath:
     A number counts in an array; the number behind its last item appends one.
     Raises PlanError "set-invalid", without a place.
     """
+    if not is_utf8(text):
+        raise PlanError("set-invalid", f"`{printable(text)}` is not UTF-8")
     name, equals, value_text = _split(text)
     if not equals:
         raise PlanError("set-invalid", f"`{text}` is not of the form key.path=VALUE", hint=_QUOTE)

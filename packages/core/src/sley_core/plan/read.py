@@ -14,7 +14,7 @@ from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
 from sley_core.plan.document import Document, Override, plain
 from sley_core.plan.locate import index
 from sley_core.plan.overrides import apply
-from sley_core.plan.words import shown
+from sley_core.plan.words import is_utf8, printable, shown
 
 DEEPEST = 32
 """Tables and arrays inside one another; a plan needs four."""
@@ -41,7 +41,11 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
-    return read_text(_decoded(content, name), name, Path(path).absolute().parent, overrides)
+    folder = Path(path).absolute().parent
+    if not is_utf8(str(folder)):
+        message = f"the name of the folder `{printable(str(folder))}` is not UTF-8"
+        raise PlanError("plan-unreadable", message, place=place)
+    return read_text(_decoded(content, name), name, folder, overrides)
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
@@ -58,7 +62,7 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
             "syntax",
             f"this is not TOML: {_lowered(error.msg)}",
             place=Place(file, line, column),
-            source_line=lines[line - 1],
+            source_line=printable(lines[line - 1].replace("\t", " ")),
         )
         raise PlanError.many([found]) from None
     except (RecursionError, ValueError) as error:
@@ -85,7 +89,7 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
         except PlanError as error:
             place = Override(number, text, ()).place
             problems += [
-                Diagnostic(found.code, found.message, found.path, place, text, found.hint)
+                Diagnostic(found.code, printable(found.message), found.path, place, printable(text), found.hint)
                 for found in error.diagnostics
             ]
         else:

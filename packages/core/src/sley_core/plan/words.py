@@ -147,6 +147,16 @@ def _literal(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
+def printable(text: str) -> str:
+    """The text, as long as before, with `?` for what a terminal would not show or would obey."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether the text can be written; what the system gives as bytes of no character arrives as lone surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _short(text: str) -> str:
-    line = "".join(char if char.isprintable() else "?" for char in text)
+    line = printable(text)
     return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
