@@ -91,9 +91,8 @@ def main() -> None:
             "noise": round(noise, 4),
             f"sley <= {TARGET}": rows[-1].meets(TARGET, noise),
         }
-        report(
-            f"overhead, {micros} micro-batches of {SAMPLES // micros} x {SEQUENCE} tokens", rows, facts, options.json
-        )
+        title = f"overhead, {micros} micro-batches of {size['samples'] // micros} x {size['sequence']} tokens"
+        report(title, rows, facts, options.json)
         for run in runs:
             run.close()
 

@@ -86,7 +86,6 @@ class SleyError(Exception):
         error.args = ("\n".join(str(diagnostic) for diagnostic in found),)
         return error
 
-
     def __reduce__(self) -> tuple[object, ...]:
         """Survives pickle, with all its diagnostics: an error may be raised in one process and told in another."""
         return _restored, (type(self), self.diagnostics)

@@ -31,7 +31,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def sley_models() -> Iterable[records.ModelRecord]:  # type: ignore[empty-body]
     """Models that `[model] use` can name.
 
-    `build(config, data: DataInfo) -> layers, called under torch.device("meta")`.
+    `build(config, data: DataInfo) -> layers`; parameters go to meta as they are registered, buffers keep their values.
 
     Called: when the plan is resolved
     Ranks: all
