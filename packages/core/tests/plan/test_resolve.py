@@ -36,7 +36,8 @@ def test_what_is_left_out_is_written_in(make: Make) -> None:
         (0, "auto", "fp32", 120.0)
     )
     assert (plan.evaluation, plan.profile) == (None, None)
-    assert [component.name for component in plan.components()] == [
+    single = (plan.model, plan.data, plan.loss, plan.optimizer, plan.learning_rate, plan.activations)
+    assert [one.name for one in (*single, *plan.gradient_handlers, *plan.scheduler_hooks, *plan.metrics)] == [
         "core.llama",
         "core.text",
         "core.cross_entropy",
@@ -226,7 +227,7 @@ def test_plugins_are_those_of_every_record_reference_in_order(make: Make, loader
         scheduler_hooks=[{"use": "handlers.borrower", "pool": "pools.arena", "more": ["pools.arena"]}],
     )
     assert list(plan.plugins) == ["core", "handlers", "pools"]
-    assert plan.record("memory_pools", "pools.arena").name == "arena"
+    assert plan.loader.record("memory_pools", "pools.arena").name == "arena"
 
 
 def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:

@@ -116,15 +116,6 @@ class Plan:
         """Equal for equal plans, in every process and on every machine."""
         return digest(self)
 
-    def components(self) -> Iterator[Component]:
-        """Everything that a record or factory builds, in the order of the plan."""
-        yield from (self.model, self.data, self.loss, self.optimizer, self.learning_rate, self.activations)
-        yield from (*self.gradient_handlers, *self.scheduler_hooks, *self.metrics)
-
-    def record(self, kind: RecordKind, name: str) -> Record:
-        """The record that a field of this plan names, `plugin.record`; it was found when the plan was resolved."""
-        return self.loader.record(kind, name)
-
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
         """Call a hook of each plugin in the plan's order; yields the plugin and what it returned, unless None.
 
@@ -149,12 +140,6 @@ class Plan:
         except ValueError as error:
             path = ("parallel", _odd_axis(sizes, str(error)))
             raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world))]) from None
-
-    def num_accumulation(self, topology: Topology) -> int:
-        """Forwards per rank and step; `check_plan` refuses a batch that does not divide."""
-        per_round = topology.dp * self.batch.micro_size
-        assert self.batch.global_size % per_round == 0, (self.batch.global_size, topology.dp, self.batch.micro_size)
-        return self.batch.global_size // per_round
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
         """A problem at `path`, with its place in the plan's file."""

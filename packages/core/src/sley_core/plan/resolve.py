@@ -27,7 +27,6 @@ from sley_core.plan.write import leaves
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table in COMPONENTS))
-CODE_KEYS = ("use", "factory")
 
 
 def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath] = ()) -> Plan:
