@@ -22,6 +22,7 @@ from sley_core.data.feed import Feed
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
+from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
 from sley_core.engine.masters import Masters
@@ -41,6 +42,7 @@ from sley_core.plan.check import check_plan
 from sley_core.run import Run
 
 if TYPE_CHECKING:
+    from sley_core.comm.device import Device
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.plan.plan import Plan
@@ -113,12 +115,19 @@ def _run(
         handler.attach(run)
     executor = Executor([model.layers], caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
     run.stepper = Stepper(executor, store, handlers, _update(plan, run), groups, world.device)
+    if _accumulates_directly(plan, world.device):
+        accumulate_directly(run.layers, run.book, run.store)
     run.meter = Meter.of(run, dataset.info)
     if not world.is_fake:
         _open_data(plan, run, model, dataset, executor)
     if folder is not None:
         _open_outputs(plan, run, folder)
     return run
+
+
+def _accumulates_directly(plan: Plan, device: Device) -> bool:
+    wanted = plan.precision.accumulation
+    return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
 
 
 def _update(plan: Plan, run: Run) -> Update:

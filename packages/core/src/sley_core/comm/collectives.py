@@ -18,6 +18,10 @@ Op = Literal["sum", "max", "min"]
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+"""Renamed in torch 2.13."""
+
+
 class Pending:
     """A collective under way. `wait` returns when the result is there (on CUDA: when this stream will see it)."""
 
@@ -58,6 +62,31 @@ def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
         lambda: dist.broadcast(tensor, src=group.ranks[0], group=group.lane(), async_op=True), "broadcast", group, what
     )
     return Pending(work, "broadcast", group, what)
+
+
+def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str) -> Pending:
+    """Starts an exchange: slice i of `tensor` goes to the i-th rank of `group`, slice i of `output` comes from it.
+
+    Both are contiguous, of one size and dtype, and cut along dim 0 into `group.size` even slices.
+    """
+    if group.size == 1:
+        output.copy_(tensor)
+        return Pending(None, "all-to-all", group, what)
+    work = guarded(
+        lambda: dist.all_to_all_single(output, tensor, group=group.lane(), async_op=True), "all-to-all", group, what
+    )
+    return Pending(work, "all-to-all", group, what)
+
+
+def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str) -> Pending:
+    """Starts gathering the ranks' `tensor`, in the order of `group`, along dim 0 of `output`; both are contiguous."""
+    if group.size == 1:
+        output.copy_(tensor)
+        return Pending(None, "all-gather", group, what)
+    work = guarded(
+        lambda: _all_gather_single(output, tensor, group=group.lane(), async_op=True), "all-gather", group, what
+    )
+    return Pending(work, "all-gather", group, what)
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:

@@ -67,6 +67,11 @@ class Device:
         """Whether work is queued on a stream, so that reading a scalar at once would stall it."""
         return self.type == "cuda"
 
+    @property
+    def gains_from_direct_gradients(self) -> bool:
+        """Whether multiplying weight gradients straight into the store is faster than a copy (docs/measurements.md)."""
+        return False
+
     def seed(self, seed: int) -> None:
         """Seeds the generators from which a forward on this device draws; cheap enough for every layer."""
         torch.default_generator.manual_seed(seed)

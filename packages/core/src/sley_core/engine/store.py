@@ -33,9 +33,10 @@ class Slot:
 
     contributions: in this step. final: in the action that completes the gradient. expected: what `final` was in the
     first step, for a parameter that a backward reaches more than once (a module used twice under recomputation).
+    keeps: whether `parameter.grad` stays the view between contributions, so that autograd adds into it by itself.
     """
 
-    __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "parameter", "view")
+    __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "keeps", "parameter", "view")
 
     def __init__(self, entry: Entry, view: Tensor, expected: int) -> None:
         self.entry = entry
@@ -46,6 +47,7 @@ class Slot:
         self.final = 0
         self.expected = expected
         self.is_ready = False
+        self.keeps = entry.parameter.dtype == view.dtype
 
 
 class GradientBuffer(FlatBuffer):
@@ -90,6 +92,7 @@ class GradientStore:
         self.on_ready: list[Ready] = []
         self.on_chunk_done: list[Callable[[int], None]] = []
         self._slots: dict[Entry, Slot] = {}
+        self._products: set[Entry] = set()
         self._order: list[Slot] = []
         self._seen: list[Entry] = []
         self._next = 0
@@ -112,7 +115,8 @@ class GradientStore:
         self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in layout.buffers if entries]
         for buffer in self.buffers:
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
-                self._slots[entry] = Slot(entry, view, expected.get(entry, 0))
+                slot = self._slots[entry] = Slot(entry, view, expected.get(entry, 0))
+                slot.keeps = slot.keeps and entry not in self._products
         self._order = [self._slots[entry] for entry in layout.order]
         self._laid_out_for = self._trainability()
         self.num_layouts += 1
@@ -166,6 +170,21 @@ class GradientStore:
             slot.view.copy_(gradient)
         self._contributed(slot)
 
+    def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
+        """The contribution left^T right, for left [n, out] and right [n, in] in the store's dtype; nothing is allocated."""
+        slot = self._slots[entry]
+        if slot.contributions:
+            slot.view.addmm_(left.t(), right)
+        else:
+            torch.mm(left.t(), right, out=slot.view)
+        self._contributed(slot)
+
+    def expect_products(self, entry: Entry) -> None:
+        """From now on `entry` gets contributions by `add_product`, besides those of autograd if it has other uses."""
+        self._products.add(entry)
+        if entry in self._slots:
+            self._slots[entry].keeps = False
+
     def chunk_done(self, chunk: int) -> None:
         """The chunk's last gradient action is over: what no contribution reached is zero, and everything is ready."""
         for slot in self._order:
@@ -184,15 +203,20 @@ class GradientStore:
         self._forget()
 
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
-        """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself."""
+        """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself.
+
+        It fires without a gradient where all of it went through `add_product`.
+        """
         gradient = parameter.grad
-        assert gradient is not None, f"{slot.entry.name}: the hook fired without a gradient"
+        if gradient is None:
+            assert not slot.keeps, f"{slot.entry.name}: the hook fired without a gradient"
+            return
         if gradient is not slot.view:
             if slot.contributions:
                 slot.view.add_(gradient)
             else:
                 slot.view.copy_(gradient)
-            parameter.grad = slot.view if parameter.dtype == slot.view.dtype else None
+            parameter.grad = slot.view if slot.keeps else None
         self._contributed(slot)
 
     def _contributed(self, slot: Slot) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.plan.check_handlers import check_handlers
 from sley_core.plan.document import by_place
+from sley_core.plan.tables import ModelConfig
 from sley_core.records import GradientHandlerRecord, OptimizerRecord, Problem
 from sley_core.topology import Topology
 
@@ -64,6 +65,11 @@ def _precision(plan: Plan) -> Iterator[Problem]:
         )
         hint = f'use "{ACCUMULATION[compute]}", or leave it out'
         yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
+    config = plan.model.config
+    if plan.precision.accumulation == "direct" and isinstance(config, ModelConfig) and config.compile:
+        message = "a compiled layer cannot hand its weight gradients over itself"
+        hint = "use `accumulation = \"autograd\"`, or leave `compile` out"
+        yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
 
 
 def _beyond(plan: Plan) -> Iterator[Problem]:

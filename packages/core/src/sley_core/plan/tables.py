@@ -73,6 +73,9 @@ class PrecisionTable(Table):
     gradients: GradientType = Field(default_factory=_gradients)
     """The format in which gradients are accumulated and reduced; left out, fp64 if `compute` is, else fp32."""
 
+    accumulation: Literal["auto", "autograd", "direct"] = "auto"
+    """How linears' weight gradients reach their sums: by autograd and a copy, or multiplied straight into them."""
+
 
 class ParallelTable(Table):
     """How many ranks each axis has. `world = pp x dp x sp`, and `wdp = dp x sp / wp` follows."""
