@@ -1,0 +1,62 @@
+"""What the tests of the engine share: a small plan over models and data of their own, and one process to run it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+
+OWN = Path(__file__).parent / "own"
+PLAN: dict[str, Any] = {
+    "run": {"name": "small", "steps": 3, "device": "cpu", "seed": 3},
+    "model": {"factory": "own_models:plain"},
+    "data": {"factory": "own_data:Rows"},
+    "batch": {"global_size": 4, "micro_size": 1},
+    "optimizer": {"use": "core.sgd", "lr": 0.1},
+    "precision": {"compute": "fp64"},
+}
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    monkeypatch.syspath_prepend(OWN)
+    return OWN
+
+
+@pytest.fixture
+def small(own: Path) -> Callable[..., dict[str, Any]]:
+    """`small(table__key=value, ...)`: the tables of the small plan with these changes; None leaves the key out."""
+
+    def small(**changes: Any) -> dict[str, Any]:
+        tables = deepcopy(PLAN)
+        for path, value in changes.items():
+            table, _, key = path.partition("__")
+            if key:
+                tables.setdefault(table, {})[key] = value
+            else:
+                tables[table] = value
+        return tables
+
+    return small
+
+
+@pytest.fixture
+def alone(own: Path) -> Callable[..., AbstractContextManager[Run]]:
+    """`with alone(tables) as run`: the run of a plan in this process; further arguments are those of `plan_from_dict`."""
+
+    @contextmanager
+    def alone(tables: dict[str, Any], **arguments: Any) -> Iterator[Run]:
+        with assemble(plan_from_dict(tables, own, **arguments), World.alone("cpu")) as run:
+            yield run
+
+    return alone

@@ -1,0 +1,44 @@
+"""Samples that a test can predict: sample i starts with token i, and every number follows from the index alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
+
+VOCABULARY = 16
+SEQUENCE = 12
+
+
+class Rows:
+    """`num_samples` rows of tokens int64 [s] with their labels; every third sample has four labels that do not count."""
+
+    info = DataInfo(
+        {
+            "tokens": Field("int64", sequence_dim=1, ids="token"),
+            "labels": Field("int64", sequence_dim=1, ids="label"),
+        },
+        vocab_size=VOCABULARY,
+        sequence=SEQUENCE,
+    )
+
+    def __init__(self, context: DataContext, num_samples: int = 48) -> None:
+        self.num_samples = num_samples
+        self.first = 0 if context.split == "train" else num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = (torch.arange(SEQUENCE + 1) * (1 + index % 5) + self.first + index) % VOCABULARY
+        labels = row[1:].clone()
+        if index % 3 == 0:
+            labels[:4] = IGNORED
+        return {"tokens": row[:-1], "labels": labels}
+
+
+def batch(first: int, num_samples: int) -> dict[str, Tensor]:
+    """Samples `first`, `first` + 1, ... as one batch."""
+    rows = [Rows(DataContext())[first + at] for at in range(num_samples)]
+    return {name: torch.stack([row[name] for row in rows]) for name in Rows.info.fields}

@@ -1,0 +1,89 @@
+"""Randomness belongs to a layer of a micro-batch of a step: every layout draws the same, and nothing draws it twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+DROPOUT = {"factory": "own_models:plain", "options": {"dropout": 0.5}}
+
+
+@pytest.fixture
+def tables(small):
+    return lambda **changes: small(model=DROPOUT, batch__micro_size=2, **changes)
+
+
+def test_two_ranks_draw_what_one_draws(ranks, own, tables):
+    reference = record(tables(), 3, folder=own)
+    layouts = ranks(2)(record, tables(), 3, folder=own)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+
+
+def test_there_is_something_to_draw(own, tables, small):
+    without = record(small(batch__micro_size=2), 1, folder=own)
+    other_seed = tables(run__seed=4)
+    assert len({record(plan, 1, folder=own).rows[0]["loss"] for plan in (tables(), other_seed)}) == 2
+    assert record(tables(), 1, folder=own).rows[0]["loss"] != without.rows[0]["loss"]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_recomputation_draws_it_again(own, tables, fraction):
+    kept = record(tables(), 3, folder=own)
+    again = record(tables(activations={"use": "core.recompute", "fraction": fraction}), 3, folder=own)
+    same_on_all([kept, again])
+    assert [row["loss"] for row in kept.rows] == [row["loss"] for row in again.rows]
+
+
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(alone, tables):
+    with alone(tables(run__steps=4)) as whole:
+        rows = []
+        for _ in range(2):
+            rows.append(whole.step())
+        place = whole.feed.state()
+        values = {entry.name: entry.parameter.detach().clone() for entry in whole.book}
+        rows += [whole.step(), whole.step()]
+    with alone(tables(run__steps=4)) as later:
+        later.num_steps_done = 2
+        later.feed.restore(place)
+        for entry in later.book:
+            entry.parameter.detach().copy_(values[entry.name])
+        assert [later.step()["loss"] for _ in range(2)] == [row["loss"] for row in rows[2:]]
+
+
+def masks(run, num_steps):
+    """By (step, layer, micro-batch) the mask that was drawn."""
+    found = {}
+    for step in range(num_steps):
+        run.step()
+        for layer in run.layers[1:-1]:
+            found |= {(step, layer.name, micro): mask for micro, mask in enumerate(layer.module.masks)}
+            layer.module.masks.clear()
+    return found
+
+
+def test_steps_micro_batches_and_layers_draw_different_masks(alone, small):
+    with alone(small(model={"factory": "own_models:keeper"}, batch__global_size=2)) as run:
+        found = masks(run, 2)
+    assert len(found) == 2 * 2 * 2
+    assert all(mask.unique().tolist() == [0.0, 2.0] for mask in found.values())
+    for one, other in itertools.combinations(found.values(), 2):
+        assert not torch.equal(one, other)
+
+
+def test_an_evaluation_drops_nothing_and_shifts_nothing(alone, small):
+    model = {"factory": "own_models:keeper"}
+    with (
+        alone(small(model=model, evaluation={"every": 1, "steps": 1})) as watched,
+        alone(small(model=model)) as run,
+    ):
+        watched.evaluate()
+        for layer in watched.layers[1:-1]:
+            assert all(mask.eq(1).all() for mask in layer.module.masks)
+            layer.module.masks.clear()
+            assert layer.module.training
+        assert watched.step()["loss"] == run.step()["loss"]

@@ -1,0 +1,124 @@
+"""Models that are not ours train through `factory` as by a loop of their own, in every layout."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+MODELS = Path(__file__).parents[4] / "examples" / "models"
+HF_LLAMA = {
+    "run": {"name": "hf", "steps": 3, "device": "cpu", "seed": 5},
+    "model": {
+        "factory": "hf_llama:layers",
+        "options": {"num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": False},
+    },
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    "batch": {"global_size": 4, "micro_size": 1},
+    "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},
+}
+CONV_TIE = HF_LLAMA | {
+    "model": {"factory": "conv_tie:layers", "options": {"hidden": 8, "num_blocks": 2}},
+    "data": {"factory": "own_bits:Rows"},
+    "loss": {"factory": "own_bits:Bits"},
+}
+
+
+def tables(base, precision, **options):
+    changed = deepcopy(base)
+    changed["model"]["options"] |= options
+    return changed | {"precision": {"compute": precision}}
+
+
+@pytest.fixture
+def folder(own, monkeypatch):
+    """The plans' own modules, and those of the examples."""
+    monkeypatch.syspath_prepend(MODELS)
+    return own
+
+
+def records(plans, folder):
+    """One after the other in one process: importing transformers takes a rank seconds."""
+    return [record(plan, 3, folder=folder) for plan in plans]
+
+
+def test_two_ranks_are_one(ranks, folder):
+    """With the first weights bit for bit, ties and buffers that are not saved among them: nothing was broadcast."""
+    bases = [CONV_TIE, HF_LLAMA, tables(HF_LLAMA, "fp32", tie=True)]
+    plans = [tables(base, precision) for base in bases for precision in ("fp32", "fp64")]
+    for plan, *layouts in zip(plans, *ranks(2)(records, plans, folder), strict=True):
+        reference = record(plan, 3, folder=folder)
+        assert_parity(reference, layouts, plan["precision"]["compute"])
+        same_on_all(layouts)
+        assert len({row["loss"] for row in reference.rows}) == 3
+        unsaved = [name for name in reference.first if name.endswith((".taps", ".rotary.inv_freq"))]
+        assert len(unsaved) == 2, "one in each of two blocks"
+        ends = {"0.table.weight", "3.weight", "embed.embed_tokens.weight", "head.lm_head.weight"}
+        is_tied = plan["model"]["options"].get("tie", True)
+        assert len(ends & reference.first.keys()) == (1 if is_tied else 2)
+
+
+@pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-6), ("fp64", 1e-9)])
+@pytest.mark.parametrize("tie", [False, True])
+def test_hf_llama_has_the_losses_of_transformers_own_loop(folder, precision, near, tie):
+    plan = plan_from_dict(tables(HF_LLAMA, precision, tie=tie), folder)
+    with assemble(plan, World.alone("cpu")) as run, assemble(plan, World.alone("cpu")) as own:
+        theirs = causal_lm(own, tie).to(torch.float64 if precision == "fp64" else torch.float32)
+        matrices = [parameter for parameter in theirs.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in theirs.parameters() if parameter.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+        for _ in range(3):
+            batch = own.feed.next()
+            optimizer.zero_grad()
+            loss = their_loss(theirs, batch, precision)
+            loss.backward()
+            optimizer.step()
+            assert run.step()["loss"] == pytest.approx(loss.item(), rel=near)
+
+
+def their_loss(model, batch, precision):
+    """transformers' own loss; it rounds logits to fp32, so that fp64 needs the same by hand."""
+    if precision == "fp64":
+        return F.cross_entropy(model(input_ids=batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten())
+    return model(input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"]).loss
+
+
+def causal_lm(run, tie):
+    """A LlamaForCausalLM with the weights of `run`, copied by name."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tie,
+    )
+    model = LlamaForCausalLM(config)
+    names = {"embed.": "model.", "layers.": "model.layers.", "head.norm.": "model.norm.", "head.lm_head.": "lm_head."}
+    state = {}
+    for entry in run.book:
+        for name in (entry.name, *entry.aliases):
+            ours = name.replace(".block.", ".")
+            prefix = next(prefix for prefix in names if ours.startswith(prefix))
+            state[ours.replace(prefix, names[prefix], 1)] = entry.parameter.detach()
+    assert model.load_state_dict(state) == ([], [])
+    return model
+
+
+def test_a_loss_of_ones_own_is_a_mean_over_all_samples(folder):
+    """The loss in a row is the sum over the global batch by its weight, which here counts bits and not labels."""
+    with assemble(plan_from_dict(tables(CONV_TIE, "fp64"), folder), World.alone("cpu")) as run:
+        first = run.step()
+    assert first["loss"] == pytest.approx(math.log(2), rel=0.1), "two values per bit, all alike at first"

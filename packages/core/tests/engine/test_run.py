@@ -1,0 +1,176 @@
+"""What a run tells others: notifications, listeners, rows; and how it ends."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pluggy
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PluginError, RunError
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
+from sley_core.metrics.config import JsonlConfig
+from sley_core.plan.load import plan_from_dict
+from sley_core.records import MetricsWriterRecord
+
+ROW = ["step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "data_wait_s", "memory_mb"]
+
+
+class Listener:
+    """A plugin that writes down the three notifications; `fail_at` raises in that step's."""
+
+    def __init__(self, fail_at=0):
+        self.told = []
+        self.fail_at = fail_at
+
+    @hookimpl
+    def sley_run_started(self, run):
+        self.told.append(("started", run.num_steps_done))
+
+    @hookimpl
+    def sley_step_finished(self, run, row):
+        if row["step"] == self.fail_at:
+            raise ValueError("as asked")
+        self.told.append(("step", row["step"], run.num_steps_done))
+
+    @hookimpl
+    def sley_run_finished(self, run, outcome):
+        self.told.append(("finished", outcome))
+
+
+STEPS = [("step", 1, 1), ("step", 2, 2), ("step", 3, 3)]
+
+
+@pytest.fixture
+def heard(alone, small):
+    """`with heard(listener, **changes) as run`: the plan names a plugin that listens."""
+
+    def heard(listener, **changes):
+        # A plugin counts where the plan names one of its records: this one has a writer too.
+        plugin = SimpleNamespace(
+            sley_run_started=listener.sley_run_started,
+            sley_step_finished=listener.sley_step_finished,
+            sley_run_finished=listener.sley_run_finished,
+            sley_metrics_writers=_writers,
+        )
+        tables = small(metrics=[{"use": "ear.writer"}], **changes)
+        return alone(tables, loader=Loader(plugins={"ear": plugin}))
+
+    return heard
+
+
+@hookimpl
+def _writers():
+    return [MetricsWriterRecord(name="writer", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter")]
+
+
+def test_a_run_tells_its_beginning_each_step_and_its_end(heard):
+    listener = Listener()
+    with heard(listener) as run:
+        assert run.train() == "finished"
+    assert listener.told == [("started", 0), *STEPS, ("finished", "finished")]
+
+
+def test_an_interrupted_run_says_so_after_the_step_in_progress(heard):
+    listener = Listener()
+    with heard(listener) as run:
+        run.listeners.append(lambda row: run.stop() if row["step"] == 1 else None)
+        assert run.train() == "interrupted"
+    assert listener.told == [("started", 0), *STEPS[:2], ("finished", "interrupted")]
+
+
+def test_a_run_that_fails_says_so(heard):
+    """The first sample that starts with the token 5 makes the loss NaN."""
+    listener = Listener()
+    model = {"factory": "own_models:poisoned", "options": {"token": 5}}
+    with (
+        heard(listener, model=model, data__shuffle=False, batch__global_size=2) as run,
+        pytest.raises(RunError) as caught,
+    ):
+        run.train()
+    assert caught.value.diagnostics[0].code == "not-finite"
+    assert "step 3: loss nan" in str(caught.value)
+    assert listener.told == [("started", 0), *STEPS[:2], ("finished", "failed")]
+
+
+def test_what_a_listener_raises_is_the_plugins_fault_and_ends_the_run(heard):
+    listener = Listener(fail_at=2)
+    with heard(listener) as run, pytest.raises(PluginError, match=r"`ear`.*`sley_step_finished`: ValueError: as asked"):
+        run.train()
+    assert listener.told == [("started", 0), STEPS[0], ("finished", "failed")]
+
+
+@pytest.fixture
+def num_hook_calls(monkeypatch):
+    """`num_hook_calls()`: how often pluggy called a hook since."""
+    calls = []
+    original = pluggy.HookCaller.__call__
+
+    def counted(self, **arguments):
+        calls.append(self.name)
+        return original(self, **arguments)
+
+    monkeypatch.setattr(pluggy.HookCaller, "__call__", counted)
+    return lambda: len(calls)
+
+
+def test_a_step_that_nobody_listens_to_makes_no_hook_call(alone, heard, small, num_hook_calls):
+    for make, per_step in ((lambda: alone(small()), 0), (lambda: heard(Listener()), 1)):
+        with make() as run:
+            before = num_hook_calls()
+            run.step()
+            run.step()
+            assert num_hook_calls() - before == 2 * per_step
+
+
+def test_a_row_has_what_it_promises(alone, small):
+    rows = []
+    with alone(small(learning_rate={"use": "core.linear", "warmup_steps": 2})) as run:
+        run.listeners.append(rows.append)
+        run.train()
+    assert [list(row) for row in rows] == [ROW] * 3
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["tokens"] for row in rows] == [4 * 12] * 3
+    assert rows[0]["lr"] == pytest.approx(0.05)
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert 0 <= row["data_wait_s"] <= row["seconds"]
+        assert row["memory_mb"] > 1
+        assert all(math.isfinite(value) for value in row.values())
+
+
+def stop_one(tables, folder):
+    """Rank 1 alone asks to stop, after its first step."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        if world.rank == 1:
+            run.listeners.append(lambda row: run.stop())
+        outcome = run.train()
+        return outcome, run.num_steps_done
+
+
+def test_one_rank_that_asks_to_stop_stops_all_in_the_same_step(ranks, own, small):
+    assert ranks(2)(stop_one, small(run__steps=9), own) == [("interrupted", 2)] * 2
+
+
+def fail_one(tables, folder):
+    """The sample whose loss is NaN belongs to rank 1."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        try:
+            run.train()
+        except RunError as error:
+            return run.num_steps_done, str(error.diagnostics[0])
+    return None
+
+
+def test_a_loss_that_is_nan_on_one_rank_stops_all_in_the_same_step(ranks, own, small):
+    """Steps of four samples: the one that starts with the token 7 is the last of the second."""
+    model = {"factory": "own_models:poisoned", "options": {"token": 7}}
+    found = ranks(2)(fail_one, small(model=model, data__shuffle=False), own)
+    assert found[0] == found[1]
+    steps, message = found[0]
+    assert steps == 2
+    assert message.startswith("error[not-finite]: step 2: loss nan, gradient norm nan")
