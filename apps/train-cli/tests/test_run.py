@@ -1,0 +1,158 @@
+"""Runs: alone, on local ranks, under torchrun; what they write, and what they say when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.plan.load import load_plan
+from sley_core.testing.processes import listening_sockets
+
+pytestmark = pytest.mark.timeout(180)
+
+Cli = Callable[..., Any]
+Start = Callable[..., Any]
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+TORCHRUN += ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+
+ON_RANK_ONE = """
+    import os
+    import torch
+    from torch import nn
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(256, 256)
+
+        def forward(self, tokens):
+            if self.training and os.environ.get("RANK") == "1":
+                {action}
+            return self.embed(tokens)
+
+    def layers():
+        return [Tiny()]
+"""
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def assert_is_complete(folder: Path, plan: Path, *options: str) -> None:
+    """plan.toml as resolved, a row per step, and a summary of a run that finished."""
+    asked = load_plan(plan, options[1::2])
+    written = load_plan(folder / "plan.toml")
+    assert written.run == asked.run
+    assert written.model == asked.model
+    assert written.data.config.model_dump(exclude={"samples_per_epoch"}) == asked.data.config.model_dump(
+        exclude={"samples_per_epoch"}
+    )
+    assert [row["step"] for row in rows(folder)] == list(range(1, asked.run.steps + 1))
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    assert (summary["outcome"], summary["steps"]) == ("finished", asked.run.steps)
+
+
+def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_children: None) -> None:
+    result = cli("run", plan, "--set", "parallel.dp=1")
+    assert result.code == 0, result.err
+    assert result.out == ""
+    first, second, closing, *_ = result.err.splitlines()
+    assert first.startswith("step 2/4  loss ")
+    assert second.startswith("step 4/4  loss ")
+    assert closing.startswith("finished: 4 steps in ")
+    assert_is_complete(folder / "runs" / "small", plan, "--set", "parallel.dp=1")
+    assert json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))["world"] == 1
+
+
+def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) -> None:
+    once = ("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=1")
+    assert cli(*once).code == 0
+    before = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8")
+    result = cli(*once)
+    assert result.code == 3
+    assert "plan.toml:4:8: error[run-folder]" in result.err
+    assert "--overwrite" in result.err
+    assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8") == before
+    assert cli(*once, "--overwrite").code == 0
+    assert len(rows(folder / "runs" / "small")) == 1
+
+
+def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> None:
+    """They listen on loopback alone, the launcher on nothing, and their numbers are those of one rank."""
+    many = ("--set", "run.steps=200")
+    program = start("run", plan, *many)
+    program.wait_for("step 2/200")
+    ranks = program.ranks()
+    assert len(ranks) == 2
+    listening = [each for process in ranks for each in listening_sockets(process.pid)]
+    assert listening, "gloo listens"
+    assert all(each.is_loopback for each in listening), [str(each) for each in listening]
+    assert listening_sockets(program.process.pid) == []
+    result = program.finish()
+    assert result.code == 0, result.err
+    assert (result.out, result.err.count("finished: 200 steps")) == ("", 1)
+    assert [line for line in result.err.splitlines() if not line.startswith(("step ", "finished: ", "  "))] == []
+    assert_is_complete(folder / "runs" / "small", plan, *many)
+    assert cli("run", plan, *many, "--set", "parallel.dp=1", "--set", 'run.name="alone"').code == 0
+    pairs = zip(rows(folder / "runs" / "small"), rows(folder / "runs" / "alone"), strict=True)
+    for two, one in list(pairs)[:3]:
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+
+
+def test_under_torchrun(start: Start, plan: Path, folder: Path) -> None:
+    result = start("run", plan, launcher=TORCHRUN).finish()
+    assert result.code == 0, result.err
+    assert result.err.count("finished: 4 steps") == 1
+    assert_is_complete(folder / "runs" / "small", plan)
+
+
+def test_a_bad_plan_under_torchrun_is_told_once(start: Start, plan: Path, folder: Path) -> None:
+    plan.write_text(plan.read_text("utf-8").replace("steps = 4", "steps = true"), "utf-8")
+    result = start("run", "plan.toml", launcher=TORCHRUN).finish()
+    assert result.code != 0
+    # Once by us; torchrun then shows what its first failing rank left for it.
+    told = [
+        line for line in result.err.splitlines() if line.startswith("plan.toml:5:9: error[wrong-type]: `run.steps`")
+    ]
+    assert len(told) == 1
+    assert not (folder / "runs").exists()
+
+
+def test_another_number_of_ranks_than_the_plan_fixes(start: Start, plan: Path) -> None:
+    result = start("run", plan, "--set", "parallel.dp=3", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0").finish()
+    assert result.code == 3
+    assert "error[layout]" in result.err
+
+
+def test_what_one_rank_raises_is_told_once_with_its_place(
+    start: Start, own_model: Callable[[str], Path], folder: Path
+) -> None:
+    action = "print('to stdout', flush=True); raise ValueError('no good')"
+    result = start("run", own_model(ON_RANK_ONE.format(action=action)), "--traceback").finish()
+    assert result.code == 1
+    assert result.out == "to stdout\n", "what a rank prints passes through plainly"
+    *trace, last = result.err.splitlines()
+    assert last.startswith(f"{folder / 'own.py'}:13:")
+    assert "error[own-code]: rank 1 of 2: ValueError: no good" in last
+    assert trace[0] == "Traceback (most recent call last):"
+    assert sum(line.startswith("Traceback") for line in trace) == 1
+    assert not (folder / "runs").exists(), "it took no step"
+
+
+def test_a_token_beyond_the_vocabulary(cli: Cli, plan: Path, folder: Path) -> None:
+    (folder / "corpus.bin").write_bytes(bytes([1, 0] * 300 + [99, 0] * 300))
+    data = 'use = "core.tokens"\nfiles = ["corpus.bin"]\nvocab_size = 50\ndocuments = "cut"\nshuffle = false'
+    text = plan.read_text("utf-8").replace('use = "core.text"\nfiles = ["corpus.txt"]', data)
+    plan.write_text(text.replace("dp = 2", "dp = 1").replace("steps = 4", "steps = 20"), "utf-8")
+    result = cli("run", plan)
+    assert result.code == 1, result.err
+    assert result.err.count("error[") == 1, result.err
+    assert "99" in result.err.splitlines()[-1]

@@ -1,0 +1,114 @@
+"""How a run ends when somebody ends it: Ctrl-C, SIGTERM, a rank killed, the launcher killed; no process is ever left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+Start = Callable[..., Any]
+
+LONG = ("--set", "run.steps=1000000", "--set", "run.log_every=1")
+
+SLOW = """
+    import time
+    from torch import nn
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(256, 256)
+
+        def forward(self, tokens):
+            if self.training:
+                print("in a step", flush=True, file=__import__("sys").stderr)
+                time.sleep(3600)
+            return self.embed(tokens)
+
+    def layers():
+        return [Slow()]
+"""
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
+    return content
+
+
+@pytest.mark.parametrize(("dp", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130)])
+def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, number: int, code: int) -> None:
+    program = start("run", plan, *LONG, "--set", f"parallel.dp={dp}")
+    program.wait_for("step 3/")
+    os.kill(program.process.pid, number)
+    result = program.finish(15)
+    assert result.code == code, result.err
+    assert result.err.count("stopping after this step") == 1
+    assert "interrupted: " in result.err
+    assert "error" not in result.err
+    steps = summary(folder)["steps"]
+    assert summary(folder)["outcome"] == "interrupted"
+    lines = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
+
+
+def test_the_second_interrupt_ends_at_once(start: Start, own_model: Callable[[str], Path]) -> None:
+    program = start("run", own_model(SLOW))
+    program.wait_for("in a step")
+    os.kill(program.process.pid, signal.SIGINT)
+    program.wait_for("stopping after this step")
+    begin = time.monotonic()
+    os.kill(program.process.pid, signal.SIGINT)
+    assert program.finish(15).code == 130
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.campaign
+def test_terminated_in_a_step_that_never_ends(start: Start, own_model: Callable[[str], Path]) -> None:
+    program = start("run", own_model(SLOW))
+    program.wait_for("in a step")
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.finish(20).code == 143
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path) -> None:
+    program = start("run", plan, *LONG)
+    program.wait_for("step 3/")
+    os.kill(program.ranks()[1].pid, signal.SIGKILL)
+    result = program.finish(15)
+    assert result.code == 1
+    errors = [line for line in result.err.splitlines() if "error[" in line]
+    assert len(errors) == 1, result.err
+    assert "error[rank-died]: rank 1 of 2 was killed by SIGKILL" in errors[0]
+
+
+@pytest.mark.campaign
+def test_a_killed_rank_ends_a_run_that_hangs_too(start: Start, own_model: Callable[[str], Path]) -> None:
+    program = start("run", own_model(SLOW))
+    program.wait_for("in a step")
+    os.kill(program.ranks()[0].pid, signal.SIGKILL)
+    result = program.finish(15)
+    assert result.code == 1
+    assert "rank 0 of 2 was killed by SIGKILL" in result.err
+
+
+def test_a_killed_launcher_leaves_nothing(start: Start, plan: Path) -> None:
+    program = start("run", plan, *LONG)
+    program.wait_for("step 3/")
+    os.kill(program.process.pid, signal.SIGKILL)
+    # `finish` fails if a process is left.
+    assert program.finish(15).code == -signal.SIGKILL
+
+
+def test_interrupted_before_the_first_step(start: Start, plan: Path, folder: Path) -> None:
+    program = start("run", plan, *LONG, "-v")
+    program.wait_for("starting 2 ranks")
+    os.kill(program.process.pid, signal.SIGINT)
+    assert program.finish(30).code == 130

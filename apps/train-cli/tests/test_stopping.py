@@ -1,0 +1,114 @@
+"""What a signal does to one process, without torch: small programs that only wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from textwrap import dedent
+
+import pytest
+
+from train_cli.stopping import Stopping
+
+BEGIN = """
+import sys, time
+from train_cli import stopping
+stopping.TEAR_DOWN_S = stopping.TERMINATED_S = 0.3
+said = []
+asked = []
+with stopping.Stopping(said.append) as stop:
+"""
+
+
+def run(body: str, *signals: int) -> tuple[int, str]:
+    """Exit code and output of a program that gets `signals`, one after the other, once it has printed "ready"."""
+    program = dedent(BEGIN) + "\n".join(f"    {line}" for line in dedent(body).strip().splitlines())
+    process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for number in signals:
+            os.kill(process.pid, number)
+            time.sleep(0.1)
+        out, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out
+
+
+FINISHES = """
+    stop.working(lambda: asked.append(1))
+    print("ready")
+    while not asked:
+        time.sleep(0.01)
+    print(said)
+    sys.exit(stop.exit_code)
+"""
+
+HANGS = """
+    stop.working(lambda: asked.append(1))
+    print("ready")
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks(number: int, code: int) -> None:
+    assert run(FINISHES, number) == (code, "['stopping after this step; Ctrl-C again stops at once']\n")
+
+
+def test_the_second_interrupt_ends_at_once() -> None:
+    begin = time.monotonic()
+    assert run(HANGS, signal.SIGINT, signal.SIGINT)[0] == 130
+    assert time.monotonic() - begin < 10
+
+
+def test_a_terminated_process_ends_within_its_limit() -> None:
+    assert run(HANGS, signal.SIGTERM)[0] == 143
+    assert run(HANGS, signal.SIGINT, signal.SIGTERM)[0] == 130
+
+
+def test_tearing_down_has_a_limit() -> None:
+    assert run('print("ready"); stop.tearing_down(3); time.sleep(3600)')[0] == 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_before_there_is_work_a_signal_raises(number: int, code: int) -> None:
+    body = f"""
+    try:
+        print("ready")
+        time.sleep(3600)
+    except (KeyboardInterrupt, SystemExit) as error:
+        print(type(error).__name__)
+        sys.exit({code})
+    """
+    name = "KeyboardInterrupt" if number == signal.SIGINT else "Terminated"
+    assert run(body, number) == (code, f"{name}\n")
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Stopping() as stopping:
+        assert signal.getsignal(signal.SIGINT) != before[0]
+        assert stopping.exit_code is None
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert not any(thread.name == "sley-signals" for thread in threading.enumerate())
+
+
+def test_in_another_thread_it_does_nothing() -> None:
+    codes: list[object] = []
+
+    def work() -> None:
+        with Stopping() as stopping:
+            stopping.tearing_down(3)
+            codes.append(stopping.exit_code)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert codes == [None]
