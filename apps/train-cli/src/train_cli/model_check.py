@@ -9,6 +9,7 @@ from torch import nn
 from sley_core.assemble import assemble, draft_model
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.plan.plan import Plan
@@ -23,7 +24,7 @@ def check_model(plan: Plan, world: int) -> None:
     with World.fake(0, world) as fake:
         try:
             assemble(plan, fake).close()
-            info = plan.data.build(DataContext(plan.run.seed, "train")).info
+            info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
             check_first_values(draft_model(plan, info))
         except SleyError as error:
             raise plan.located(error) from error.__cause__

@@ -17,6 +17,7 @@ from train_cli import lifeline, report
 from train_cli.console import say
 from train_cli.faults import Fault
 from train_cli.progress import Reporter, closing
+from train_cli.run_folder import write_plan
 from train_cli.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool) -> None:
         stopping.working(run.stop)
         run.train()
         return
+    # The plan now has what only the data could tell.
+    write_plan(run.resolved_plan, folder)
     totals = Totals()
     run.listeners.append(totals.add)
     outcome: Outcome = "failed"

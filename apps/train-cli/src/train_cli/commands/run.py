@@ -7,6 +7,7 @@ torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def run(
         typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, where the plan leaves it open."),
     ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
-    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say what is started.")] = 0,
+    verbose: Annotated[
+        int, typer.Option("--verbose", "-v", count=True, help="Say what is started; -vv: elastic logs.")
+    ] = 0,
 ) -> None:
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
     settings = context.ensure_object(Settings)
@@ -72,6 +75,8 @@ def run(
 def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose: int) -> int:
     from train_cli.launch import launch
 
+    if verbose > 1:
+        logging.basicConfig(level=logging.INFO)
     if verbose:
         console.say(f"starting {size} ranks: python -m train_cli {' '.join(arguments)}")
     fault = launch(arguments, size, say=console.say, verbose=verbose > 1)
@@ -96,6 +101,9 @@ def _as_rank(path: Path, overrides: Sequence[str], settings: Settings, *, overwr
         return train(plan, folder, line=line)
     except Exception as error:
         return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
+    finally:
+        if ours:
+            drop_unused(folder)
 
 
 def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
