@@ -33,7 +33,8 @@ class Slot:
 
     contributions: in this step. final: in the action that completes the gradient. expected: what `final` was in the
     first step, for a parameter that a backward reaches more than once (a module used twice under recomputation).
-    keeps: whether `parameter.grad` stays the view between contributions, so that autograd adds into it by itself.
+    keeps: whether `parameter.grad` may stay the view between contributions, so that autograd adds into it by itself;
+    it does where parameter and view have one dtype, which is settled after the first layout.
     """
 
     __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "keeps", "parameter", "view")
@@ -47,7 +48,7 @@ class Slot:
         self.final = 0
         self.expected = expected
         self.is_ready = False
-        self.keeps = entry.parameter.dtype == view.dtype
+        self.keeps = True
 
 
 class GradientBuffer(FlatBuffer):
@@ -116,7 +117,7 @@ class GradientStore:
         for buffer in self.buffers:
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
                 slot = self._slots[entry] = Slot(entry, view, expected.get(entry, 0))
-                slot.keeps = slot.keeps and entry not in self._products
+                slot.keeps = entry not in self._products
         self._order = [self._slots[entry] for entry in layout.order]
         self._laid_out_for = self._trainability()
         self.num_layouts += 1
@@ -216,7 +217,7 @@ class GradientStore:
                 slot.view.add_(gradient)
             else:
                 slot.view.copy_(gradient)
-            parameter.grad = slot.view if slot.keeps else None
+            parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
         self._contributed(slot)
 
     def _contributed(self, slot: Slot) -> None:
