@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_LANE, GroupEntry, Topology
 
 
@@ -71,6 +72,7 @@ def make_groups(
 
     backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
     communicator: what runs on them is issued in one order by all members anyway.
+    Raises RunError `group-failed` where a member does not come within `timeout`.
     """
     lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
     members: dict[str, tuple[int, ...]] = {}
@@ -84,20 +86,33 @@ def make_groups(
         used = "gloo" if entry.backend == "gloo" and backend != "fake" else backend
         key = (entry.ranks, entry.lane, used)
         if key not in shared:
-            shared[key] = _new_group(entry, used, timeout)
+            shared[key] = _new_group(entry, rank, used, timeout)
         lanes.setdefault(entry.axis, {})[entry.lane] = shared[key]
     for axis in AXES:
         members.setdefault(axis, (rank,))
     return Groups({axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()})
 
 
-def _new_group(entry: GroupEntry, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(
-        list(entry.ranks),
-        backend=backend,
-        timeout=timeout,
-        group_desc=entry.label,
-        use_local_synchronization=backend != "fake",
-    )
+def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    try:
+        group = dist.new_group(
+            list(entry.ranks),
+            backend=backend,
+            timeout=timeout,
+            group_desc=entry.label,
+            use_local_synchronization=backend != "fake",
+        )
+    except RuntimeError as error:
+        raise RunError(
+            "group-failed",
+            f"the group {entry.label} could not be made on rank {rank}: {first_line(error)}",
+            hint="another rank of the group stopped, or did not come within [limits] collective_timeout_s",
+        ) from error
     assert isinstance(group, dist.ProcessGroup), f"{entry.label} was not made on a rank that it names"
     return group
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch says, without the C++ stack that follows it; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

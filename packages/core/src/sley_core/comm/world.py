@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Groups, make_groups
+from sley_core.comm.groups import Groups, first_line, make_groups
 from sley_core.errors import RunError
 from sley_core.topology import Topology
 
@@ -45,16 +45,16 @@ class World(AbstractContextManager["World"]):
         """The world that the launcher's environment describes; `alone` where there is none.
 
         A default group that exists is used and left open. timeout_s: of start-up and of every collective.
-        Raises RunError `rendezvous-failed` when the others do not come.
+        Raises RunError `rendezvous-failed` when the others do not come, or the environment does not say who is who.
         """
         environ = os.environ if environ is None else environ
-        local_rank = int(environ.get("LOCAL_RANK", 0))
-        local_size = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        local_rank = _whole(environ, "LOCAL_RANK", "0")
+        local_size = _whole(environ, "LOCAL_WORLD_SIZE", "1")
         if dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), Device.pick(device, local_rank, local_size))
-        if int(environ.get("WORLD_SIZE", 1)) == 1 and "RANK" not in environ:
+        if "RANK" not in environ and _whole(environ, "WORLD_SIZE", "1") == 1:
             return cls.alone(device)
-        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
         picked = Device.pick(device, local_rank, local_size)
         try:
             dist.init_process_group(
@@ -66,8 +66,8 @@ class World(AbstractContextManager["World"]):
                 device_id=picked.torch_device if picked.backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise RunError("rendezvous-failed", f"rank {rank} of {size} could not meet the others: {first}") from error
+            message = f"rank {rank} of {size} could not meet the others: {first_line(error)}"
+            raise RunError("rendezvous-failed", message) from error
         return cls(rank, size, picked, owns_default_group=True)
 
     @classmethod
@@ -95,3 +95,15 @@ class World(AbstractContextManager["World"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """The number that a launcher puts into its environment under `name`."""
+    value = environ.get(name, default)
+    if value is None or not value.isdecimal():
+        raise RunError(
+            "rendezvous-failed",
+            f"the environment has {name} = {value!r}, not a number" if value else f"the environment has no {name}",
+            hint="a launcher sets RANK, WORLD_SIZE and LOCAL_RANK; unset them where there is none",
+        )
+    return int(value)
