@@ -1,0 +1,95 @@
+"""Ranks that are about to do different things find out before the first step, and the odd one is named on all of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.agree import agree
+from sley_core.comm.groups import Group
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.types import Table
+from sley_core.records import ActivationPolicyRecord
+from sley_core.topology import Topology
+
+PLAN = {
+    "run": {"name": "agree", "steps": 1, "device": "cpu"},
+    "model": {"factory": "sley_core.testing.contract:layers"},
+    "data": {"factory": "sley_core.testing.contract:Data"},
+    "loss": {"factory": "sley_core.testing.contract:Squares"},
+    "batch": {"global_size": 6, "micro_size": 1},
+    "optimizer": {"use": "core.sgd", "lr": 0.1},
+    "precision": {"compute": "fp64"},
+}
+
+
+class KeepConfig(Table):
+    """Nothing to set."""
+
+
+def policies():
+    return [ActivationPolicyRecord(name="keep", config=KeepConfig, build="sley_core.engine.activations:keep")]
+
+
+def refused(tables, odd, loader=None):
+    """What `assemble` says on this rank; rank 1 is given `odd` instead of `tables`."""
+    chosen = odd if os.environ["RANK"] == "1" else tables
+    with World.join("cpu") as world:
+        try:
+            assemble(plan_from_dict(chosen, loader=loader), world).close()
+        except RunError as error:
+            (diagnostic,) = error.diagnostics
+            return diagnostic.code, diagnostic.message
+    return None
+
+
+def test_equal_plans_agree(ranks):
+    assert ranks(3)(refused, PLAN, PLAN) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": {"use": "core.sgd", "lr": 0.2}}, {"run": PLAN["run"] | {"seed": 1}}], ids=["lr", "seed"]
+)
+def test_a_rank_with_another_plan_is_named_everywhere(ranks, changes):
+    found = ranks(3)(refused, PLAN, PLAN | changes)
+    digests = [plan_from_dict(tables).digest for tables in (PLAN | changes, PLAN)]
+    assert found == [("ranks-disagree", "rank 1 has the plan {}, rank 0 has {}".format(*digests))] * 3
+
+
+def with_version(tables):
+    """As `refused`, with a plugin of which rank 1 has a newer version."""
+    plugin = SimpleNamespace(sley_activation_policies=hookimpl(policies))
+    loader = Loader(plugins={"mine": plugin})
+    if os.environ["RANK"] == "1":
+        loader._loaded["mine"] = _renamed(loader.load("mine"), "2.0")
+    return refused(tables, tables, loader)
+
+
+def _renamed(plugin, version):
+    return replace(plugin, version=version)
+
+
+def test_a_rank_with_another_version_of_a_plugin_is_named_everywhere(ranks):
+    found = ranks(3)(with_version, PLAN | {"activations": {"use": "mine.keep"}})
+    assert found == [("ranks-disagree", "rank 1 has plugin mine given 2.0, rank 0 has given 0")] * 3
+
+
+def test_of_several_odd_ranks_the_first_is_named_and_the_rest_counted(monkeypatch):
+    everyone = [{"torch": version} for version in ("2.12", "2.13", "2.11", "2.13", "2.13")]
+    monkeypatch.setattr("sley_core.comm.agree.gather_objects", lambda *_, **__: everyone)
+    control = Group("control", (4, 5, 6, 7, 8), 5, {})
+    with pytest.raises(RunError, match=r"rank 4 \(and 1 more\) has torch 2\.12, rank 5 has 2\.13"):
+        agree({"torch": "2.13"}, control)
+
+
+def test_one_rank_agrees_with_itself_without_a_communicator():
+    agree({"the plan": "1"}, Group("control", (0,), 0, {}))
+    assert Topology.of(1).size_of("control") == 1

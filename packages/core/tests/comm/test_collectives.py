@@ -1,0 +1,108 @@
+"""Collectives sum over their group and no other, and one that cannot end says which it was."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from sley_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, gather_objects
+from sley_core.comm.groups import Group
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.topology import Topology
+
+ALONE = Group("wp", (3,), 3, {})
+
+
+def results():
+    with World.join("cpu") as world:
+        groups = world.groups(Topology.of(4, sp=2), 30)
+        rank = float(world.rank)
+        found = {}
+        for axis in ("all", "dp", "sp", "wp"):
+            for op in ("sum", "max", "min"):
+                value = torch.tensor([rank, -rank])
+                pending = all_reduce(value, groups[axis], op, what="the test")
+                pending.wait()
+                pending.wait()
+                found[axis, op] = value.tolist()
+            value = torch.tensor([rank])
+            broadcast(value, groups[axis], what="the test").wait()
+            found[axis, "first"] = value.item()
+            size = groups[axis].size
+            gathered, exchanged = torch.empty(size), torch.empty(size)
+            all_gather(gathered, torch.tensor([rank]), groups[axis], what="the test").wait()
+            mine = 10 * rank + torch.arange(size, dtype=torch.float32)
+            all_to_all(exchanged, mine, groups[axis], what="the test").wait()
+            found[axis, "gathered"], found[axis, "exchanged"] = gathered.tolist(), exchanged.tolist()
+        found["objects"] = gather_objects({"rank": world.rank}, groups["control"], what="the test")
+        return found
+
+
+def test_every_operation_on_every_group(ranks):
+    """Four ranks, sp of two: dp is {0, 2} and {1, 3}, sp is {0, 1} and {2, 3}."""
+    members = {
+        "all": [range(4)] * 4,
+        "dp": [(0, 2), (1, 3)] * 2,
+        "sp": [(0, 1), (0, 1), (2, 3), (2, 3)],
+        "wp": [(rank,) for rank in range(4)],
+    }
+    for rank, found in enumerate(ranks(4)(results)):
+        for axis, of_rank in members.items():
+            group = list(of_rank[rank])
+            assert found[axis, "sum"] == [sum(group), -sum(group)]
+            assert found[axis, "max"] == [max(group), -min(group)]
+            assert found[axis, "min"] == [min(group), -max(group)]
+            assert found[axis, "first"] == group[0]
+            assert found[axis, "gathered"] == group
+            assert found[axis, "exchanged"] == [10 * other + group.index(rank) for other in group]
+        assert found["objects"] == [{"rank": other} for other in range(4)]
+
+
+def test_a_group_of_one_leaves_everything_as_it_is():
+    value = torch.tensor([2.0])
+    for start in (all_reduce, broadcast):
+        start(value, ALONE, what="the test").wait()
+    assert value.item() == 2.0
+    assert gather_objects("mine", ALONE, what="the test") == ["mine"]
+
+
+def lonely(how, path):
+    """Rank 0 waits for rank 1, which is dead, or at something else; what rank 0 is told goes to `path`."""
+    world = World.join("cpu", timeout_s=30)
+    groups = world.groups(Topology.of(2), 2)
+    value = torch.ones(3)
+    all_reduce(value, groups["dp"], what="the first").wait()
+    if world.rank == 1:
+        if how == "absent":
+            time.sleep(6)
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        if how == "objects":
+            gather_objects(1, groups["control"], what="the facts")
+        else:
+            all_reduce(value, groups["dp"], what="layers.3.weight").wait()
+    except RunError as error:
+        path.write_text(f"{time.monotonic() - began} {error}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["dead", "absent", "objects"])
+def test_a_peer_that_does_not_answer_is_an_error_that_says_what_failed(ranks, tmp_path, how):
+    """Ranks leave without a word here, so that only rank 0's own account is left."""
+    path = tmp_path / "told"
+    with pytest.raises(Exception, match="exit code 0 before it returned"):
+        ranks(2, init=False)(lonely, how, path)
+    seconds, _, message = path.read_text().partition(" ")
+    what = (
+        "all-gather of objects of the facts over control"
+        if how == "objects"
+        else "all-reduce of layers.3.weight over dp"
+    )
+    assert message.startswith(f"error[collective-failed]: {what}[0, 1] failed on rank 0: ")
+    assert "collective_timeout_s" in message
+    assert float(seconds) < 5

@@ -1,0 +1,115 @@
+"""A world is joined as the launcher's environment says, or an error says who is missing, in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.topology import Topology
+
+
+def test_without_a_launcher_one_process_is_the_world():
+    with World.join("cpu", environ={}) as world:
+        assert (world.rank, world.size, str(world.device)) == (0, 1, "cpu")
+        assert not dist.is_initialized()
+
+
+def members():
+    with World.join("cpu", timeout_s=20) as world:
+        groups = world.groups(Topology.of(4), 20)
+        inside = dist.is_initialized()
+        names = {axis: (group.size, group.coord, sorted(group.lanes)) for axis, group in groups.items()}
+    return world.rank, world.size, names, inside, dist.is_initialized()
+
+
+def test_joined_by_the_environment_and_left_again(ranks):
+    for rank, (found, size, groups, inside, after) in enumerate(ranks(4, init=False)(members)):
+        assert (found, size, inside, after) == (rank, 4, True, False)
+        assert groups["dp"] == groups["control"] == groups["stage"] == (4, rank, ["main"])
+        assert groups["pp"] == groups["sp"] == (1, 0, [])
+
+
+def leave_it():
+    before = dist.get_rank()
+    with World.join("cpu", environ={"RANK": "5", "WORLD_SIZE": "7"}) as world:
+        assert (world.rank, world.size) == (before, 2)
+    return dist.is_initialized()
+
+
+def test_a_default_group_that_is_up_is_used_and_left_open(ranks):
+    assert ranks(2)(leave_it) == [True, True]
+
+
+def expect_nobody(environ):
+    began = time.monotonic()
+    with pytest.raises(RunError) as caught:
+        World.join("cpu", timeout_s=1.5, environ=environ)
+    assert not dist.is_initialized()
+    return time.monotonic() - began, caught.value.diagnostics[0].code, str(caught.value)
+
+
+@pytest.mark.parametrize("store", ["file", "env"])
+def test_a_peer_that_never_comes_is_an_error_in_time(tmp_path, store, monkeypatch):
+    environ = {"RANK": "0", "WORLD_SIZE": "2"}
+    if store == "file":
+        environ["SLEY_STORE"] = (tmp_path / "store").as_uri()
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    seconds, code, message = expect_nobody(environ)
+    assert code == "rendezvous-failed"
+    assert "rank 0 of 2 could not meet the others" in message
+    assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"RANK": "0"}, "no WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "no RANK"),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first', not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK = '-1', not a number"),
+    ],
+)
+def test_a_launcher_that_says_too_little_is_told_what_is_missing(monkeypatch, environ, named):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RunError, match=named) as caught:
+        World.join("cpu", environ=environ)
+    assert caught.value.diagnostics[0].code == "rendezvous-failed"
+
+
+def join_without_rank_1(path):
+    """Rank 1 stops between start-up and the groups of the run; what rank 0 is told goes to `path`."""
+    world = World.join("cpu", timeout_s=30)
+    if world.rank == 1:
+        time.sleep(4)
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        world.groups(Topology.of(2), 1.5)
+    except RunError as error:
+        path.write_text(f"{time.monotonic() - began} {error}")
+    os._exit(0)
+
+
+def test_a_group_whose_member_is_gone_is_an_error_in_time(ranks, tmp_path):
+    path = tmp_path / "told"
+    with pytest.raises(Exception, match="exit code 0 before it returned"):
+        ranks(2, init=False)(join_without_rank_1, path)
+    seconds, _, message = path.read_text().partition(" ")
+    assert message.startswith("error[group-failed]: the group control[0,1] could not be made on rank 0: ")
+    assert float(seconds) < 5
+
+
+def test_a_topology_of_another_size_is_our_fault():
+    with World.fake(0, 4) as world, pytest.raises(AssertionError, match="a topology of 2 ranks in a world of 4"):
+        world.groups(Topology.of(2), 1)
