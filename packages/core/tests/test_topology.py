@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.topology import AXES, LANES, GroupEntry, Topology
@@ -48,6 +48,7 @@ def test_eight_ranks_seen_twice() -> None:
     assert [f"{at.wdp}{at.wp}" for at in seen] == ["00", "01", "10", "11", "20", "21", "30", "31"]
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_both_factorizations_hold(topology: Topology) -> None:
     assert topology.world == topology.pp * topology.dp * topology.sp == topology.pp * topology.wdp * topology.wp
@@ -56,6 +57,7 @@ def test_both_factorizations_hold(topology: Topology) -> None:
     assert len({(at.stage, at.wdp, at.wp) for at in seen}) == topology.world
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology) -> None:
     sizes = {
@@ -79,6 +81,7 @@ def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology
             assert all(topology.ranks_of(axis, rank) == ranks for rank in ranks), axis
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_the_members_of_a_group_differ_on_its_axis_alone(topology: Topology) -> None:
     same = {
@@ -98,6 +101,7 @@ def test_the_members_of_a_group_differ_on_its_axis_alone(topology: Topology) -> 
         assert len({(at.dp, at.sp, at.wdp, at.wp) for at in places}) == 1
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_stages_sequences_and_shards_are_contiguous(topology: Topology) -> None:
     for axis in ("stage", "sp", "wp"):
@@ -105,6 +109,7 @@ def test_stages_sequences_and_shards_are_contiguous(topology: Topology) -> None:
             assert all(after == before + 1 for before, after in pairwise(ranks)), axis
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_the_table_has_every_lane_of_every_group_once_and_one_order(topology: Topology) -> None:
     table = list(topology.groups())

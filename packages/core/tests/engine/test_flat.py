@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer
@@ -11,6 +11,7 @@ from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_views_are_aligned_disjoint_and_leave_the_padding_zero(shapes, dtype):
     buffer = FlatBuffer(shapes, dtype, torch.device("cpu"))
