@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from sley_core.assemble import assemble, draft_model
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.plan.plan import Plan
 
@@ -19,8 +20,12 @@ def check_model(plan: Plan, world: int) -> None:
     """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
 
     Raises PlanError or PluginError as `assemble` does, and PlanError "model-init" for a parameter that nobody
-    initialises, which a run would find out only in its ranks.
+    initialises and RunError "no-device", which a run would find out only in its ranks.
     """
+    if plan.run.device == "cuda" and not torch.cuda.is_available():
+        hint = '`device = "auto"` takes what there is'
+        message = "the plan asks for CUDA, but torch finds no CUDA device"
+        raise plan.located(RunError("no-device", message, path=("run", "device"), hint=hint))
     with World.fake(0, world) as fake:
         try:
             assemble(plan, fake).close()

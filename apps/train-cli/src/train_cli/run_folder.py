@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import tomli
@@ -67,8 +66,6 @@ def drop_unused(folder: Path) -> None:
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
     if files.keys() <= {PLAN, METRICS} and not files.get(METRICS):
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            folder.parent.rmdir()
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from sley_core.model.config import LlamaConfig, default_ffn_hidden
+from sley_core.plan.descriptions import description
 
 
 def test_what_is_left_out_is_derived() -> None:
@@ -42,7 +43,7 @@ def test_sizes_that_do_not_fit_are_told_with_the_equation(change: dict[str, Any]
 
 
 def test_every_key_is_described() -> None:
-    assert all(field.description for field in LlamaConfig.model_fields.values())
+    assert all(description(LlamaConfig, key) for key in LlamaConfig.model_fields)
 
 
 def test_the_table_costs_no_torch() -> None:

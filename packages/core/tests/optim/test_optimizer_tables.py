@@ -17,6 +17,7 @@ from sley_core.optim.config import (
     SGDConfig,
     WarmupStableDecayConfig,
 )
+from sley_core.plan.descriptions import description
 from sley_core.plan.types import Table
 
 TABLES = [
@@ -85,6 +86,7 @@ def test_groups_are_read_from_arrays_of_tables() -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_field_says_in_one_line_what_it_is(table: type[Table]) -> None:
-    for name, field in table.model_fields.items():
-        assert field.description, f"{table.__name__}.{name}"
-        assert "\n" not in field.description
+    for name in table.model_fields:
+        meaning = description(table, name)
+        assert meaning, f"{table.__name__}.{name}"
+        assert "\n" not in meaning

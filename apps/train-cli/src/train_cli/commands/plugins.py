@@ -11,8 +11,10 @@ from pydantic.fields import FieldInfo
 
 from sley_core.errors import PlanError, PluginError
 from sley_core.loader import Loader, Plugin
+from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, words
+from sley_core.plan.types import Table
 from sley_core.plan.words import suggestion, takes
 from sley_core.records import Record
 from train_cli.options import FormatOption, OutputFormat
@@ -84,7 +86,7 @@ def _described(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
             "kind": words(kind),
             "table": headers.get(kind),
             "summary": record.summary or _first_line(record.config.__doc__),
-            "options": [_option(key, info) for key, info in record.config.model_fields.items()],
+            "options": [_option(record.config, key, info) for key, info in record.config.model_fields.items()],
         }
 
 
@@ -95,7 +97,7 @@ def _no_record(plugin: Plugin, name: str, records: list[Record]) -> PlanError:
     return PlanError("unknown-record", f"{plugin.label} has no record `{name}`", hint=hint)
 
 
-def _option(key: str, info: FieldInfo) -> dict[str, Any]:
+def _option(model: type[Table], key: str, info: FieldInfo) -> dict[str, Any]:
     option: dict[str, Any] = {"name": key, "takes": takes(info.annotation, info.metadata), "required": False}
     if info.is_required():
         option["required"] = True
@@ -103,7 +105,7 @@ def _option(key: str, info: FieldInfo) -> dict[str, Any]:
         option["default"] = "computed"
     else:
         option["default"] = plain(info.default)
-    return {**option, "description": info.description}
+    return {**option, "description": description(model, key)}
 
 
 def _described_text(found: list[dict[str, Any]]) -> str:

@@ -119,8 +119,11 @@ def _said(fault: Any) -> str:
 
 def _description(model: type[Table], inner: KeyPath) -> str | None:
     table = field_at(model, inner[:-1])
-    info = table[0].model_fields.get(str(inner[-1])) if table and hasattr(table[0], "model_fields") else None
-    return info.description if info else None
+    if table is None or not hasattr(table[0], "model_fields"):
+        return None
+    from sley_core.plan.descriptions import description  # what only a message needs is not imported for a valid plan
+
+    return description(table[0], str(inner[-1]))
 
 
 def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from sley_core.discovery import CORE
 from sley_core.loader import Loader
+from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.tables import FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
@@ -51,7 +52,9 @@ class Row(NamedTuple):
 def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
     """The keys of `model`, and below a key that takes tables the keys of these."""
     for name, info in model.model_fields.items():
-        yield Row(f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), info.description or "")
+        yield Row(
+            f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), description(model, name) or ""
+        )
         inner = inner_table(info.annotation)
         if inner:
             yield from rows(inner[0], f"{prefix}{name}{inner[1]}.")

@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from sley_core.errors import PluginError
 from sley_core.loader import Loader
+from sley_core.plan.descriptions import describe_all
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
 from sley_core.plan.tables import FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
 from sley_core.plan.types import Table
@@ -28,6 +29,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
     records = _records(loader or Loader())
     models = [*TABLES.values(), *OPTIONAL.values(), *(spec.factory for spec in COMPONENTS if spec.factory)]
     models += [record.config for named in records.values() for record in named.values()]
+    describe_all()
     found, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
     shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
 

@@ -39,7 +39,6 @@ class Table(BaseModel):
         strict=True,
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
         defer_build=True,
     )

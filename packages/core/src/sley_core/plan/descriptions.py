@@ -1,0 +1,59 @@
+"""What the keys of a table mean: the docstrings below its fields, read from its source when somebody asks.
+
+pydantic can do this (`use_attribute_docstrings`), but does so for every table whenever its module is imported, which was
+an eighth of the time of `train-cli check`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
+
+from sley_core.plan.types import Table
+
+
+def description(model: type[Table], key: str) -> str | None:
+    """What `key` of `model` means: the field's own `description`, or else the docstring below it, or below a base's."""
+    info = model.model_fields.get(key)
+    if info is None or info.description:
+        return info and info.description
+    return next((text for base in model.__mro__ if (text := _docstrings(base).get(key))), None)
+
+
+def describe_all() -> None:
+    """Gives the fields of every table that there is their descriptions, for a JSON Schema that is made next."""
+    # In the order in which they were defined: a table within another comes before it, and is built into it.
+    for model in _tables(Table):
+        missing = [key for key, info in model.model_fields.items() if not info.description]
+        for key in missing:
+            model.model_fields[key].description = description(model, key)
+        if missing:
+            model.model_rebuild(force=True, raise_errors=False)
+
+
+def _tables(model: type[Table]) -> Iterator[type[Table]]:
+    for inner in model.__subclasses__():
+        yield inner
+        yield from _tables(inner)
+
+
+@cache
+def _docstrings(model: type) -> Mapping[str, str]:
+    """Of the fields that the body of this class itself has; none where there is no source."""
+    if not issubclass(model, Table):
+        return {}
+    try:
+        tree = ast.parse(dedent(inspect.getsource(model)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    statements = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    found = {}
+    for field, below in pairwise(statements):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found
