@@ -1,0 +1,105 @@
+"""bf16 computes, fp32 remembers: gradients are accumulated and weights are stepped in fp32, in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sley_core.engine.flat import ALIGNMENT_BYTES
+from sley_core.protocols import GradientHandler
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import record, same_on_all
+
+NEAR = 2**-7
+"""How far a gradient may be from the one-process run's, relative to its norm (DESIGN 13.1)."""
+
+
+@pytest.mark.parametrize("num_micros", [1, 2])
+def test_gradients_of_two_ranks_are_those_of_one(ranks, own, small, num_micros):
+    tables = small(precision__compute="bf16", batch__micro_size=2 // num_micros)
+    reference = record(tables, 3, folder=own)
+    layouts = ranks(2)(record, tables, 3, folder=own)
+    same_on_all(layouts)
+    for layout in layouts:
+        assert_same_bits(reference.first, layout.first)
+        assert_close_gradients(reference.gradients[0], layout.gradients[0], NEAR)
+        assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=NEAR)
+        assert_close_gradients(reference.weights, layout.weights, NEAR)
+    assert {value.dtype for value in reference.weights.values()} == {torch.bfloat16}
+
+
+def test_64_equal_gradients_sum_exactly_on_any_number_of_ranks(ranks, own, small):
+    """A bf16 gradient has 8 bits and 64 of them carry 6 more, which fp32 holds and bf16 does not.
+
+    The weight of the batch is 64 times as large too, and 1/12 and 1/768 have the same digits.
+    """
+    one, many = (
+        small(
+            data__options={"num_samples": 1},
+            data__shuffle=False,
+            precision__compute="bf16",
+            batch={"global_size": size, "micro_size": 1},
+        )
+        for size in (1, 64)
+    )
+    wanted = record(one, 1, folder=own).gradients[0]
+    assert {gradient.dtype for gradient in wanted.values()} == {torch.float32}
+    for found in (record(many, 1, folder=own), *ranks(2)(record, many, 1, folder=own)):
+        assert_same_bits(wanted, found.gradients[0])
+
+
+class Ones(GradientHandler):
+    """Every gradient is 1."""
+
+    def attach(self, run):
+        self.run = run
+
+    def finish_step(self, step):
+        for entry in self.run.store.entries:
+            self.run.store.gradient(entry).fill_(1.0)
+
+
+def test_updates_that_bf16_cannot_hold_come_together_in_the_masters(alone, small):
+    """1 - 0.001 is 1 in bf16, whose next number below is 0.9961; ten such steps arrive at 0.99 all the same."""
+    with alone(small(precision__compute="bf16", optimizer__lr=1e-3)) as run:
+        handler = Ones()
+        handler.attach(run)
+        run.stepper.handlers.append(handler)
+        gain = run.book["blocks.0.norm.weight"].parameter
+        assert gain.eq(1).all()
+        found = []
+        for step in range(1, 11):
+            run.step()
+            found.append(gain[0].item())
+            master = torch.tensor(1 - step * 1e-3, dtype=torch.float64)
+            assert found[-1] == master.to(torch.bfloat16).item(), step
+        assert found[0] == 1.0
+        assert len(set(found)) == 4, "in fewer moves than steps"
+
+
+def padded(numels):
+    """Elements of a flat fp32 buffer."""
+    unit = ALIGNMENT_BYTES // 4
+    return sum(-(-numel // unit) * unit for numel in numels)
+
+
+@pytest.mark.parametrize(("precision", "width", "has_masters"), [("bf16", 2, True), ("fp32", 4, False)])
+def test_memory_counts_masters(alone, small, precision, width, has_masters):
+    with alone(small(precision__compute=precision, optimizer={"use": "core.adamw", "lr": 1e-3})) as run:
+        run.step()
+        numels = [entry.numel for entry in run.book]
+        memory = run.memory
+        steps = memory["optimizer"] - 2 * 4 * sum(numels)
+    assert memory["parameters"] == width * sum(numels)
+    assert memory["masters"] == (4 * padded(numels) if has_masters else 0)
+    assert memory["gradients"] == 4 * padded(numels)
+    assert 0 < steps <= 8 * len(numels), "two moments and a step count per parameter"
+
+
+def test_what_is_frozen_is_bf16_too_and_has_no_master(alone, small):
+    optimizer = {"use": "core.sgd", "lr": 0.1, "groups": [{"match": "blocks.*", "freeze": True}]}
+    with alone(small(precision__compute="bf16", optimizer=optimizer)) as run:
+        run.step()
+        numels = [entry.numel for entry in run.book.trainable]
+        assert {entry.parameter.dtype for entry in run.book} == {torch.bfloat16}
+        assert run.memory["masters"] == run.memory["gradients"] == 4 * padded(numels)

@@ -1,0 +1,163 @@
+"""The end of a step: norms and clipping as torch has them, options per parameter, frozen and unfrozen ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sley_core.errors import PlanError
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import assert_parity, record, same_on_all, weights
+
+
+def given_gradients(run):
+    """From now on `run.given` has copies of the gradients as they reach the update, before it clips."""
+    step = run.stepper.update.step
+
+    def watched(*arguments):
+        run.given = {entry.name: run.store.gradient(entry).clone() for entry in run.store.entries}
+        return step(*arguments)
+
+    run.stepper.update.step = watched
+
+
+def kept_gradients(run):
+    return {entry.name: run.store.gradient(entry).clone() for entry in run.store.entries}
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, "inf"])
+def test_norm_and_clipping_are_torchs(alone, small, kind):
+    p = math.inf if kind == "inf" else kind
+    with alone(small(optimizer__clip_norm=0.01, optimizer__clip_kind=kind)) as run:
+        given_gradients(run)
+        for _ in range(2):
+            row = run.step()
+            # torch clips `given` in place.
+            parameters = [torch.nn.Parameter(torch.empty_like(value)) for value in run.given.values()]
+            for parameter, value in zip(parameters, run.given.values(), strict=True):
+                parameter.grad = value
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=p).item()
+            assert norm > 0.02
+            assert row["grad_norm"] == pytest.approx(norm, rel=1e-12)
+            assert_close_gradients(run.given, kept_gradients(run), 1e-12)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e6])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, "inf"])
+def test_gradients_that_need_no_clipping_keep_every_bit(alone, small, clip_norm, kind):
+    with alone(small(precision__compute="fp32", optimizer__clip_norm=clip_norm, optimizer__clip_kind=kind)) as run:
+        given_gradients(run)
+        row = run.step()
+        assert row["grad_norm"] > 0
+        assert_same_bits(run.given, kept_gradients(run))
+
+
+def changes(recorded):
+    return {name: value - recorded.first[name] for name, value in recorded.weights.items()}
+
+
+def test_a_step_uses_the_rate_and_decay_of_each_group(own, small):
+    """Plain SGD: w becomes w - factor x lr x (g + decay x w); norms and biases decay only where a group says so."""
+    groups = [
+        {"match": "blocks.0.*", "lr": 0.3},
+        {"match": "blocks.1.inner.bias", "weight_decay": 0.5},
+        {"match": "head.weight", "lr": 0.2, "weight_decay": 0.0},
+    ]
+    optimizer = {"use": "core.sgd", "lr": 0.1, "weight_decay": 0.25, "groups": groups}
+    # The first of two steps of warm-up has half of every rate.
+    tables = small(optimizer=optimizer, learning_rate={"use": "core.constant", "warmup_steps": 2})
+    recorded = record(tables, 1, folder=own)
+    expected = {}
+    for name, gradient in recorded.gradients[0].items():
+        lr = 0.3 if name.startswith("blocks.0.") else 0.2 if name == "head.weight" else 0.1
+        decay = 0.25 if gradient.ndim > 1 and name != "head.weight" else 0.0
+        decay = 0.5 if name == "blocks.1.inner.bias" else decay
+        expected[name] = -0.5 * lr * (gradient + decay * recorded.first[name])
+    assert len(expected) == 1 + 4 * 4 + 2
+    assert_close_gradients(expected, changes(recorded), 1e-12)
+
+
+FROZEN = {"use": "core.sgd", "lr": 0.1, "groups": [{"match": "blocks.*", "freeze": True}]}
+
+
+def test_what_a_group_freezes_has_no_gradient_and_keeps_its_bits(own, small):
+    recorded = record(small(optimizer=FROZEN), 2, folder=own)
+    names = set(recorded.first)
+    frozen = {name for name in names if name.startswith("blocks.")}
+    assert len(frozen) == 16
+    assert recorded.gradients[0].keys() == names - frozen
+    for name in names:
+        assert torch.equal(recorded.first[name], recorded.weights[name]) == (name in frozen)
+
+
+def test_a_plan_that_freezes_everything_is_refused(alone, small):
+    optimizer = {"use": "core.sgd", "lr": 0.1, "groups": [{"match": "*", "freeze": True}]}
+    with pytest.raises(PlanError, match="every one of the 19 parameters is frozen"), alone(small(optimizer=optimizer)):
+        pass
+
+
+def thaw_after_the_first_step(run):
+    def thaw(row):
+        if row["step"] == 1:
+            for entry in run.book:
+                entry.parameter.requires_grad_(True)
+
+    run.listeners.append(thaw)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [FROZEN, FROZEN | {"use": "core.adamw", "lr": 1e-2, "clip_norm": 0.5}], ids=["sgd", "adamw"]
+)
+def test_what_is_unfrozen_between_steps_is_reduced_and_stepped(ranks, own, small, optimizer):
+    tables = small(optimizer=optimizer)
+    reference = record(tables, 3, folder=own, prepare=thaw_after_the_first_step)
+    layouts = ranks(2)(record, tables, 3, folder=own, prepare=thaw_after_the_first_step)
+    assert [len(gradients) for gradients in reference.gradients] == [3, 19, 19]
+    assert all(not torch.equal(reference.first[name], reference.weights[name]) for name in reference.first)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+    for layout in layouts:
+        for wanted, found in zip(reference.gradients, layout.gradients, strict=True):
+            assert_close_gradients(wanted, found, 1e-10)
+
+
+def test_what_is_unfrozen_in_bf16_gets_a_master(ranks, own, small):
+    tables = small(optimizer=FROZEN, precision__compute="bf16")
+    reference = record(tables, 3, folder=own, prepare=thaw_after_the_first_step)
+    layouts = ranks(2)(record, tables, 3, folder=own, prepare=thaw_after_the_first_step)
+    same_on_all(layouts)
+    assert all(not torch.equal(reference.first[name], reference.weights[name]) for name in reference.first)
+    for layout in layouts:
+        for wanted, found in zip(reference.gradients, layout.gradients, strict=True):
+            assert wanted.keys() == found.keys()
+            assert_close_gradients(wanted, found, 2**-7)
+
+
+def test_what_is_frozen_between_steps_stays_as_it_is(alone, small):
+    """With momentum, which would move it on without any gradient."""
+    optimizer = {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    with alone(small(optimizer=optimizer, run__steps=4)) as run:
+        run.step()
+        entry = run.book["blocks.2.inner.weight"]
+        entry.parameter.requires_grad_(False)
+        before = weights(run)
+        run.step()
+        after = weights(run)
+        assert [name for name in before if torch.equal(before[name], after[name])] == [entry.name]
+        entry.parameter.requires_grad_(True)
+        run.step()
+        assert not torch.equal(weights(run)[entry.name], after[entry.name])
+
+
+def test_an_optimizer_of_torchs_own_is_named_by_its_path(own, small):
+    optimizer = {"factory": "torch.optim:NAdam", "lr": 1e-2, "options": {"momentum_decay": 0.01}}
+    recorded = record(small(optimizer=optimizer), 2, folder=own)
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in recorded.first.items()}
+    theirs = torch.optim.NAdam(parameters.values(), lr=1e-2, momentum_decay=0.01)
+    for gradients in recorded.gradients:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        theirs.step()
+    assert_close_gradients({name: value.detach() for name, value in parameters.items()}, recorded.weights, 1e-12)
