@@ -131,16 +131,15 @@ sys.exit(f"{{code}}, imported {{heavy}}" if code or heavy else 0)
 
 @pytest.mark.parametrize("arguments", LIGHT[:3], ids=lambda arguments: arguments[0])
 def test_answers_in_less_than_three_times_its_libraries(plan: Path, arguments: list[str]) -> None:
-    """Seconds of processor time, the least of several interleaved runs: other tests run beside this one."""
-    commands = {
-        "base": [sys.executable, "-c", "import typer, pydantic"],
-        "ours": [sys.executable, "-m", "train_cli", *arguments],
-    }
-    least = dict.fromkeys(commands, float("inf"))
-    for _ in range(7):
-        for name, command in commands.items():
-            least[name] = min(least[name], processor_s(command, plan.parent))
-    assert least["ours"] < 3 * least["base"], least
+    """Seconds of processor time, the least of interleaved runs: whatever else the machine does only adds to it."""
+    base, ours = [sys.executable, "-c", "import typer, pydantic"], [sys.executable, "-m", "train_cli", *arguments]
+    least_base = least_ours = float("inf")
+    for attempt in range(25):
+        least_base = min(least_base, processor_s(base, plan.parent))
+        least_ours = min(least_ours, processor_s(ours, plan.parent))
+        if attempt >= 4 and least_ours < 3 * least_base:
+            return
+    pytest.fail(f"{least_ours:.3f} s against {least_base:.3f} s")
 
 
 def processor_s(command: list[str], folder: Path) -> float:

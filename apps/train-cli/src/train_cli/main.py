@@ -3,14 +3,12 @@ that nobody asked for."""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED
-from train_cli import console
-from train_cli.app import command
-from train_cli.console import Settings
-from train_cli.faults import Fault
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,15 +16,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: the arguments without the name of the program; those of this process if left out.
     """
-    settings = Settings()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _without_collector():
+            return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _main(arguments: list[str]) -> int:
+    from train_cli import console
+    from train_cli.app import command
+    from train_cli.faults import Fault
+
+    settings = console.Settings()
     try:
         # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
         command().main(arguments, prog_name="train-cli", obj=settings)
     except SystemExit as stop:
         return _code(stop)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except Exception as error:
         fault = Fault.of(error)
         console.show(fault, settings)
@@ -38,3 +45,15 @@ def _code(stop: SystemExit) -> int:
     if stop.code is None:
         return EXIT_OK
     return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Importing allocates much and frees nothing, so that looking for garbage only takes time. Training turns it on."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,8 +31,9 @@ def train(plan: Plan, folder: Path, *, line: bool) -> int:
 
     line: whether rank 0 redraws one line of progress.
     """
-    # A launcher that is ours has told the user already.
+    gc.enable()
     with ExitStack() as stack:
+        # A launcher that is ours has told the user already.
         stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say))
         try:
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))

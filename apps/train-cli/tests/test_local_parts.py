@@ -1,0 +1,145 @@
+"""The parts of a local launch: environment, rendezvous, the tie to the launcher; and the run folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.errors import PlanError
+from sley_core.plan.load import load_plan
+from train_cli import surroundings
+from train_cli.options import _complete_key
+from train_cli.run_folder import check_run_folder, drop_unused, make_run_folder
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "num_cores", lambda: 8)
+    assert surroundings.of_ranks(2, {}, 1)["OMP_NUM_THREADS"] == "4"
+    assert surroundings.of_ranks(16, {}, 1)["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_the_user_set_stays_but_for_loopback() -> None:
+    mine = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    added = surroundings.of_ranks(2, mine, 1)
+    assert "OMP_NUM_THREADS" not in added
+    assert "MALLOC_TRIM_THRESHOLD_" not in added
+    assert int(added["MALLOC_MMAP_THRESHOLD_"]) > 2**25
+    assert added["GLOO_SOCKET_IFNAME"].startswith("lo")
+
+
+def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLEY_ONE", "1")
+    with surroundings.environment({"SLEY_ONE": "2", "SLEY_TWO": "2"}):
+        assert (os.environ["SLEY_ONE"], os.environ["SLEY_TWO"]) == ("2", "2")
+    assert os.environ["SLEY_ONE"] == "1"
+    assert "SLEY_TWO" not in os.environ
+
+
+def test_every_attempt_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sley_core.comm.world import STORE
+    from train_cli.rendezvous import FileRendezvous
+
+    monkeypatch.setenv(STORE, "")
+    rendezvous = FileRendezvous(tmp_path, "run")
+    stores = []
+    for _ in range(2):
+        joined = rendezvous.next_rendezvous()
+        assert (joined.rank, joined.world_size) == (0, 1)
+        stores.append(os.environ[STORE])
+    assert len(set(stores)) == 2
+    assert all(store.startswith(tmp_path.as_uri()) for store in stores)
+
+
+def program(body: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", body],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_rank_whose_launcher_is_gone_ends_at_once() -> None:
+    done = program("from train_cli import lifeline; lifeline.hold(); print('still here')", SLEY_LAUNCHER="1")
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_rank_does_not_pass_its_launcher_on() -> None:
+    body = "import os; from train_cli import lifeline; lifeline.hold(); print(lifeline.is_held(), dict(os.environ))"
+    done = program(body, SLEY_LAUNCHER=str(os.getpid()))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True ")
+    assert "SLEY_LAUNCHER" not in done.stdout
+
+
+def test_without_a_launcher_nothing_is_held() -> None:
+    assert program("from train_cli import lifeline; lifeline.hold(); print(lifeline.is_held())").stdout == "False\n"
+
+
+# -- the run folder ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_is_made_with_its_plan(plan: Path, folder: Path) -> None:
+    made = make_run_folder(load_plan(plan), overwrite=False)
+    assert made == Path("runs", "small")
+    assert load_plan(made / "plan.toml") == load_plan(plan)
+    assert [path.name for path in made.iterdir()] == ["plan.toml"]
+
+
+def test_overwrite_replaces_the_whole_run(plan: Path, folder: Path) -> None:
+    made = make_run_folder(load_plan(plan), overwrite=False)
+    (made / "metrics.jsonl").write_text("{}\n", "utf-8")
+    with pytest.raises(PlanError, match="--overwrite"):
+        make_run_folder(load_plan(plan), overwrite=False)
+    make_run_folder(load_plan(plan), overwrite=True)
+    assert not (made / "metrics.jsonl").exists()
+
+
+def test_a_folder_of_the_users_is_never_replaced(plan: Path, folder: Path) -> None:
+    """A plan's own folder is the nasty case: it holds a plan.toml, which is not a resolved one."""
+    here = load_plan(plan, [f'run.folder="{folder.parent}"', f'run.name="{folder.name}"'])
+    with pytest.raises(PlanError, match="not the folder of a run"):
+        make_run_folder(here, overwrite=True)
+    assert plan.exists()
+
+
+def test_an_empty_folder_is_as_good_as_none(plan: Path, folder: Path) -> None:
+    (folder / "runs" / "small").mkdir(parents=True)
+    check_run_folder(load_plan(plan), overwrite=False)
+    make_run_folder(load_plan(plan), overwrite=False)
+
+
+def test_a_run_that_took_no_step_leaves_no_folder(plan: Path, folder: Path) -> None:
+    made = make_run_folder(load_plan(plan), overwrite=False)
+    (made / "metrics.jsonl").touch()
+    drop_unused(made)
+    assert not made.exists()
+    made = make_run_folder(load_plan(plan), overwrite=False)
+    (made / "metrics.jsonl").write_text("{}\n", "utf-8")
+    drop_unused(made)
+    assert made.exists()
+
+
+# -- before a process starts -------------------------------------------------------------------------------------------
+
+
+def test_cuda_without_a_device(plan: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = cli("run", plan, "--set", 'run.device="cuda"')
+    assert result.code == 1
+    assert "--set #1: error[no-device]" in result.err
+
+
+def test_keys_are_completed() -> None:
+    assert "batch.micro_size=" in list(_complete_key("batch."))
+    assert list(_complete_key("nothing")) == []
