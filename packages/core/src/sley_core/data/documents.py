@@ -107,8 +107,9 @@ def standard_library() -> Found:
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_LIBRARY]
-        paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        files += [File(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths]
+        prefix = Path(folder, "_").relative_to(root).as_posix()[:-1]
+        paths = [(name, Path(folder, name)) for name in names if name.endswith(".py")]
+        files += [File(prefix + name, path, path.stat().st_size) for name, path in paths]
     found = sorted((file for file in files if file.num_bytes), key=lambda file: file.name)
     if found:
         return found, []
