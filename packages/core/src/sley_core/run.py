@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from sley_core.data.cut import count_micros
 from sley_core.errors import KeyPath, RunError, UsageError
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
@@ -129,7 +130,8 @@ class Run(AbstractContextManager["Run"]):
         """One optimizer step; returns its row, the same on every rank.
 
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; left out, the
-        next ones of the plan's data.
+        next ones of the plan's data. It may be larger or smaller than the plan's, by whole micro-batches, alike on all
+        ranks. Raises RunError, and has changed nothing, for a batch that the data's declaration does not fit.
         """
         self._clock = time.perf_counter()
         return self._emit(self._launch(batch))
@@ -196,11 +198,11 @@ class Run(AbstractContextManager["Run"]):
             assert self.feed is not None, "a fake world takes no steps"
             batch = self.feed.next()
             wait_s, samples = self.feed.wait_s, self.feed.samples
+        num_micros = count_micros(batch, self.stepper.executor.fields, self.plan.batch.micro_size)
         self.check_batch(batch, samples=samples)
         number = self.num_steps_done + 1
         if self.profiler is not None:
             self.profiler.before_step(number)
-        num_micros = self.meter.num_samples(batch) // self.plan.batch.micro_size
         totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
         if self.num_steps_done == 0:
             self.check_first_step()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from sley_core.data.cut import cut
+from sley_core.data.cut import count_micros, cut
 from sley_core.data.dataset import Field
 from sley_core.errors import RunError
 
@@ -54,3 +56,23 @@ def test_fields_are_the_declared_ones() -> None:
     batch["lables"] = batch.pop("cu_seqlens")
     with pytest.raises(RunError, match="lables"):
         cut(batch, FIELDS, 0, 2)
+
+
+def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
+    assert [count_micros(a_batch(), FIELDS, size) for size in (1, 2, 4)] == [4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "micro_size", "match"),
+    [
+        ({}, 3, "4 samples of this rank are no multiple of \\[batch\\] micro_size = 3"),
+        ({}, 8, "4 samples of this rank are no multiple"),
+        ({"time_major": torch.zeros(4, 6, 3)}, 2, "`time_major` has 6 samples, and `tokens` has 4"),
+        ({"time_major": torch.zeros(4)}, 2, "`time_major` of shape \\(4,\\) has no dim 1"),
+        ({"tokens": [[1], [2], [3], [4]]}, 2, "`tokens` is a list, not a tensor"),
+        ({"extra": torch.zeros(4)}, 2, "'extra'"),
+    ],
+)
+def test_what_makes_no_micro_batches_is_an_error(changes: dict[str, Any], micro_size: int, match: str) -> None:
+    with pytest.raises(RunError, match=match):
+        count_micros(a_batch() | changes, FIELDS, micro_size)

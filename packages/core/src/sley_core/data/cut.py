@@ -27,10 +27,41 @@ def cut(
     Raises RunError if the batch lacks a field, has one that is not declared, or does not divide.
     """
     assert 0 <= index < num_parts, (index, num_parts)
+    _check_fields(batch, fields)
+    return {name: _part(name, batch[name], fields[name], index, num_parts, dim) for name in batch}
+
+
+def count_micros(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
+    """How many micro-batches of `micro_size` samples `batch` is; at least one, and none of another size.
+
+    Raises RunError if the batch lacks a field, has one that is not declared, if its fields have different numbers of
+    samples, or if that is no multiple of `micro_size`.
+    """
+    _check_fields(batch, fields)
+    sizes = {name: _num_samples(name, batch[name], field) for name, field in fields.items()}
+    first = next(iter(sizes))
+    for name, size in sizes.items():
+        if size != sizes[first]:
+            raise RunError("batch-size", f"field `{name}` has {size} samples, and `{first}` has {sizes[first]}")
+    num_micros, left = divmod(sizes[first], micro_size)
+    if left or not num_micros:
+        message = f"{sizes[first]} samples of this rank are no multiple of [batch] micro_size = {micro_size}"
+        raise RunError("batch-size", message, hint="a step takes one micro-batch or more, all of one size")
+    return num_micros
+
+
+def _num_samples(name: str, value: Tensor, field: Field) -> int:
+    if not isinstance(value, Tensor):
+        raise RunError("batch-fields", f"field `{name}` is a {type(value).__name__}, not a tensor")
+    if field.batch_dim >= value.ndim:
+        raise RunError("batch-size", f"field `{name}` of shape {tuple(value.shape)} has no dim {field.batch_dim}")
+    return value.shape[field.batch_dim]
+
+
+def _check_fields(batch: Mapping[str, Tensor], fields: Mapping[str, Field]) -> None:
     if batch.keys() != fields.keys():
         message = f"a batch has the fields {sorted(batch)}; the data set declares {sorted(fields)}"
         raise RunError("batch-fields", message)
-    return {name: _part(name, batch[name], fields[name], index, num_parts, dim) for name in batch}
 
 
 def _part(

@@ -1,0 +1,129 @@
+"""What a model or a batch gets wrong is told before it does harm, with the name of what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.runs import weights
+
+
+@pytest.fixture
+def batch(own):
+    """`batch(first, number)`: samples of the plan's dataset, as a program's own batch."""
+    return importlib.import_module("own_data").batch
+
+
+@pytest.fixture
+def refused(alone, small):
+    """`refused(batch, **changes)`: the one diagnostic of a step on `batch`, which leaves the run as it was."""
+
+    def refused(bad, **changes):
+        with alone(small(**changes)) as run:
+            before = weights(run)
+            with pytest.raises(RunError) as caught:
+                run.step(bad)
+            assert run.num_steps_done == 0
+            assert all(torch.equal(value, weights(run)[name]) for name, value in before.items())
+            assert run.step()["step"] == 1, "a program may go on"
+        (diagnostic,) = caught.value.diagnostics
+        return diagnostic
+
+    return refused
+
+
+def test_a_token_beyond_the_vocabulary_is_told_with_its_place(refused, batch):
+    bad = batch(0, 4)
+    bad["tokens"][2, 5] = 16
+    found = refused(bad)
+    assert found.code == "token-out-of-range"
+    assert found.message == (
+        "field `tokens` has the token id 16 in row 2 of the batch at position 5; the vocabulary has 16"
+    )
+
+
+def test_a_token_beyond_the_vocabulary_of_the_plans_data_is_told_by_its_sample(alone, small):
+    with alone(small(data__vocab_size=15, data__shuffle=False)) as run, pytest.raises(RunError) as caught:
+        run.train()
+    assert "field `tokens` has the token id 15 in sample 1 at position 7" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["tokens", "labels"])
+def test_a_batch_without_a_field_is_told_which_there_are(refused, batch, field):
+    bad = batch(0, 4)
+    del bad[field]
+    found = refused(bad)
+    assert found.code == "batch-fields"
+    assert str(sorted(bad)) in found.message
+    assert "['labels', 'tokens']" in found.message
+
+
+def test_a_batch_with_a_field_that_nobody_declared_is_refused(refused, batch):
+    assert "'mask'" in refused(batch(0, 4) | {"mask": torch.ones(4)}).message
+
+
+@pytest.mark.parametrize(("samples", "micro_size"), [(0, 1), (1, 2), (3, 2), (5, 4)])
+def test_a_batch_that_is_no_number_of_micro_batches_is_refused(refused, batch, samples, micro_size):
+    """Silently taking one micro-batch of another size, or none, would be a step nobody asked for."""
+    bad = batch(0, 8)
+    found = refused({name: value[:samples] for name, value in bad.items()}, batch__micro_size=micro_size)
+    assert found.code == "batch-size"
+    assert f"{samples} samples" in found.message
+    assert f"micro_size = {micro_size}" in found.message
+
+
+def test_fields_of_different_lengths_are_refused(refused, batch):
+    found = refused(batch(0, 4) | {"labels": batch(0, 2)["labels"]})
+    assert found.code == "batch-size"
+    assert "`labels`" in found.message
+
+
+def test_a_buffer_that_training_writes_is_refused_with_its_name(alone, small):
+    with alone(small(model={"factory": "own_models:batch_norm"})) as run, pytest.raises(PlanError) as caught:
+        run.train()
+    names = [diagnostic.message for diagnostic in caught.value.diagnostics]
+    assert [diagnostic.code for diagnostic in caught.value.diagnostics] == ["model-buffer-written"] * 3
+    assert "'blocks.0.norm.running_mean' of a BatchNorm1d" in names[0]
+
+
+def test_a_buffer_that_is_declared_per_rank_may_be_written(ranks, own, small):
+    tables = small(model={"factory": "own_models:batch_norm", "options": {"declared": True}})
+    means = ranks(2)(running_mean, tables, own)
+    assert means[0].any()
+    assert not torch.equal(*means)
+
+
+def running_mean(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        assert run.train() == "finished"
+        return weights(run)["blocks.0.norm.running_mean"]
+
+
+def test_a_module_that_cannot_be_initialised_is_refused_with_its_name(alone, small):
+    with pytest.raises(PlanError) as caught, alone(small(model={"factory": "own_models:without_init"})):
+        pass
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "model-init"
+    assert "'blocks.0.gain'" in diagnostic.message
+    assert "(Scale) has no reset_parameters()" in diagnostic.message
+
+
+def told(tables, folder):
+    """What rank 1's impossible token does to both ranks."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        own = importlib.import_module("own_data").batch(4 * world.rank, 2)
+        if world.rank == 1:
+            own["tokens"][0, 0] = 99
+        run.step(own)
+
+
+def test_a_bad_batch_of_one_rank_ends_all(ranks, own, small):
+    with pytest.raises(RunError, match="token id 99") as caught:
+        ranks(2)(told, small(limits={"collective_timeout_s": 5}), own)
+    assert any(note.startswith("rank 1 of 2 failed first") for note in caught.value.__notes__)
