@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,16 @@ class Rows:
         if index % 3 == 0:
             labels[:4] = IGNORED
         return {"tokens": row[:-1], "labels": labels}
+
+
+class Stream:
+    """The same samples in their order, without a length."""
+
+    info = Rows.info
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rows = Rows(DataContext())
+        yield from (rows[index] for index in range(len(rows)))
 
 
 def batch(first: int, num_samples: int) -> dict[str, Tensor]:

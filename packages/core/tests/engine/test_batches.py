@@ -1,0 +1,137 @@
+"""Batches: a program's own of any number of micro-batches, and the plan's, of which every sample is seen once an epoch."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.recorder import collectives
+from sley_core.testing.runs import Recorded, assert_parity, record, same_on_all, weights
+
+SIZES = (2, 8, 4)
+"""Samples of each step's global batch; on two ranks with micro-batches of one that is 1, 4 and 2 micro-batches."""
+
+
+def own_steps(tables, folder, sizes):
+    """Steps on own batches of these sizes, this rank's share of each: rows, weights, and what was sent in each step."""
+    recorded = Recorded()
+    sent = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        recorded.first = weights(run)
+        for step, size in enumerate(sizes):
+            mine = size // world.size
+            own = importlib.import_module("own_data").batch(10 * step + world.rank * mine, mine)
+            with collectives() as calls:
+                recorded.rows.append(run.step(own))
+            sent.append([str(call) for call in calls])
+            recorded.gradients.append({e.name: run.store.gradient(e).clone() for e in run.store.entries})
+        recorded.weights = weights(run)
+    return recorded, sent
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_steps_of_1_4_and_2_micro_batches(ranks, own, small, recompute):
+    tables = small(activations={"use": "core.recompute" if recompute else "core.keep"})
+    reference, _ = own_steps(tables, own, SIZES)
+    layouts, sent = zip(*ranks(2)(own_steps, tables, own, SIZES), strict=True)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+    for wanted, found in zip(reference.gradients, layouts[0].gradients, strict=True):
+        assert_close_gradients(wanted, found, 1e-10)
+    assert [row["tokens"] for row in layouts[0].rows] == [12 * size for size in SIZES]
+    assert sent[0] == sent[1]
+    assert sent[0][0] == sent[0][1] == sent[0][2], "more micro-batches cost no more communication"
+
+
+def test_own_batches_are_the_plans_own_where_they_are_equal(own, small):
+    """Without shuffling step n of the plan's data holds samples 4n to 4n + 3."""
+    tables = small(data__shuffle=False)
+    batch = importlib.import_module("own_data").batch
+    assert_parity(
+        record(tables, 3, folder=own),
+        [record(tables, 3, folder=own, batches=[batch(4 * n, 4) for n in range(3)])],
+        "fp64",
+    )
+
+
+def accumulate(tables, folder, num_steps):
+    """By step: which micro-batch was running as each gradient became ready; and the weights at the end."""
+    ready = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+
+        def note(entry):
+            action = run.store.state.action
+            ready[-1].append(None if action is None else action.micro)
+
+        run.store.on_ready.append(note)
+        for _ in range(num_steps):
+            ready.append([])
+            run.step()
+        return ready, weights(run)
+
+
+def test_gradients_are_ready_once_a_step_and_in_its_last_backward_only(ranks, own, small):
+    """Whatever the number of micro-batches and ranks; after 8 batches the weights are the same (statement 36)."""
+    found = {}
+    for micro_size in (1, 2, 4):
+        tables = small(batch={"global_size": 8, "micro_size": micro_size})
+        found[micro_size, 1] = [accumulate(tables, own, 8)]
+        found[micro_size, 2] = ranks(2)(accumulate, tables, own, 8)
+    reference = found[4, 1][0][1]
+    for (micro_size, num_ranks), of_ranks in found.items():
+        last = 8 // (micro_size * num_ranks) - 1
+        for ready, values in of_ranks:
+            assert_close_gradients(reference, values, 1e-9)
+            for step, micros in enumerate(ready):
+                assert len(micros) == 19
+                assert set(micros) == ({None} if step == 0 else {last}), "the first step learns what to expect"
+
+
+def test_a_restored_feed_gives_the_batches_that_would_have_come(alone, small):
+    with alone(small()) as run:
+        for _ in range(3):
+            run.step()
+        place = run.feed.state()
+        wanted = [run.feed.next() for _ in range(3)]
+    with alone(small()) as later:
+        later.step()
+        later.feed.restore(place)
+        for batch in wanted:
+            found = later.feed.next()
+            assert found.keys() == batch.keys()
+            assert all(torch.equal(found[name], batch[name]) for name in batch)
+
+
+def samples_of(tables, folder, num_steps):
+    """The dataset's index of every sample of this rank, step by step."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        seen = []
+        run.listeners.append(lambda row: seen.append(run.feed.samples))
+        for _ in range(num_steps):
+            run.step()
+        return seen
+
+
+def test_every_sample_comes_once_an_epoch_and_none_is_dropped(ranks, own, small):
+    """Five samples in batches of two: a batch spans two epochs, and each epoch has all five in an order of its own."""
+    tables = small(data__options={"num_samples": 5}, batch={"global_size": 2, "micro_size": 1}, run__steps=10)
+    alone = [index for step in samples_of(tables, own, 10) for index in step]
+    epochs = [tuple(alone[at : at + 5]) for at in range(0, 20, 5)]
+    assert all(Counter(epoch) == Counter(range(5)) for epoch in epochs)
+    assert len(set(epochs)) > 1
+    first, second = ranks(2)(samples_of, tables, own, 10)
+    assert [index for pair in zip(first, second, strict=True) for step in pair for index in step] == alone
+
+
+def test_a_stream_without_a_length_trains_alike_in_every_layout(ranks, own, small):
+    tables = small(data={"factory": "own_data:Stream"})
+    reference = record(tables, 3, folder=own)
+    assert_parity(reference, ranks(2)(record, tables, 3, folder=own), "fp64")
+    assert_parity(reference, [record(small(data__shuffle=False), 3, folder=own)], "fp64")
