@@ -7,6 +7,7 @@ therefore costs no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -90,6 +91,7 @@ class GradientHandlerRecord(Record):
         observer only looks.
     result: what a reducer leaves to this rank, the full sum or a shard of it.
     exact: whether the result is the sum itself; else `tolerance` is the relative error that its contract test allows.
+    tolerance_of: where the table decides: its tolerance, 0.0 if the result is then the sum itself.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
@@ -97,8 +99,15 @@ class GradientHandlerRecord(Record):
     result: Literal["full", "shard"] = "full"
     exact: bool = True
     tolerance: float = 0.0
+    tolerance_of: Callable[[Any], float] | None = None
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
+
+    def tolerance_with(self, config: Table) -> float:
+        """The relative error that is allowed with the table `config`; 0.0 for a result that is the sum itself."""
+        if self.tolerance_of is not None:
+            return self.tolerance_of(config)
+        return 0.0 if self.exact else self.tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
