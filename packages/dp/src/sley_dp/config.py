@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sley_core.plan.types import PositiveFloat, Table
+from sley_core.plan.types import Positive, PositiveFloat, Table
+
+BF16_TOLERANCE = 2**-7
+"""Each rank's term and the sum are rounded to bf16 once, by 2^-8 at most; ranks whose terms cancel may be further off."""
 
 
-class BucketedConfig(Table):
-    """Sums gradients over the ranks that share a weight, bucket by bucket, while the backward runs."""
+class ReducerConfig(Table):
+    """What every reducer of `dp` has."""
 
     bucket_mb: PositiveFloat = 25.0
     """MiB of gradients per bucket; a parameter that is larger has one of its own."""
 
-    reduction: Literal["same", "bf16"] = "same"
-    """The format in which gradients travel and are summed: that of accumulation, or bf16, which is half of fp32."""
-
     start: Literal["broadcast", "check", "trust"] = "broadcast"
     """Before the first step: give every replica the first one's weights and buffers, compare them, or neither."""
+
+
+class BucketedConfig(ReducerConfig):
+    """Sums gradients over the ranks that share a weight, bucket by bucket, while the backward runs."""
+
+    reduction: Literal["same", "bf16"] = "same"
+    """The format in which gradients travel: that of accumulation, or bf16, half of fp32's bytes and not exact."""
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error that a sum may have; 0 where it is the sum itself."""
+        return BF16_TOLERANCE if self.reduction == "bf16" else 0.0
+
+
+class PowerSGDConfig(ReducerConfig):
+    """Sums low-rank approximations of gradients; what one step leaves out is added to the next."""
+
+    rank: Positive = 4
+    """Columns of the two factors that a matrix travels as; more are closer and larger."""
+
+    start_step: Positive = 1
+    """The first step to compress, counted from 1 as in `metrics.jsonl`; those before it have plain sums."""
+
+    error_feedback: bool = True
+    """Keep what a step leaves out and add it to the next one's gradient; it takes a copy of the gradients."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from sley_core.hookspecs import hookimpl
-from sley_core.records import GradientHandlerRecord
-from sley_dp.config import BucketedConfig
+from sley_core.records import GradientHandlerRecord, Problem
+from sley_dp.config import BucketedConfig, PowerSGDConfig
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
 
 
 @hookimpl
@@ -15,6 +21,25 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             config=BucketedConfig,
             build="sley_dp.bucketed:Bucketed",
             role="reducer",
+            tolerance_of=lambda config: config.tolerance,
             summary="Flat buckets, reduced while the backward runs.",
         ),
+        GradientHandlerRecord(
+            name="powersgd",
+            config=PowerSGDConfig,
+            build="sley_dp.powersgd:PowerSGD",
+            role="reducer",
+            exact=False,
+            tolerance=0.75,
+            summary="Flat buckets of low-rank approximations, with error feedback; not exact.",
+        ),
     ]
+
+
+@hookimpl
+def sley_check_plan(plan: Plan) -> Iterable[Problem]:
+    for number, handler in enumerate(plan.gradient_handlers):
+        if isinstance(handler.config, PowerSGDConfig) and handler.config.start_step > plan.run.steps:
+            message = f"the run has {plan.run.steps} steps, so nothing would be compressed"
+            hint = f"use start_step = {plan.run.steps} or less, or `dp.bucketed`"
+            yield Problem(("gradient_handlers", number, "start_step"), message, hint, "beyond-the-run")

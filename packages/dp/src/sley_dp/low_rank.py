@@ -1,0 +1,72 @@
+"""One gradient as the product of two thin matrices: what a rank keeps, and what it computes between the collectives.
+
+    project:  G <- G + error;  P = G Q             then P is summed over the ranks
+    expand:   P <- orthonormal(P);  Q = G^T P      then Q is summed over the ranks
+              error = G - P Q^T, before the sum
+    restore:  G = P Q^T
+
+Vogels, Karimireddy, Jaggi (2019), PowerSGD, algorithms 1 and 2. The sum of all ranks' gradients is projected onto the span
+of P, one step of a power iteration that starts where the last step's ended. What the projection misses, each rank keeps
+for the next step, so every gradient arrives in the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIN_RATE = 2
+"""A gradient is compressed where that saves at least half of it, as in torch's powerSGD_hook."""
+
+
+def as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
+    """`gradient` as a matrix [first dim, all others], a view, where factors of `rank` columns save enough; else None."""
+    if gradient.ndim < 2:
+        return None
+    num_rows = gradient.shape[0]
+    num_columns = gradient.shape[1:].numel()
+    if (num_rows + num_columns) * min(rank, num_rows, num_columns) * MIN_RATE >= num_rows * num_columns:
+        return None
+    return gradient.view(num_rows, num_columns)
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Columns that span what `columns` spans, and as many orthonormal ones of no meaning as that is short of rank.
+
+    By QR, never by Gram-Schmidt: where a gradient is zero this still gives a basis, from which the next step's power
+    iteration gets away. Zeros would stay zeros, and the parameter would be trained no more.
+    """
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
+
+
+class LowRank:
+    """The state of one gradient of shape [n, m].
+
+    q: [m, r], orthonormal, equal on all ranks, r at most `rank`. error: [n, m], this rank's own, or None without
+    feedback.
+    """
+
+    def __init__(self, gradient: Tensor, rank: int, seed: int, error_feedback: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(gradient.shape[1], min(rank, *gradient.shape), generator=generator, dtype=gradient.dtype)
+        self.q = orthonormal(start.to(gradient.device))
+        self.error = torch.zeros_like(gradient) if error_feedback else None
+
+    def project(self, gradient: Tensor, p: Tensor) -> None:
+        """Adds the error to `gradient`; writes its image of q to `p` [n, r]."""
+        if self.error is not None:
+            gradient.add_(self.error)
+        torch.mm(gradient, self.q, out=p)
+
+    def expand(self, gradient: Tensor, p: Tensor, q: Tensor) -> None:
+        """Turns `p`, summed, into a basis; writes the coordinates of `gradient` in it to `q` [m, r]."""
+        p.copy_(orthonormal(p))
+        torch.mm(gradient.T, p, out=q)
+        if self.error is not None:
+            torch.addmm(gradient, p, q.T, alpha=-1, out=self.error)
+
+    def restore(self, gradient: Tensor, p: Tensor, q: Tensor) -> None:
+        """Writes what `p` and `q`, summed, stand for to `gradient`."""
+        torch.mm(p, q.T, out=gradient)
+        self.q = orthonormal(q)

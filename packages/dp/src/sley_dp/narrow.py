@@ -1,0 +1,88 @@
+"""Sums that travel as bf16 and are added in fp32.
+
+    my slices ──all-to-all──> everybody's share of my slice ──added in fp32──> bf16 ──all-gather──> the whole sum
+
+An all-reduce of bf16 tensors, which gloo and NCCL offer too, adds in bf16: every rank rounds once more, and from 256 equal
+terms on a sum stands still. Here each term is rounded once and the sum once, however many ranks there are, for the same
+bytes on the wire; and all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import Pending, all_gather, all_to_all
+from sley_dp.sums import Sums, described
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+    from sley_core.engine.store import GradientBuffer
+
+WIRE = torch.bfloat16
+NUM_SLOTS = 2
+"""Sums under way at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""
+
+
+class Narrow(Sums):
+    """Starting a sum brings the ones before it forward, in an order that is the same on all ranks of their groups."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[_Sum] = deque()
+        self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
+        self._num_started = 0
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        if len(self._under_way) == NUM_SLOTS:
+            self._under_way.popleft().finish()
+        for one in self._under_way:
+            one.gather()
+        self._under_way.append(_Sum(buffer, group, self._wire(buffer, group)))
+
+    def finish(self) -> None:
+        for one in self._under_way:
+            one.gather()
+        while self._under_way:
+            self._under_way.popleft().finish()
+
+    def forget(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().pending.wait()
+
+    def _wire(self, buffer: GradientBuffer, group: Group) -> Tensor:
+        """Two rows, what is sent and what is received, each with room for one even slice per rank."""
+        slot = self._num_started % NUM_SLOTS
+        self._num_started += 1
+        num_columns = -(-buffer.data.numel() // group.size) * group.size
+        if self._slots[slot].numel() < 2 * num_columns:
+            self._slots[slot] = torch.zeros(2 * num_columns, dtype=WIRE, device=buffer.data.device)
+        return self._slots[slot][: 2 * num_columns].view(2, num_columns)
+
+
+class _Sum:
+    """One bucket on its way: exchanged when made, then gathered, then finished."""
+
+    def __init__(self, buffer: GradientBuffer, group: Group, wire: Tensor) -> None:
+        self.buffer = buffer
+        self.group = group
+        self.sent, self.received = wire
+        self.sent[: buffer.data.numel()].copy_(buffer.data)
+        self._is_gathered = False
+        # The bucket's reduce group; its ranks start their buckets in one order, and gather between the same two starts.
+        self.pending: Pending = all_to_all(self.received, self.sent, group, what=described(buffer))
+
+    def gather(self) -> None:
+        if self._is_gathered:
+            return
+        self._is_gathered = True
+        self.pending.wait()
+        wide = torch.promote_types(self.buffer.data.dtype, torch.float32)
+        own = self.received.view(self.group.size, -1).sum(0, dtype=wide).to(WIRE)
+        self.pending = all_gather(self.sent, own, self.group, what=described(self.buffer))
+
+    def finish(self) -> None:
+        self.pending.wait()
+        self.buffer.data.copy_(self.sent[: self.buffer.data.numel()])

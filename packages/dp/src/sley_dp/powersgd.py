@@ -1,0 +1,152 @@
+"""`dp.powersgd`: gradients travel as low-rank approximations (see `low_rank`).
+
+Two collectives per bucket: the first, of P and of everything that is not worth compressing, runs beside the backward; the
+second, of Q, at the step's end. The state belongs to a parameter, not to a bucket, so a new layout loses nothing.
+
+The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, which is its oracle in the tests; docs/adr
+says why that code itself is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sley_core.comm.collectives import Pending, all_reduce
+from sley_core.engine.flat import FlatBuffer
+from sley_core.model.seeds import derive
+from sley_dp.low_rank import LowRank, as_matrix
+from sley_dp.reducer import BucketReducer
+from sley_dp.sums import Plain, Sums, described
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sley_core.comm.groups import Group
+    from sley_core.engine.book import Entry
+    from sley_core.engine.step_state import StepState
+    from sley_core.engine.store import GradientBuffer
+    from sley_core.run import Run
+    from sley_dp.config import PowerSGDConfig
+
+
+@dataclass
+class _Compressed:
+    """A gradient [n, m] of a bucket under way, its state, and its factors [n, r] and [m, r] on the wire."""
+
+    state: LowRank
+    gradient: Tensor
+    p: Tensor
+    q: Tensor
+
+
+@dataclass
+class _UnderWay:
+    """A bucket between its two collectives. whole: gradients that travel as they are, each with its place on the wire."""
+
+    buffer: GradientBuffer
+    group: Group
+    factors: FlatBuffer
+    compressed: list[_Compressed]
+    whole: list[tuple[Tensor, Tensor]]
+    pending: Pending
+
+    def expand(self) -> None:
+        self.pending.wait()
+        for gradient, wire in self.whole:
+            gradient.copy_(wire)
+        for one in self.compressed:
+            one.state.expand(one.gradient, one.p, one.q)
+        if not self.compressed:
+            return
+        # The bucket's reduce group; its ranks come here for the same buckets in the same order.
+        self.pending = all_reduce(self.factors.data, self.group, what=described(self.buffer))
+
+    def restore(self) -> None:
+        self.pending.wait()
+        for one in self.compressed:
+            one.state.restore(one.gradient, one.p, one.q)
+
+
+class LowRankSums(Sums):
+    """Sums of approximations of at most `rank`, warm-started from one step to the next.
+
+    seed: of the first ones; equal on all ranks.
+    """
+
+    def __init__(self, rank: int, error_feedback: bool, seed: int) -> None:
+        self.rank = rank
+        self.error_feedback = error_feedback
+        self.seed = seed
+        self._states: dict[Entry, LowRank] = {}
+        self._under_way: list[_UnderWay] = []
+
+    def keep(self, entries: Iterable[Entry]) -> None:
+        """Drops the state of all others: what a parameter was owed when it was frozen is out of date."""
+        self._states = {entry: self._states[entry] for entry in entries if entry in self._states}
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        matrices, whole = self._divided(buffer)
+        shapes = [(view.shape[0], state.q.shape[1]) for view, state in matrices]
+        first = FlatBuffer([*shapes, *(view.shape for view in whole)], buffer.data.dtype, buffer.data.device)
+        second = FlatBuffer([state.q.shape for _, state in matrices], buffer.data.dtype, buffer.data.device)
+        compressed = [
+            _Compressed(state, view, p, q)
+            for (view, state), p, q in zip(matrices, first.views, second.views, strict=False)
+        ]
+        pairs = list(zip(whole, first.views[len(matrices) :], strict=True))
+        for one in compressed:
+            one.state.project(one.gradient, one.p)
+        for gradient, wire in pairs:
+            wire.copy_(gradient)
+        # The bucket's reduce group; its ranks start their buckets in one order.
+        pending = all_reduce(first.data, group, what=described(buffer))
+        self._under_way.append(_UnderWay(buffer, group, second, compressed, pairs, pending))
+
+    def finish(self) -> None:
+        for one in self._under_way:
+            one.expand()
+        for one in self._under_way:
+            one.restore()
+        self._under_way.clear()
+
+    def forget(self) -> None:
+        for one in self._under_way:
+            one.pending.wait()
+        self._under_way.clear()
+
+    def _divided(self, buffer: GradientBuffer) -> tuple[list[tuple[Tensor, LowRank]], list[Tensor]]:
+        """The gradients of `buffer` that are worth compressing, as matrices with their states, and the others."""
+        matrices, whole = [], []
+        for entry, view in zip(buffer.entries, buffer.views, strict=True):
+            matrix = as_matrix(view, self.rank)
+            if matrix is None:
+                whole.append(view)
+                continue
+            if entry not in self._states:
+                seed = derive(self.seed, "powersgd", entry.name)
+                self._states[entry] = LowRank(matrix, self.rank, seed, self.error_feedback)
+            matrices.append((matrix, self._states[entry]))
+        return matrices, whole
+
+
+class PowerSGD(BucketReducer):
+    """Plain sums before `start_step`, approximate ones from then on."""
+
+    def __init__(self, config: PowerSGDConfig) -> None:
+        self.config = config
+        self._plain = Plain()
+        super().__init__(config, self._plain)
+
+    def attach(self, run: Run) -> None:
+        self._low_rank = LowRankSums(self.config.rank, self.config.error_feedback, run.plan.run.seed)
+        super().attach(run)
+
+    def begin_step(self, step: StepState) -> None:
+        super().begin_step(step)
+        self.sums = self._low_rank if step.step + 1 >= self.config.start_step else self._plain
+
+    def laid_out(self) -> None:
+        self._low_rank.keep(self._store.entries)

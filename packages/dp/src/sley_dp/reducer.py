@@ -1,0 +1,120 @@
+"""A reducer of buckets: sums each as soon as its last gradient is there.
+
+A bucket is a stretch of the gradient store, so nothing is copied to reduce it and the optimizer reads the result where it
+lies. Buckets are filled in reverse order of use; after the first step once more, in the order in which that step's backward
+really completed the gradients.
+
+    backward   |---- block 7 ----|---- block 6 ----|---- block 5 ----| ...
+    reduction                    |-- bucket 0 --|  |-- bucket 1 --|
+
+The reference is PyTorch's DistributedDataParallel (Li et al., 2020, section 3.2); `core.each` is the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sley_core.comm.collectives import broadcast
+from sley_core.engine.flat import ALIGNMENT_BYTES
+from sley_core.engine.store import GradientBuffer, Layout
+from sley_core.protocols import GradientHandler
+from sley_dp.buckets import fill
+from sley_dp.replicas import broadcast_values, check_values
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
+    from sley_core.engine.step_state import StepState
+    from sley_core.run import Run
+    from sley_dp.config import ReducerConfig
+    from sley_dp.sums import Sums
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A buffer of the store, and how many of its entries are still missing in this step."""
+
+    buffer: GradientBuffer
+    missing: int = 0
+
+
+class BucketReducer(GradientHandler):
+    """Sums each entry over its reduce group by `sums`, once per optimizer step, overlapped with the last backward."""
+
+    def __init__(self, config: ReducerConfig, sums: Sums) -> None:
+        self.bucket_mb = config.bucket_mb
+        self.start = config.start
+        self.sums = sums
+        self.buckets: list[Bucket] = []
+        self._order: list[Entry] | None = None
+        self._bucket_of: dict[Entry, Bucket] = {}
+        self._layout = -1
+        self._has_finished_a_step = False
+
+    def attach(self, run: Run) -> None:
+        self._run = run
+        self._store = run.store
+        self._groups = run.groups
+        self._store.lay_out(self._plan)
+        if not run.world.is_fake:
+            if self.start == "broadcast":
+                broadcast_values(run)
+            elif self.start == "check":
+                check_values(run)
+
+    def begin_step(self, step: StepState) -> None:
+        self.sums.forget()
+        if self._order is None and self._has_finished_a_step:
+            self._order = self._agreed_order()
+            self._store.lay_out(self._plan)
+        if self._layout != self._store.num_layouts:
+            self._layout = self._store.num_layouts
+            self.buckets = [Bucket(buffer) for buffer in self._store.buffers]
+            self._bucket_of = {entry: bucket for bucket in self.buckets for entry in bucket.buffer.entries}
+            self.laid_out()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.buffer.entries)
+
+    def laid_out(self) -> None:
+        """The buckets are others than in the step before: some entries may be new, some gone."""
+
+    def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        bucket = self._bucket_of[entry]
+        bucket.missing -= 1
+        group = self._groups[bucket.buffer.reduce_group]
+        if bucket.missing == 0 and group.size > 1:
+            self.sums.start(bucket.buffer, group)
+
+    def finish_step(self, step: StepState) -> None:
+        for bucket in self.buckets:
+            assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
+        self.sums.finish()
+        self._has_finished_a_step = True
+
+    def _plan(self, entries: list[Entry]) -> Layout:
+        """Buckets per reduce group, filled in the agreed order; entries that it does not know come last."""
+        if self._order is not None:
+            place = {entry: at for at, entry in enumerate(self._order)}
+            entries = sorted(entries, key=lambda entry: place.get(entry, len(place)))
+        groups: dict[str, list[Entry]] = {}
+        for entry in entries:
+            groups.setdefault(entry.reduce_group, []).append(entry)
+        cap = self.bucket_mb * (1 << 20)
+        return Layout(
+            [bucket for members in groups.values() for bucket in fill(members, self._num_bytes, cap)], entries
+        )
+
+    def _num_bytes(self, entry: Entry) -> int:
+        """What `entry` takes in a flat buffer, alignment included."""
+        return -(-entry.numel * self._store.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def _agreed_order(self) -> list[Entry]:
+        """What the first rank of the stage saw; entries that no gradient reached there come last."""
+        seen = self._store.seen_order
+        unseen = [entry for entry in self._store.entries if entry not in set(seen)]
+        indices = torch.tensor([entry.index for entry in [*seen, *unseen]], device=self._run.world.device.torch_device)
+        # The stage's ranks hold the same entries; all of them come here at the start of their second step.
+        broadcast(indices, self._groups["stage"], what="the order of gradients").wait()
+        return [self._run.book.entries[index] for index in indices.tolist()]

@@ -1,0 +1,54 @@
+"""How a bucket is summed over its group. Each way is started inside a backward and is over when `finish` returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from sley_core.comm.collectives import Pending, all_reduce
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+    from sley_core.engine.store import GradientBuffer
+
+
+class Sums(Protocol):
+    """One way of summing.
+
+         start* ──> finish ──> start* ──> finish ...
+            └─────> forget ────────┘             (a step that failed)
+
+    All ranks of a group call `start` for the same buckets in the same order, so collectives may be issued in it.
+    """
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """This rank's share of `buffer` is complete; nobody touches it until `finish`."""
+
+    def finish(self) -> None:
+        """On return every buffer that was started holds its sum."""
+
+    def forget(self) -> None:
+        """On return nothing writes into a buffer any more, and nothing of the step remains."""
+
+
+class Plain(Sums):
+    """The sum itself: an all-reduce in place, in the format of the gradients."""
+
+    def __init__(self) -> None:
+        self._pending: list[Pending] = []
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        # The bucket's reduce group; its ranks start their buckets in one order.
+        self._pending.append(all_reduce(buffer.data, group, what=described(buffer)))
+
+    def finish(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
+    def forget(self) -> None:
+        self.finish()
+
+
+def described(buffer: GradientBuffer) -> str:
+    """What the error of a failed collective calls this bucket."""
+    return f"the bucket of {buffer.entries[0].name}"

@@ -1,0 +1,60 @@
+"""What the tests of `dp` share: a small plan over parts of their own, and how a run of it is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OWN = Path(__file__).parent / "own"
+PLAN: dict[str, Any] = {
+    "run": {"name": "dp", "steps": 8, "device": "cpu", "seed": 3},
+    "model": {"factory": "dp_parts:mlp"},
+    "data": {"factory": "dp_parts:Points"},
+    "loss": {"factory": "dp_parts:Squares"},
+    "batch": {"global_size": 4, "micro_size": 1},
+    "optimizer": {"use": "core.sgd", "lr": 0.05},
+    "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}],
+}
+
+Tables = dict[str, Any]
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    monkeypatch.syspath_prepend(OWN)
+    return OWN
+
+
+@pytest.fixture
+def batches(own: Path) -> Callable[..., list[dict[str, Any]]]:
+    """`batches((0, 1), (2, 3))`: a batch of samples 0 and 1, and one of samples 2 and 3."""
+    from dp_parts import batch
+
+    return lambda *numbers: [batch(*each) for each in numbers]
+
+
+@pytest.fixture
+def small(own: Path) -> Callable[..., Tables]:
+    """`small(table__key=value, ...)`: the tables of the small plan with these changes; None leaves the key out.
+
+    handler: the table of the reducer, or, where it does not name one, changes to that of `dp.bucketed`.
+    """
+
+    def small(handler: Tables | None = None, **changes: Any) -> Tables:
+        tables = deepcopy(PLAN)
+        handler = handler or {}
+        tables["gradient_handlers"] = [handler if "use" in handler else tables["gradient_handlers"][0] | handler]
+        for path, value in changes.items():
+            table, _, key = path.partition("__")
+            if key:
+                tables.setdefault(table, {})[key] = value
+            else:
+                tables[table] = value
+        return tables
+
+    return small

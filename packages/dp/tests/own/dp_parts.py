@@ -1,0 +1,186 @@
+"""Models, data and a loss of the tests' plans: `factory = "dp_parts:mlp"`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sley_core.data.dataset import DataInfo, Field
+
+WIDTH = 6
+NUM_SAMPLES = 40
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    """WIDTH numbers, a target, and a flag that every other sample has."""
+    generator = torch.Generator().manual_seed(index)
+    x, y = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": y, "flag": torch.tensor(index % 2, dtype=torch.float64)}
+
+
+def batch(*indices: int) -> dict[str, Tensor]:
+    """The samples of these numbers as one batch."""
+    rows = [sample(index) for index in indices]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class Points:
+    """`num_samples` samples."""
+
+    info = DataInfo({"x": Field("float64"), "y": Field("float64"), "flag": Field("float64")})
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(index)
+
+
+class Stream:
+    """Samples without end."""
+
+    info = Points.info
+
+    def __iter__(self):
+        index = 0
+        while True:
+            yield sample(index)
+            index += 1
+
+
+class Squares:
+    """The sum of squared errors in fp64; every sample weighs one."""
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(len(batch["y"]))
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output.double() - batch["y"]).square().sum()
+
+
+class Inputs(nn.Linear):
+    """The first layer: takes `x`, in whatever format its weights have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).tanh()
+
+
+class Twice(nn.Module):
+    """Uses one module twice under recomputation."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        once = checkpoint(self.shared, hidden, use_reentrant=self.reentrant)
+        return checkpoint(self.shared, once.tanh(), use_reentrant=self.reentrant)
+
+
+class Sometimes(nn.Module):
+    """`never` is used by no sample; `flagged` by the samples that have the flag, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.flagged = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, flag: Tensor) -> Tensor:
+        output = self.always(hidden)
+        if flag.any():
+            output = output + flag[:, None].to(hidden.dtype) * self.flagged(hidden)
+        return output
+
+
+class Branches(nn.Module):
+    """Two branches of one size. The order of their backwards is this process's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if int(os.environ.get("RANK", 0)) % 2:
+            right = self.right(hidden)
+            return self.left(hidden) - right
+        left = self.left(hidden)
+        return left - self.right(hidden)
+
+
+class Tables(nn.Linear):
+    """Has buffers of several formats, one not saved and one not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        shift = int(os.environ.get("RANK", 0)) if self.own_values else 0
+        self.register_buffer("scale", torch.full((3,), 1.0 + shift))
+        self.register_buffer("small", torch.full((2,), shift, dtype=torch.int16))
+        self.register_buffer("turn", torch.full((2,), 1j + shift), persistent=False)
+        self.register_buffer("turned", (torch.arange(6.0) + shift).view(2, 3).t())
+
+    own_values = False
+
+
+class OwnTables(Tables):
+    """Every rank has values of its own."""
+
+    own_values = True
+
+
+def mlp(depth: int = 3) -> list[tuple[str, nn.Module]]:
+    """`first`, `layer0`, `layer1`, ...: linears of one size."""
+    return [("first", Inputs(WIDTH, WIDTH)), *((f"layer{at}", nn.Linear(WIDTH, WIDTH)) for at in range(depth))]
+
+
+def twice(reentrant: bool) -> list[nn.Module]:
+    return [Inputs(WIDTH, WIDTH), Twice(reentrant), nn.Linear(WIDTH, WIDTH)]
+
+
+def sometimes() -> list[tuple[str, nn.Module]]:
+    return [("first", Inputs(WIDTH, WIDTH)), ("some", Sometimes())]
+
+
+def branches() -> list[nn.Module]:
+    return [Inputs(WIDTH, WIDTH), Branches(), Branches()]
+
+
+def tables() -> list[tuple[str, nn.Module]]:
+    return [("first", Inputs(WIDTH, WIDTH)), ("last", Tables())]
+
+
+def own_values() -> object:
+    """Weights and buffers that differ from rank to rank."""
+    from sley_core.model.layers import Model
+
+    def draw(module: nn.Module, name: str) -> None:
+        module.reset_parameters()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(float(os.environ.get("RANK", 0)))
+
+    return Model([("first", Inputs(WIDTH, WIDTH)), ("last", OwnTables())], init_weights=draw)
+
+
+class OnlyFlagged(nn.Linear):
+    """Samples without the flag come out as zeros that depend on no weight; without any, a backward reaches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        if not flag.any():
+            return torch.zeros_like(x).requires_grad_()
+        return flag[:, None] * super().forward(x.to(self.weight.dtype))
+
+
+def only_flagged() -> list[tuple[str, nn.Module]]:
+    return [("only", OnlyFlagged())]

@@ -1,0 +1,145 @@
+"""Which collectives a step issues, when, and in which order: counted by the recorder on every rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.groups import Groups, make_groups
+from sley_core.comm.world import World
+from sley_core.engine.store import by_reduce_group
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.recorder import collectives
+from sley_core.testing.runs import record
+from sley_core.testing.sequence import assert_same_sequence
+from sley_core.topology import GroupEntry
+
+PER_STEP = ["all_reduce of 1 float64", "all_reduce of 3 float64"]
+"""What the engine itself sums in a step: the batch's weight before the first backward; loss, norm and vote at the end."""
+
+
+class Marks:
+    """Notes how many collectives had been issued when each backward ended."""
+
+    def __init__(self):
+        self.calls = []
+        self.marks = []
+
+    def after_backward(self, micro, input_gradient):
+        self.marks.append(len(self.calls))
+
+    def ignore(self, *args):
+        pass
+
+    before_forward = after_forward = before_loss = after_loss = before_backward = ignore
+
+
+def steps(tables, folder, num_steps, prepare=None):
+    """Per step: the collectives, how many had been issued after each backward, and the buckets with their groups."""
+    seen = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        if prepare is not None:
+            prepare(run)
+        hook = Marks()
+        run.caller.hooks.append(hook)
+        for _ in range(num_steps):
+            with collectives() as calls:
+                hook.calls, hook.marks = calls, []
+                run.step()
+            buckets = [(buffer.reduce_group, buffer.data.numel()) for buffer in run.store.buffers]
+            seen.append((list(calls), hook.marks, buckets))
+    return seen
+
+
+def assert_one_sequence(by_rank):
+    for at in range(len(by_rank[0])):
+        assert_same_sequence([seen[at][0] for seen in by_rank])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size):
+    """Statement 4: k = 4; none in the first three backwards (D36: stock `no_sync` around them still had them)."""
+    tables = small({"bucket_mb": 0.0005}, batch__global_size=4 * size)
+    by_rank = ranks(size)(steps, tables, own, 3)
+    assert_one_sequence(by_rank)
+    for seen in by_rank:
+        for step, (calls, marks, buckets) in enumerate(seen):
+            learned = step == 1
+            assert len(buckets) == 4
+            texts = [str(call) for call in calls]
+            first = ["broadcast of 8 int64 with root 0"] * learned + PER_STEP[:1]
+            assert texts == first + [f"all_reduce of {numel} float32" for _, numel in buckets] + PER_STEP[1:]
+            assert len(marks) == 4
+            assert marks[:3] == [len(first)] * 3
+            assert marks[3] == len(first) + (len(buckets) if step else 0), "after the first step, within the backward"
+
+
+@pytest.mark.parametrize("num_micros", [1, 2, 4])
+def test_as_many_reductions_as_optimizer_steps(ranks, small, own, num_micros):
+    """Statement 36: whatever k is, there is one counter, and it is core's (D9)."""
+    tables = small({"bucket_mb": 25.0}, batch__global_size=8, batch__micro_size=4 // num_micros)
+    for seen in ranks(2)(steps, tables, own, 3):
+        for calls, marks, buckets in seen:
+            assert len(marks) == num_micros
+            assert sum(call.dtype == "float32" for call in calls) == len(buckets) == 1
+
+
+PAIRS = [GroupEntry("pair", "main", (0, 1)), GroupEntry("pair", "main", (2, 3))]
+
+
+def reduce_over_two_groups(run):
+    """`layer1` reduces over pairs of ranks, `layer0` over each rank alone, what lies around them over all four."""
+    limit = timedelta(seconds=30)
+    made = make_groups(run.topology, run.world.rank, backend="gloo", timeout=limit, extra=PAIRS)
+    run.groups = run.stepper.update.groups = Groups({**run.groups, "pair": made["pair"]})
+    for entry in run.book:
+        entry.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(entry.name.partition(".")[0], "stage")
+    run.store.lay_out(by_reduce_group)
+    for handler in run.stepper.handlers:
+        handler.attach(run)
+
+
+@pytest.mark.parametrize("reduction", ["same", "bf16"])
+def test_two_reduce_groups_fill_their_buckets_side_by_side(ranks, small, own, reduction):
+    """One order for all ranks of each group; every entry is summed over its own group, and a group of one not at all."""
+    tables = small({"bucket_mb": 0.0005, "reduction": reduction}, batch__global_size=8)
+    by_rank = ranks(4)(steps, tables, own, 3, prepare=reduce_over_two_groups)
+    assert_one_sequence(by_rank)
+    for seen in by_rank:
+        _, _, buckets = seen[-1]
+        assert [group for group, _ in buckets] == ["stage", "stage", "pair", "sp"]
+        sums = [call for call in seen[-1][0] if call.op in ("all_reduce", "all_to_all_single") and call.numel > 3]
+        assert [len(call.ranks) for call in sums] == [4, 2, 4], "layer2, then layer1, then the first layer"
+    (whole,) = ranks(1)(record, small(batch__global_size=8), 1, folder=own)
+    found = [seen.gradients[0] for seen in ranks(4)(record, tables, 1, folder=own, prepare=reduce_over_two_groups)]
+    within = 2**-7 if reduction == "bf16" else 1e-6
+    for name, parts in {"first": [0], "layer2": [0], "layer1": [0, 2], "layer0": [0, 1, 2, 3]}.items():
+        name = f"{name}.weight"
+        total = torch.stack([found[rank][name] for rank in parts]).sum(0)
+        assert_close_gradients({name: whole.gradients[0][name]}, {name: total}, within)
+
+
+@pytest.mark.parametrize(
+    ("handler", "per_bucket"),
+    [
+        ({"reduction": "bf16"}, ["all_to_all_single of {even} bfloat16", "all_gather_single of {slice} bfloat16"]),
+        ({"use": "dp.powersgd", "rank": 1}, ["all_reduce of {p} float32", "all_reduce of {q} float32"]),
+    ],
+)
+def test_the_inexact_ones_take_two_collectives_per_bucket(ranks, small, own, handler, per_bucket):
+    """The first of them within the backward, except for the last bucket's second; one sequence on all ranks."""
+    by_rank = ranks(3)(steps, small(handler | {"bucket_mb": 0.0005}, batch__global_size=12), own, 3)
+    assert_one_sequence(by_rank)
+    for seen in by_rank:
+        calls, marks, buckets = seen[-1]
+        sums = [str(call) for call in calls if call.dtype in ("float32", "bfloat16")]
+        assert len(sums) == 2 * len(buckets)
+        numel = buckets[0][1]
+        even = -(-numel // 3) * 3
+        sizes = {"even": even, "slice": even // 3, "p": 128, "q": 64}
+        assert sorted(set(sums)) == sorted(text.format(**sizes) for text in per_bucket)
+        assert marks[-1] - marks[0] >= len(buckets), "the first ones run beside the backward"

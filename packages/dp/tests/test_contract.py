@@ -1,0 +1,29 @@
+"""The reducers of `dp` hold the contract of gradient handlers, in every shape of their options."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sley_core.testing.contract import GradientHandlerContract
+
+
+class TestOneBucket(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.bucketed"}
+
+
+class TestOneBucketPerParameter(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5, "start": "check"}
+
+
+class TestNarrow(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5, "reduction": "bf16"}
+
+
+class TestPowerSGD(GradientHandlerContract):
+    """Rank 1, which is the least; a larger rank would leave the small matrices of the contract's model whole."""
+
+    handler: ClassVar[dict] = {"use": "dp.powersgd", "rank": 1, "bucket_mb": 1e-5}
+
+
+class TestPowerSGDWithoutFeedbackAfterPlainSums(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.powersgd", "rank": 1, "start_step": 2, "error_feedback": False}

@@ -1,0 +1,147 @@
+"""A step that fails leaves nothing behind, and numbers that are none end the run on all ranks alike."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+import sley_dp.sums
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import record
+
+LATE_S = 0.05
+
+
+class Late:
+    """An all-reduce on a slow line: issued at once, its result arrives LATE_S later, from a thread that only sleeps."""
+
+    def __init__(self, tensor, group, what, line):
+        self.copy = tensor.clone()
+        self.pending = sley_dp.sums.real_all_reduce(self.copy, group, what=what)
+        self.tensor = tensor
+        self.there = threading.Event()
+        line.put(self)
+
+    def arrive(self):
+        time.sleep(LATE_S)
+        self.pending.wait()
+        self.tensor.copy_(self.copy)
+        self.there.set()
+
+    def wait(self):
+        self.there.wait()
+
+
+def slow_line():
+    """From now on reductions of this rank are `Late`; one line, so they arrive in order."""
+    line = queue.Queue()
+
+    def serve():
+        while True:
+            line.get().arrive()
+
+    threading.Thread(target=serve, daemon=True).start()
+    sley_dp.sums.real_all_reduce = sley_dp.sums.all_reduce
+    sley_dp.sums.all_reduce = lambda tensor, group, what: Late(tensor, group, what, line)
+
+
+def fail_in_backward(run, micro, layer):
+    """One step that raises in the backward of micro-batch `micro`, at `layer`; the data goes back to where it was."""
+    left = iter(range(micro + 1))
+
+    def fail(gradient):
+        if next(left) == micro:
+            raise ValueError("as asked")
+
+    hook = run.book[f"{layer}.bias"].parameter.register_hook(fail)
+    before = run.feed.state()
+    with pytest.raises(ValueError, match="as asked"):
+        run.step()
+    hook.remove()
+    run.feed.restore(before)
+
+
+def steps_with_failures(tables, folder, late=False):
+    """Gradients of four steps, before each of which one fails: in another micro-batch, at another layer."""
+    if late:
+        slow_line()
+    found = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for micro, layer in ((0, "layer2"), (1, "first"), (1, "layer1"), (0, "first")):
+            fail_in_backward(run, micro, layer)
+            run.step()
+            found.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+    return found
+
+
+@pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}, {"use": "dp.powersgd", "rank": 1}])
+def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own, handler):
+    """Statements 5 and 6 (D4, D6, D8): whichever micro-batch fails and however much of it is done."""
+    tables = small(handler | {"bucket_mb": 0.0005}, batch__global_size=4)
+    clean = ranks(2)(record, tables, 4, folder=own)
+    for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own), strict=True):
+        for before, after in zip(one.gradients, found, strict=True):
+            assert_same_bits(before, after)
+
+
+def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own):
+    """Its result arrives when the next step would be at work in the same memory."""
+    tables = small({"bucket_mb": 0.0005}, batch__global_size=4)
+    clean = ranks(2)(record, tables, 4, folder=own)
+    for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own, late=True), strict=True):
+        for before, after in zip(one.gradients, found, strict=True):
+            assert_close_gradients(before, after, 1e-12)
+
+
+def poison(run):
+    """The second rank's gradient of one entry is no number in the third step, when its bucket is about to be reduced."""
+    steps = iter(range(9))
+
+    def spoil(entry):
+        if entry.name == "layer1.bias" and next(steps) == 2 and run.world.rank == 1:
+            run.store.gradient(entry).fill_(float("nan"))
+
+    run.store.on_ready.insert(0, spoil)
+
+
+def steps_until_it_ends(tables, folder):
+    done = 0
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        poison(run)
+        try:
+            for _ in range(5):
+                run.step()
+                done += 1
+        except RunError as error:
+            return done, error.diagnostics[0].code
+    return done, None
+
+
+@pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}, {"use": "dp.powersgd", "rank": 1}])
+def test_what_is_no_number_on_one_rank_ends_all_in_the_same_step(ranks, small, own, handler):
+    """Statement 38 in fp32, where no scale is tried: all ranks see the same norm, also through an inexact sum."""
+    assert ranks(2)(steps_until_it_ends, small(handler), own) == [(2, "not-finite")] * 2
+
+
+def leave_in_the_third_step(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.step()
+        if world.rank == 1:
+            fail_in_backward(run, 1, "layer2")
+        else:
+            run.step()
+
+
+def test_a_reduction_that_a_peer_leaves_out_is_named(ranks, small, own):
+    """The other rank waits no longer than the limit, and says which bucket over which group."""
+    tables = small({"bucket_mb": 0.0005}, batch__global_size=4, limits__collective_timeout_s=2.0)
+    with pytest.raises(RunError, match=r"all-reduce of the bucket of layer2\.\w+ over stage\[0, 1\] failed on rank 0"):
+        ranks(2, timeout_s=20)(leave_in_the_third_step, tables, own)

@@ -1,0 +1,160 @@
+"""Every layout with a reducer of `dp` equals the one-process run of the same plan."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+LLAMA = {
+    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
+    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n"},
+    "loss": {"use": "core.cross_entropy"},
+    "batch": {"global_size": 8, "micro_size": 1},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
+}
+ONE_KIB, UNLIMITED = 1 / 1024, 1e9
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder with documents of unequal length, some longer and some much shorter than a sequence."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text").mkdir()
+    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(90)]
+    (folder / "text" / "a.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("bucket_mb", [ONE_KIB, 25.0, UNLIMITED])
+def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, text, size, bucket_mb):
+    """Statement 1, for dp 1, 2 and 4; the batch's samples have unequal weights (D46), k is 8, 4 and 2."""
+    tables = small({"bucket_mb": bucket_mb}, **LLAMA)
+    layouts = ranks(size)(record, tables, 3, folder=text)
+    assert_parity(record(tables, 3, folder=text), layouts, "fp32")
+    same_on_all(layouts)
+
+
+@pytest.mark.parametrize("accumulation", ["autograd", "direct"])
+def test_double_precision(ranks, small, text, accumulation):
+    """Statement 1 to 1e-10, on ties and recomputation, whichever way gradients come into the buckets."""
+    tables = small(**LLAMA)
+    tables["model"]["tie_embeddings"] = True
+    tables |= {"activations": {"use": "core.recompute"}}
+    tables |= {"precision": {"compute": "fp64", "accumulation": accumulation}}
+    assert_parity(record(tables, 3, folder=text), ranks(4)(record, tables, 3, folder=text), "fp64")
+
+
+@pytest.mark.parametrize(("num_micros", "size"), [(k, size) for k in (1, 2, 4) for size in (1, 2)])
+def test_weights_after_eight_batches(ranks, small, own, num_micros, size):
+    """Statement 36 with one stage: k in {1, 2, 4} and D in {1, 2} give one run."""
+    tables = small(batch__global_size=8, batch__micro_size=8 // (num_micros * size))
+    reference = record(small(batch__global_size=8, batch__micro_size=8), 8, folder=own)
+    for layout in ranks(size)(record, tables, 8, folder=own):
+        assert_close_gradients(reference.weights, layout.weights, 1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_stay_equal_bit_for_bit(ranks, small, own, size):
+    """Of twenty AdamW steps, whatever the order of a ring's sums."""
+    tables = small(optimizer={"use": "core.adamw", "lr": 1e-2}, run__steps=20)
+    same_on_all(ranks(size)(record, tables, 20, folder=own))
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, "inf"])
+def test_norm_and_clip(ranks, small, own, kind):
+    """Statement 39 with one stage: parameters without gradients count as zeros."""
+    tables = small(
+        model__factory="dp_parts:sometimes",
+        optimizer__clip_norm=0.01,
+        optimizer__clip_kind=kind,
+        precision__compute="fp64",
+    )
+    assert_parity(record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own), "fp64")
+
+
+def around_the_update(run, seen):
+    """Adds to `seen` what the reducer left, before norm, clip and optimizer have it."""
+    update = run.stepper.update.step
+
+    def step(*args):
+        seen.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+        return update(*args)
+
+    run.stepper.update.step = step
+
+
+def reduced_and_given(tables, folder):
+    reduced = []
+    given = record(tables, 3, folder=folder, prepare=partial(around_the_update, seen=reduced)).gradients
+    return reduced, given
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_without_clip_gradients_are_not_touched(ranks, small, own, clip_norm):
+    """Statement 40: bit for bit; with one they are."""
+    for reduced, given in ranks(2)(reduced_and_given, small(optimizer__clip_norm=clip_norm), own):
+        assert len(reduced) == len(given) == 3
+        for before, after in zip(reduced, given, strict=True):
+            if clip_norm is None:
+                assert_same_bits(before, after)
+            else:
+                assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def bits_after_the_backward(run, seen):
+    weights = {entry.name: entry.parameter.detach().clone() for entry in run.book}
+
+    def compare(chunk):
+        seen.append(all(torch.equal(weights[entry.name], entry.parameter) for entry in run.book))
+
+    run.store.on_chunk_done.append(compare)
+
+
+def unchanged_in_the_first_step(tables, folder):
+    seen = []
+    record(tables, 1, folder=folder, prepare=partial(bits_after_the_backward, seen=seen))
+    return seen
+
+
+@pytest.mark.parametrize("handler", [{"use": "core.each"}, {"use": "dp.bucketed"}, {"use": "dp.powersgd", "rank": 1}])
+def test_a_reducer_leaves_weights_alone(ranks, small, own, handler):
+    """Statement 2: gradients are summed, not weights averaged; `core.each` is the simple form, held to statement 1 too."""
+    assert ranks(2)(unchanged_in_the_first_step, small(handler), own) == [[True], [True]]
+
+
+class ZeroGrad:
+    """Calls the optimizer's `zero_grad` before every step, as users' loops do."""
+
+    def __init__(self, run, set_to_none):
+        self.run = run
+        self.set_to_none = set_to_none
+
+    def before_forward(self, micro, inputs):
+        if micro.micro == 0:
+            self.run.stepper.update.optimizer.zero_grad(set_to_none=self.set_to_none)
+
+    def ignore(self, *args):
+        pass
+
+    after_forward = before_loss = after_loss = before_backward = after_backward = ignore
+
+
+def with_zero_grad(run, set_to_none):
+    run.caller.hooks.append(ZeroGrad(run, set_to_none))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_any_form_changes_nothing(ranks, small, own, set_to_none):
+    """Statement 8, and no reset call is needed anywhere."""
+    prepare = partial(with_zero_grad, set_to_none=set_to_none)
+    plain, called = (ranks(2)(record, small(), 3, folder=own, prepare=how) for how in (None, prepare))
+    for one, other in zip(plain, called, strict=True):
+        for before, after in zip(one.gradients, other.gradients, strict=True):
+            assert_same_bits(before, after)
+        assert_same_bits(one.weights, other.weights)
