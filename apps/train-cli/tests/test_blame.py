@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +73,6 @@ def test_a_rank_that_leaves_without_a_word() -> None:
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     diagnostic = Diagnostic("code", "message", ("a", 0), Place("plan.toml", 3, 4, 5), "source", "hint")
@@ -85,8 +84,14 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path, monkeypatch: pyte
     assert found is not None
     assert found.fault == fault
     # What torchrun shows of it.
-    assert content["message"]["extraInfo"]["py_callstack"] == "trace"
-    assert "error[code]: message" in content["message"]["message"]
+    assert "error[code]: message" in content["message"]["extraInfo"]["py_callstack"]
+
+
+def test_torchrun_is_given_the_trace_of_what_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    report.write(Fault.of(ZeroDivisionError("no")))
+    assert json.loads(path.read_text("utf-8"))["message"]["extraInfo"]["py_callstack"] == "ZeroDivisionError: no\n"
 
 
 def test_a_file_by_another_program_is_no_report() -> None:

@@ -9,7 +9,8 @@ from textwrap import dedent
 import pytest
 
 from sley_core.errors import Diagnostic, Place
-from train_cli.render import MessageFormat, default_format, render, wants_color
+from train_cli.console import MessageFormat, default_format, wants_color
+from train_cli.render import render
 
 TYPO = Diagnostic(
     "unknown-key",

@@ -5,13 +5,22 @@ stdout is for data (`needs`, `schema`, `show`, `--format json`); everything else
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, TextIO
 
-import typer
+if TYPE_CHECKING:
+    from train_cli.faults import Fault
 
-from train_cli.faults import Fault
-from train_cli.render import MessageFormat, default_format, render, wants_color
+
+class MessageFormat(StrEnum):
+    """The form of diagnostics; `render` shows each."""
+
+    full = "full"
+    short = "short"
+    json = "json"
 
 
 @dataclass
@@ -23,14 +32,26 @@ class Settings:
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr; colours are left out where stderr is no terminal or NO_COLOR is set."""
-    typer.echo(text, err=True, color=wants_color(sys.stderr))
+    """A line for the user, on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def show(fault: Fault, settings: Settings) -> None:
     """The diagnostics of a fault, on stderr, and its traceback where it was asked for."""
+    from train_cli.render import render
+
     if settings.traceback and fault.trace:
         print(fault.trace, file=sys.stderr)
     form = settings.message_format or default_format(sys.stderr)
     sys.stderr.write(render(fault.diagnostics, form, color=wants_color(sys.stderr)))
     sys.stderr.flush()
+
+
+def default_format(stream: TextIO) -> MessageFormat:
+    """Full for a person at a terminal, short for everything that reads lines."""
+    return MessageFormat.full if stream.isatty() else MessageFormat.short
+
+
+def wants_color(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal whose user has not asked for plain text (NO_COLOR, TERM=dumb)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -22,19 +22,23 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 
 @dataclass(frozen=True)
 class Fault:
-    """What to tell the user and what to exit with. No diagnostics: there is nothing to add, as after Ctrl-C."""
+    """What to tell the user and what to exit with. No diagnostics: there is nothing to add, as after Ctrl-C.
+
+    trace: the whole chain of the error; worth showing unasked only where it was `unexpected`.
+    """
 
     diagnostics: tuple[Diagnostic, ...]
     exit_code: int
     trace: str = ""
+    unexpected: bool = False
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """The fault that `error` means; `trace` is its whole chain."""
+        """The fault that `error` means."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, SleyError):
             return cls(error.diagnostics, error.exit_code, trace)
-        return cls((_explain(error),), EXIT_RUN_FAILED, trace)
+        return cls((_explain(error),), EXIT_RUN_FAILED, trace, unexpected=True)
 
 
 def _explain(error: Exception) -> Diagnostic:

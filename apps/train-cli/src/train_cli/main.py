@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     from train_cli import console
     from train_cli.app import command
-    from train_cli.faults import Fault
 
     settings = console.Settings()
     try:
@@ -35,6 +34,8 @@ def _main(arguments: list[str]) -> int:
     except SystemExit as stop:
         return _code(stop)
     except Exception as error:
+        from train_cli.faults import Fault  # what only an error needs is not imported without one
+
         fault = Fault.of(error)
         console.show(fault, settings)
         return fault.exit_code

@@ -8,37 +8,17 @@ json     an object per line: code, file, line, column, path, message, hint
 from __future__ import annotations
 
 import json
-import os
 import unicodedata
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import TextIO
 
 import typer
 
 from sley_core.errors import Diagnostic, dotted
+from train_cli.console import MessageFormat
 
 _WIDEST_LINE = 160
 _BEFORE_CULPRIT = 60
 """How much of a very long line is shown, and how much of that stands before the place."""
-
-
-class MessageFormat(StrEnum):
-    """The form of diagnostics."""
-
-    full = "full"
-    short = "short"
-    json = "json"
-
-
-def default_format(stream: TextIO) -> MessageFormat:
-    """Full for a person at a terminal, short for everything that reads lines."""
-    return MessageFormat.full if stream.isatty() else MessageFormat.short
-
-
-def wants_color(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal whose user has not asked for plain text (NO_COLOR, TERM=dumb)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def render(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: bool = False) -> str:

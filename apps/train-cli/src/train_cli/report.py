@@ -37,8 +37,10 @@ def write(fault: Fault) -> None:
         return
     now = time.time()
     message = "\n".join(str(diagnostic) for diagnostic in fault.diagnostics)
+    # torchrun shows the call stack, and the message only where there is none.
+    stack = fault.trace if fault.unexpected else message
     content = {
-        "message": {"message": message, "extraInfo": {"py_callstack": fault.trace, "timestamp": str(int(now))}},
+        "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}},
         _KEY: {"fault": asdict(fault), "time": now},
     }
     with contextlib.suppress(OSError):
@@ -52,7 +54,7 @@ def read(content: Mapping[str, Any]) -> Report | None:
         return None
     fault = written["fault"]
     diagnostics = tuple(_diagnostic(fields) for fields in fault["diagnostics"])
-    return Report(Fault(diagnostics, fault["exit_code"], fault["trace"]), written["time"])
+    return Report(Fault(**{**fault, "diagnostics": diagnostics}), written["time"])
 
 
 def _diagnostic(fields: dict[str, Any]) -> Diagnostic:

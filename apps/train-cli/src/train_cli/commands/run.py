@@ -62,14 +62,12 @@ def run(
         if size > 1:
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
             arguments += ["--no-progress"] if no_progress else []
-            code = _launch(arguments, size, settings, verbose=verbose)
-        else:
-            from train_cli import rank
+            raise typer.Exit(_launch(arguments, size, settings, verbose=verbose))
+        from train_cli.rank import train
 
-            code = rank.train(resolved, folder, line=line)
+        raise typer.Exit(train(resolved, folder, line=line))
     finally:
         drop_unused(folder)
-    raise typer.Exit(code)
 
 
 def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose: int) -> int:
