@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.actions.action import Action, Kind, sequential
+from sley_core.actions.action import Action, Kind, actions_of, sequential
 from sley_core.actions.lower import lower
+from sley_core.actions.placement import Placement
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.step_state import StepState
 from sley_core.engine.store import GradientStore
@@ -34,7 +35,8 @@ class Harness:
     def step(self, losses, fail_at=None):
         """One optimizer step over `losses`, functions that give each micro-batch's loss."""
         self.ready, self.during = [], []
-        actions = lower(sequential(len(losses)), chunks=1, micros=len(losses))
+        (steps,) = lower([sequential(len(losses))], Placement(stages=1), len(losses))
+        actions = actions_of(steps)
         self.state.begin(self.state.step + 1, actions, len(losses), 0)
         self.store.begin_step()
         for action in actions:

@@ -1,13 +1,16 @@
 """The words that a step is written in.
 
 A schedule generator writes compute actions only, `F0.3` for the forward of chunk 0 on micro-batch 3. `lower` adds the
-rest; whoever reads a lowered list (the executor, the simulator, the drawing) reads the same words.
+rest: transfers between stages, and the marks of finished chunks. Whoever reads a lowered list (the executor, the simulator,
+the drawing) reads the same words.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 
 class Kind(StrEnum):
@@ -27,6 +30,9 @@ class Kind(StrEnum):
 GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 """The actions after which a gradient may have changed."""
 
+SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+"""The actions that take the gradient of a chunk's output and make that of its input."""
+
 
 @dataclass(frozen=True, order=True)
 class Action:
@@ -41,12 +47,55 @@ class Action:
         return f"{self.kind.value}{self.chunk}{micro}"
 
 
+Lane = Literal["forward", "backward"]
+"""What a transfer carries: outputs of a chunk to the next one, or gradients to the one before."""
+
+LANES: tuple[Lane, Lane] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One end of a hand-over between two stages.
+
+    op: `post` makes a buffer ready and starts to receive; the action that needs what comes waits for it, so there is no
+        word for that. `send` starts to send what the action before it has made. Neither waits.
+    chunk: this stage's, whose input (forward lane) or output gradient (backward lane) is received, or whose output or input
+        gradient is sent. peer: the stage at the other end. peer_chunk: the chunk there.
+    """
+
+    op: Literal["post", "send"]
+    lane: Lane
+    chunk: int
+    micro: int
+    peer: int
+    peer_chunk: int
+
+    def __str__(self) -> str:
+        whom = "to" if self.op == "send" else "from"
+        return f"{self.op} {self.lane} {self.chunk}.{self.micro} {whom} stage {self.peer}"
+
+
+Step = Action | Transfer
+"""A word of a lowered list."""
+
+Lowered = tuple[Step, ...]
+"""What one rank does in one step, in order."""
+
+
 def sequential(num_micros: int) -> list[Action]:
     """The list without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one micro-batch is held at a time."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [Action(kind, 0, micro) for micro in range(num_micros) for kind in kinds]
 
 
-def forward_only(num_micros: int) -> list[Action]:
-    """The list of an evaluation without a pipeline: F0.0 F0.1 ..."""
-    return [Action(Kind.FORWARD, 0, micro) for micro in range(num_micros)]
+def forward_only(actions: Iterable[Action]) -> list[Action]:
+    """The list of an evaluation: the forwards of a training list, in their order.
+
+    What is left of lists that can run together can run together too, since forwards wait for forwards alone.
+    """
+    return [action for action in actions if action.kind is Kind.FORWARD]
+
+
+def actions_of(steps: Sequence[Step]) -> tuple[Action, ...]:
+    """A lowered list without its transfers."""
+    return tuple(step for step in steps if isinstance(step, Action))

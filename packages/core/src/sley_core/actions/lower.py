@@ -1,75 +1,69 @@
-"""From what a schedule wants to what a rank does: checked, and with the marks that the readers need.
+"""From what a schedule wants to what each rank does: checked as a whole, with transfers and marks added.
 
-`lower` refuses a list whose actions are missing, repeated or out of order, so that no reader has to.
+    generator ──> lists of F B D W ──> check ──> send after each action that makes something for another stage
+                                                 run once in simulated time: does it end?
+                                                 post each receive ahead of the action that takes it
+                                                 mark each chunk whose gradients are complete ──> lowered lists
+
+`lower` refuses what is not a step, so that no reader of the lowered lists has to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Kind
-from sley_core.errors import PlanError
-
-BEFORE = {
-    Kind.FORWARD: (),
-    Kind.BACKWARD: (Kind.FORWARD,),
-    Kind.INPUT_GRADIENT: (Kind.FORWARD,),
-    Kind.WEIGHT_GRADIENT: (Kind.INPUT_GRADIENT,),
-}
-"""What must have happened to the same chunk and micro-batch first."""
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Step
+from sley_core.actions.check import check_lists
+from sley_core.actions.costs import Costs
+from sley_core.actions.lanes import AHEAD, order_of, posts_of, send_of
+from sley_core.actions.machine import Machine, Parcel
+from sley_core.actions.placement import Placement
 
 
-def lower(actions: Sequence[Action], *, chunks: int, micros: int, training: bool = True) -> list[Action]:
-    """The rank's list with `CHUNK_DONE` after each chunk's last gradient action.
+def lower(
+    lists: Sequence[Sequence[Action]],
+    placement: Placement,
+    micros: int,
+    *,
+    training: bool = True,
+) -> list[Lowered]:
+    """One lowered list per stage.
 
-    actions: compute actions of one rank over `chunks` model chunks and `micros` micro-batches.
-    training: whether every forward must meet its backward (whole or split); else there is none.
-    Raises PlanError `schedule-wrong` with the first bad action and its place in the list.
+    lists: each stage's compute actions over its chunks and `micros` micro-batches. training: whether every forward must
+    meet its backward, whole or split; else there is none.
+
+    An action is followed by the send of what it has made, then by posts, then by CHUNK_DONE if no gradient of its chunk
+    comes after it.
+
+    Raises PlanError: "schedule-wrong" with the first bad action and its place, "schedule-deadlock" with what each stage
+    that stops waits for.
     """
-    _check_order(actions, chunks, micros)
-    _check_complete(actions, chunks, micros, training)
-    last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
-    lowered: list[Action] = []
-    for at, action in enumerate(actions):
-        lowered.append(action)
-        if last.get(action.chunk) == at:
-            lowered.append(Action(Kind.CHUNK_DONE, action.chunk))
-    return lowered
+    check_lists(lists, placement, micros, training=training)
+    sending = [_with_sends(actions, stage, placement) for stage, actions in enumerate(lists)]
+    machine = Machine(sending, placement, Costs.even(placement.num_positions), posted=False)
+    machine.run()
+    order = order_of(machine.sent_s)
+    return [_lowered(actions, stage, placement, order) for stage, actions in enumerate(lists)]
 
 
-def _check_order(actions: Sequence[Action], chunks: int, micros: int) -> None:
-    seen: set[Action] = set()
-    for at, action in enumerate(actions):
-        if action.kind not in BEFORE:
-            raise _wrong(action, at, "is not a compute action")
-        if not (0 <= action.chunk < chunks and 0 <= action.micro < micros):
-            raise _wrong(action, at, f"is outside {chunks} chunks and {micros} micro-batches")
-        if action in seen:
-            raise _wrong(action, at, "is repeated")
-        for kind in BEFORE[action.kind]:
-            if Action(kind, action.chunk, action.micro) not in seen:
-                raise _wrong(action, at, f"comes before its {Action(kind, action.chunk, action.micro)}")
-        seen.add(action)
+def _with_sends(actions: Sequence[Action], stage: int, placement: Placement) -> list[Step]:
+    steps: list[Step] = []
+    for action in actions:
+        send = send_of(action, stage, placement)
+        steps += (action,) if send is None else (action, send)
+    return steps
 
 
-def _check_complete(actions: Sequence[Action], chunks: int, micros: int, training: bool) -> None:
-    present = set(actions)
-    for chunk in range(chunks):
-        for micro in range(micros):
-            whole = Action(Kind.BACKWARD, chunk, micro) in present
-            split = Action(Kind.WEIGHT_GRADIENT, chunk, micro) in present
-            if Action(Kind.FORWARD, chunk, micro) not in present:
-                raise _wrong(Action(Kind.FORWARD, chunk, micro), len(actions), "is missing")
-            if training and whole == split:
-                fault = "is there whole and split" if whole else "is missing"
-                raise _wrong(Action(Kind.BACKWARD, chunk, micro), len(actions), fault)
-            if not training and (whole or split):
-                raise _wrong(Action(Kind.BACKWARD, chunk, micro), len(actions), "stands in a forward-only list")
-
-
-def _wrong(action: Action, at: int, fault: str) -> PlanError:
-    return PlanError(
-        "schedule-wrong",
-        f"the schedule's action {action} (number {at + 1} of its list) {fault}",
-        path=("pipeline", "use"),
-    )
+def _lowered(actions: Sequence[Action], stage: int, placement: Placement, order: dict[Parcel, int]) -> Lowered:
+    posts = posts_of(actions, stage, placement, order, AHEAD)
+    last = {action.chunk: number for number, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+    steps: list[Step] = [*posts.get(0, ())]
+    for number, action in enumerate(actions):
+        steps.append(action)
+        send = send_of(action, stage, placement)
+        if send is not None:
+            steps.append(send)
+        steps += posts.get(number + 1, ())
+        if last.get(action.chunk) == number:
+            steps.append(Action(Kind.CHUNK_DONE, action.chunk))
+    return tuple(steps)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sley_core.actions.action import forward_only
+from sley_core.actions.action import actions_of, forward_only, sequential
 from sley_core.actions.lower import lower
+from sley_core.actions.placement import Placement
 from sley_core.comm.collectives import all_reduce
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weight import BatchWeight
@@ -41,7 +42,9 @@ class Evaluation:
         self.device = device
         self.num_batches = num_batches
         self.num_micros = num_micros
-        self._actions = lower(forward_only(num_micros), chunks=1, micros=num_micros, training=False)
+        lists = [forward_only(sequential(num_micros))]
+        (steps,) = lower(lists, Placement(stages=1), num_micros, training=False)
+        self._actions = actions_of(steps)
 
     def __call__(self) -> float:
         """The mean loss over all held-out samples seen; a collective over all ranks."""

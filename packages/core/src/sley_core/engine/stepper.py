@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from sley_core.actions.action import Action, sequential
+from sley_core.actions.action import Action, actions_of, sequential
 from sley_core.actions.lower import lower
+from sley_core.actions.placement import Placement
 from sley_core.engine.totals import PendingTotals
 from sley_core.engine.weight import BatchWeight
 
@@ -87,4 +88,5 @@ class Stepper:
 @lru_cache(maxsize=64)
 def training_actions(num_micros: int) -> tuple[Action, ...]:
     """The lowered list of a rank without a pipeline."""
-    return tuple(lower(sequential(num_micros), chunks=1, micros=num_micros))
+    (steps,) = lower([sequential(num_micros)], Placement(stages=1), num_micros)
+    return actions_of(steps)

@@ -1,0 +1,103 @@
+"""Refuses lists that are not a step: an action missing, repeated, unknown or before what it needs on its own stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sley_core.actions.action import GRADIENT_KINDS, SENDS_GRADIENT, Action, Kind
+from sley_core.actions.placement import Placement
+from sley_core.errors import PlanError
+
+NEEDS = {
+    Kind.FORWARD: None,
+    Kind.BACKWARD: Kind.FORWARD,
+    Kind.INPUT_GRADIENT: Kind.FORWARD,
+    Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
+}
+"""What must have happened to the same chunk and micro-batch first."""
+
+EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
+"""A backward is whole or split."""
+
+
+def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
+    """Returns if each list holds every action that a step of `micros` micro-batches needs, once, in a possible order.
+
+    What stages owe one another is not looked at here. Raises PlanError "schedule-wrong" with the first bad action.
+    """
+    if len(lists) != placement.stages:
+        raise PlanError(
+            "schedule-wrong",
+            f"the schedule has {len(lists)} lists for {placement.stages} stages",
+            path=("pipeline", "use"),
+        )
+    for stage, actions in enumerate(lists):
+        seen = _check_order(actions, stage, placement, micros, training)
+        for missing in _missing(seen, placement.chunks, micros, training):
+            raise _wrong(f"{missing} is missing from stage {stage}'s list")
+
+
+def _check_order(
+    actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool
+) -> set[Action]:
+    seen: set[Action] = set()
+    for at, action in enumerate(actions):
+        fault = _fault(action, seen, stage, placement, micros, training)
+        if fault:
+            raise _wrong(f"{action} (number {at + 1} of stage {stage}'s list) {fault}")
+        seen.add(action)
+    return seen
+
+
+def _fault(
+    action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool
+) -> str | None:
+    """What is wrong with `action` after those of `seen`."""
+    kind, chunk, micro = action.kind, action.chunk, action.micro
+    if kind not in NEEDS:
+        return "is not a compute action"
+    if not (0 <= chunk < placement.chunks and 0 <= micro < micros):
+        return f"is outside {placement.chunks} chunks and {micros} micro-batches"
+    if action in seen:
+        return "is repeated"
+    if kind in GRADIENT_KINDS and not training:
+        return "stands in a forward-only list"
+    needed = NEEDS[kind]
+    if needed and Action(needed, chunk, micro) not in seen:
+        return f"comes before its {Action(needed, chunk, micro)}"
+    if kind in EXCLUDES and Action(EXCLUDES[kind], chunk, micro) in seen:
+        return f"makes the backward whole and split: there is {Action(EXCLUDES[kind], chunk, micro)} too"
+    return _local_fault(action, seen, stage, placement)
+
+
+def _local_fault(action: Action, seen: set[Action], stage: int, placement: Placement) -> str | None:
+    """Whether what `action` takes from another chunk of its own stage is not there yet."""
+    if action.kind is Kind.FORWARD:
+        neighbour, kinds = placement.previous(stage, action.chunk), frozenset({Kind.FORWARD})
+    elif action.kind in SENDS_GRADIENT:
+        neighbour, kinds = placement.next(stage, action.chunk), SENDS_GRADIENT
+    else:
+        return None
+    if neighbour is None or neighbour.stage != stage:
+        return None
+    if any(Action(kind, neighbour.chunk, action.micro) in seen for kind in kinds):
+        return None
+    kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
+    return f"comes before {Action(kind, neighbour.chunk, action.micro)}, which it continues"
+
+
+def _missing(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
+    for chunk in range(chunks):
+        for micro in range(micros):
+            if Action(Kind.FORWARD, chunk, micro) not in seen:
+                yield Action(Kind.FORWARD, chunk, micro)
+            if not training or Action(Kind.BACKWARD, chunk, micro) in seen:
+                continue
+            if Action(Kind.INPUT_GRADIENT, chunk, micro) not in seen:
+                yield Action(Kind.BACKWARD, chunk, micro)
+            elif Action(Kind.WEIGHT_GRADIENT, chunk, micro) not in seen:
+                yield Action(Kind.WEIGHT_GRADIENT, chunk, micro)
+
+
+def _wrong(fault: str) -> PlanError:
+    return PlanError("schedule-wrong", f"the schedule's action {fault}", path=("pipeline", "use"))

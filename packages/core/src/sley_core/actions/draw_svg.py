@@ -1,0 +1,59 @@
+"""Timelines as an SVG picture: one above the other on one scale, so that a measured step stands under its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from html import escape
+
+from sley_core.actions.action import Kind
+from sley_core.actions.draw import label
+from sley_core.actions.timeline import Span, Timeline
+
+COLOURS = {
+    Kind.FORWARD: ("#4c78a8", "#9ecae9"),
+    Kind.BACKWARD: ("#54a24b", "#b5dfae"),
+    Kind.INPUT_GRADIENT: ("#e39c37", "#f6d39b"),
+    Kind.WEIGHT_GRADIENT: ("#9d755d", "#d8b5a5"),
+    Kind.CHUNK_DONE: ("#666666", "#666666"),
+}
+"""Of the first chunk, and of the others."""
+
+ROW, GAP, TITLE, LEFT = 22, 4, 24, 70
+"""Pixels: of a stage's row, between rows, of a title, of the stages' names."""
+
+LETTER = 7
+"""Pixels that a letter of a label takes: one without room is left out."""
+
+
+def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
+    """A picture `width` pixels wide of `timelines`, each under its title. Pointing at an action says what it is and when."""
+    longest = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
+    scale = (width - LEFT) / longest if longest > 0 else 0.0
+    body: list[str] = []
+    top = 0
+    for title, timeline in timelines.items():
+        body.append(f'<text x="0" y="{top + TITLE - 8}" font-weight="bold">{escape(title)}</text>')
+        top += TITLE
+        for stage in range(timeline.stages):
+            body += _row(timeline, stage, top, scale)
+            top += ROW + GAP
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" font-family="sans-serif" font-size="11">'
+    return "\n".join([head, *body, "</svg>"]) + "\n"
+
+
+def _row(timeline: Timeline, stage: int, top: int, scale: float) -> Iterator[str]:
+    length = timeline.makespan_s * scale
+    yield f'<text x="0" y="{top + ROW - 7}">stage {stage}</text>'
+    yield f'<rect x="{LEFT}" y="{top}" width="{length:.2f}" height="{ROW}" fill="#f2f2f2"/>'
+    for span in timeline.of_stage(stage):
+        yield _box(span, top, scale)
+
+
+def _box(span: Span, top: int, scale: float) -> str:
+    x, length = LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
+    colour = COLOURS[span.action.kind][min(span.action.chunk, 1)]
+    told = f"{span.action} on stage {span.stage}, {span.start_s:.6g} s to {span.end_s:.6g} s"
+    rect = f'<rect x="{x:.2f}" y="{top}" width="{length:.2f}" height="{ROW}" fill="{colour}" stroke="white"/>'
+    text = label(span.action)
+    word = f'<text x="{x + 3:.2f}" y="{top + ROW - 7}">{text}</text>' if length >= LETTER * len(text) + 3 else ""
+    return f"<g><title>{told}</title>{rect}{word}</g>"

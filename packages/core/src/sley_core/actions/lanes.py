@@ -1,0 +1,102 @@
+"""Where receives are posted: early enough that nothing waits for it, late enough that few buffers are in use.
+
+All transfers of a lane stand in one order, the same for all stages: that in which they would be sent if every action took
+its usual time. Each stage issues its sends and posts in that order. So however a backend joins the ends (by tag, by order per
+pair of stages, or as one communicator on which everything waits for what was issued before), the first transfer of the
+order that is not done is the next one at both of its ends, and no two ends can wait for each other.
+
+Within that order a receive is posted `ahead` actions before the one that takes it: while these compute, it comes in. It is
+posted earlier only where it would else stand behind a later send of its lane.
+
+    stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
+
+    post F0 F1 > F0.0 > post F2 B0 > F0.1 > post F3 > F0.2 > B0.0 > post B1 > F0.3 > B0.1 > ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sley_core.actions.action import LANES, Action, Lane, Transfer
+from sley_core.actions.machine import Parcel, given, taken
+from sley_core.actions.placement import Placement
+
+AHEAD = 2
+"""How many actions before the one that takes it a receive is posted.
+
+In simulated steps with links of up to twice an action's time, 2 is as fast as posting everything at once, for every
+schedule of sley-pp, with at most four buffers per stage at a time; 1 is slower from one action's time on, and 0 always.
+"""
+
+
+def send_of(action: Action, stage: int, placement: Placement) -> Transfer | None:
+    """The transfer that `action` must be followed by; None where the neighbour is on the same stage, or there is none."""
+    parcel = given(action, placement.position(stage, action.chunk), placement)
+    if parcel is None:
+        return None
+    peer = placement.holder(parcel.position)
+    if peer.stage == stage:
+        return None
+    return Transfer("send", parcel.lane, action.chunk, action.micro, peer.stage, peer.chunk)
+
+
+def order_of(sent_s: Mapping[Parcel, float]) -> dict[Parcel, int]:
+    """The one order of all transfers: by the time at which they are sent."""
+    ordered = sorted(sent_s, key=lambda parcel: (sent_s[parcel], parcel))
+    return {parcel: at for at, parcel in enumerate(ordered)}
+
+
+class _Issue(NamedTuple):
+    """One end of a transfer in one stage's list: `action` is the number of the one that makes it or takes it.
+
+    post: the word to place, None for a send, whose place is fixed.
+    """
+
+    order: int
+    action: int
+    post: Transfer | None
+
+
+def posts_of(
+    actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Parcel, int], ahead: int
+) -> dict[int, list[Transfer]]:
+    """What `stage` posts: by the number of the action in its list before which it does."""
+    issues: dict[Lane, list[_Issue]] = {lane: [] for lane in LANES}
+    for number, action in enumerate(actions):
+        position = placement.position(stage, action.chunk)
+        made, needed = given(action, position, placement), taken(action, position, placement)
+        if made is not None and made in order:
+            issues[made.lane].append(_Issue(order[made], number, None))
+        if needed is not None and needed in order:
+            source = placement.holder(needed.origin)
+            post = Transfer("post", needed.lane, action.chunk, action.micro, source.stage, source.chunk)
+            issues[needed.lane].append(_Issue(order[needed], number, post))
+    posts: dict[int, list[Transfer]] = {}
+    for lane in LANES:
+        for number, post in _placed(sorted(issues[lane], key=lambda issue: issue.order), ahead):
+            posts.setdefault(number, []).append(post)
+    return posts
+
+
+def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
+    """Each post among `issues`, one lane of one stage in order, with the number of the action that it stands before.
+
+    From the end: a post is `ahead` actions before the one that takes it, but not behind anything that follows it in the
+    lane. From the start: nor before anything that precedes it.
+    """
+    wanted: list[int] = []
+    following = max((issue.action for issue in issues), default=0)
+    for issue in reversed(issues):
+        following = min(following, issue.action - ahead if issue.post else issue.action)
+        wanted.append(max(0, following))
+    placed: list[tuple[int, Transfer]] = []
+    preceding = 0
+    for issue, number in zip(issues, reversed(wanted), strict=True):
+        if issue.post is None:
+            preceding = issue.action + 1
+        else:
+            preceding = max(preceding, number)
+            assert preceding <= issue.action, f"{issue.post} is posted after action {issue.action}, which takes it"
+            placed.append((preceding, issue.post))
+    return placed

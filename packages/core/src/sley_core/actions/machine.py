@@ -1,0 +1,140 @@
+"""Runs the lists of all stages at once, in simulated time, until every list is at its end or none can go on.
+
+A stage does one action at a time, in the order of its list. An action waits for what it takes; a send or a post waits for
+nothing. What is sent travels when its receive is posted, one thing after another per lane, sender and receiver, while
+both stages go on computing. The result does not depend on the order in which stages are looked at.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sley_core.actions.action import SENDS_GRADIENT, Action, Kind, Lane, Step, Transfer, actions_of
+from sley_core.actions.costs import Costs
+from sley_core.actions.placement import Placement
+from sley_core.actions.timeline import Span
+from sley_core.errors import PlanError
+
+
+class Parcel(NamedTuple):
+    """What is handed over: on lane `lane`, for the chunk at `position`, of micro-batch `micro`."""
+
+    lane: Lane
+    position: int
+    micro: int
+
+    @property
+    def origin(self) -> int:
+        """The position that it comes from."""
+        return self.position + (-1 if self.lane == "forward" else 1)
+
+
+class Machine:
+    """One run of `lists`. `posted`: a transfer waits for its post; else the lists have no posts, and it never does."""
+
+    def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs, *, posted: bool) -> None:
+        self.lists = lists
+        self.placement = placement
+        self.costs = costs
+        self.posted = posted
+        self.spans: list[Span] = []
+        self.sent_s: dict[Parcel, float] = {}
+        self._arrived_s: dict[Parcel, float] = {}
+        self._posted_s: dict[Parcel, float] = {}
+        self._free_s: dict[tuple[Lane, int, int], float] = {}
+        self._now_s = [0.0] * len(lists)
+        self._at = [0] * len(lists)
+        self._waiting: dict[Parcel, int] = {}
+        self._ready = deque(range(len(lists)))
+
+    def run(self) -> None:
+        """Goes on until all stages are at the end of their lists.
+
+        Raises PlanError "schedule-deadlock" if some cannot go on: where each of them stands, and what it waits for.
+        """
+        while self._ready:
+            self._advance(self._ready.popleft())
+        if self._waiting:
+            stuck = sorted((stage, parcel) for parcel, stage in self._waiting.items())
+            places = "; ".join(self._place(stage, parcel) for stage, parcel in stuck)
+            raise PlanError("schedule-deadlock", f"the schedule comes to a stop: {places}", path=("pipeline", "use"))
+
+    def _advance(self, stage: int) -> None:
+        steps = self.lists[stage]
+        while self._at[stage] < len(steps):
+            step = steps[self._at[stage]]
+            if isinstance(step, Transfer):
+                self._transfer(stage, step)
+            elif step.kind is not Kind.CHUNK_DONE and not self._act(stage, step):
+                return
+            self._at[stage] += 1
+
+    def _act(self, stage: int, action: Action) -> bool:
+        """Runs `action` if what it takes has come, else notes what it waits for."""
+        position = self.placement.position(stage, action.chunk)
+        start_s = self._now_s[stage]
+        parcel = taken(action, position, self.placement)
+        if parcel is not None:
+            arrived_s = self._arrived_s.get(parcel)
+            if arrived_s is None:
+                self._waiting[parcel] = stage
+                return False
+            start_s = max(start_s, arrived_s)
+        end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
+        self.spans.append(Span(stage, action, start_s, end_s))
+        made = given(action, position, self.placement)
+        if made is not None and self.placement.holder(made.position).stage == stage:
+            self._arrive(made, end_s)
+        return True
+
+    def _transfer(self, stage: int, step: Transfer) -> None:
+        now_s = self._now_s[stage]
+        if step.op == "post":
+            parcel = Parcel(step.lane, self.placement.position(stage, step.chunk), step.micro)
+            self._posted_s[parcel] = now_s
+        else:
+            parcel = Parcel(step.lane, self.placement.position(step.peer, step.peer_chunk), step.micro)
+            self.sent_s[parcel] = now_s
+        sent_s, posted_s = self.sent_s.get(parcel), self._posted_s.get(parcel) if self.posted else 0.0
+        if sent_s is not None and posted_s is not None:
+            receiver = self.placement.holder(parcel.position).stage
+            channel = (parcel.lane, self.placement.holder(parcel.origin).stage, receiver)
+            start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
+            end_s = self._free_s[channel] = start_s + self.costs.link_s[min(parcel.position, parcel.origin)]
+            self._arrive(parcel, end_s)
+
+    def _place(self, stage: int, parcel: Parcel) -> str:
+        """Where `stage` stands, and whose action it waits for."""
+        before = actions_of(self.lists[stage][: self._at[stage]])
+        action = self.lists[stage][self._at[stage]]
+        source = self.placement.holder(parcel.origin)
+        kind = Kind.FORWARD if parcel.lane == "forward" else Kind.BACKWARD
+        awaited = Action(kind, source.chunk, parcel.micro)
+        where = f"stage {stage} at {action} (number {len(before) + 1} of its list)"
+        return f"{where} waits for {awaited} of stage {source.stage}"
+
+    def _arrive(self, parcel: Parcel, at_s: float) -> None:
+        self._arrived_s[parcel] = at_s
+        waiting = self._waiting.pop(parcel, None)
+        if waiting is not None:
+            self._ready.append(waiting)
+
+
+def taken(action: Action, position: int, placement: Placement) -> Parcel | None:
+    """What `action` of the chunk at `position` waits for, from this stage or another; None if nothing."""
+    if action.kind is Kind.FORWARD and position > 0:
+        return Parcel("forward", position, action.micro)
+    if action.kind in SENDS_GRADIENT and position + 1 < placement.num_positions:
+        return Parcel("backward", position, action.micro)
+    return None
+
+
+def given(action: Action, position: int, placement: Placement) -> Parcel | None:
+    """What `action` makes for a neighbour's action; None if nothing."""
+    if action.kind is Kind.FORWARD and position + 1 < placement.num_positions:
+        return Parcel("forward", position + 1, action.micro)
+    if action.kind in SENDS_GRADIENT and position > 0:
+        return Parcel("backward", position - 1, action.micro)
+    return None

@@ -1,0 +1,36 @@
+"""How long a step takes and what it holds, told before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sley_core.actions.action import Step
+from sley_core.actions.costs import Costs
+from sley_core.actions.held import Held, held
+from sley_core.actions.machine import Machine
+from sley_core.actions.placement import Placement
+from sley_core.actions.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """`timeline` says when what ran, `held` what each stage held at most."""
+
+    timeline: Timeline
+    held: tuple[Held, ...]
+
+
+def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> Simulation:
+    """Runs lowered lists in simulated time; the same arguments give the same result.
+
+    Actions take their time and wait for what they take. A transfer starts when it is sent and its receive is posted, takes
+    the time of its link, and computes nothing: it runs beside the actions of both stages. On one lane from one stage to
+    another, transfers come one after another.
+
+    Raises PlanError "schedule-deadlock" for lists that come to a stop.
+    """
+    machine = Machine(lists, placement, costs, posted=True)
+    machine.run()
+    timeline = Timeline.of(placement.stages, machine.spans)
+    return Simulation(timeline, tuple(held(steps, stage, placement, costs) for stage, steps in enumerate(lists)))

@@ -1,0 +1,46 @@
+"""When each stage did what: the form that simulated and measured steps share, so that one drawing does for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sley_core.actions.action import Action
+
+
+@dataclass(frozen=True)
+class Span:
+    """`action` of `stage` ran from `start_s` to `end_s`, in seconds after the step began."""
+
+    stage: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step on `stages` stages, by stage and then by start. The spans of a stage do not overlap."""
+
+    stages: int
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, stages: int, spans: Iterable[Span]) -> Timeline:
+        """A timeline of spans in any order."""
+        return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
+
+    def of_stage(self, stage: int) -> tuple[Span, ...]:
+        """The spans of one stage, by start."""
+        return tuple(span for span in self.spans if span.stage == stage)
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the start of the step to the end of its last action, on whichever stage."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def idle(self, stage: int) -> float:
+        """The bubble of a stage: the share of the step in which it computes nothing, from 0 to 1."""
+        makespan = self.makespan_s
+        busy = sum(span.end_s - span.start_s for span in self.of_stage(stage))
+        return 1.0 - busy / makespan if makespan > 0 else 0.0

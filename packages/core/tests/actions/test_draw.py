@@ -1,0 +1,98 @@
+"""Drawings of a timeline: as wide as asked for, true to scale, and readable by machines where they should be."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from sley_core.actions.action import Action, Kind, sequential
+from sley_core.actions.costs import Costs
+from sley_core.actions.draw import draw_text
+from sley_core.actions.draw_svg import draw_svg
+from sley_core.actions.draw_trace import chrome_trace
+from sley_core.actions.lower import lower
+from sley_core.actions.placement import Placement
+from sley_core.actions.simulate import simulate
+from sley_core.actions.timeline import Span, Timeline
+
+
+def timeline_of(lists, placement, micros) -> Timeline:
+    return simulate(lower(lists, placement, micros), placement, Costs.even(placement.num_positions)).timeline
+
+
+@pytest.fixture
+def two_stages() -> Timeline:
+    return timeline_of([sequential(2)] * 2, Placement(2), 2)
+
+
+def test_text_shows_who_does_what_when(two_stages):
+    assert draw_text(two_stages).splitlines() == [
+        "stage 0  F0-.........B0====F1-.........B1====   50% idle",
+        "stage 1  ...F0-B0====.........F1-B1====......   50% idle",
+        "F forward, B backward",
+    ]
+
+
+def test_where_there_is_little_room_only_letters_stay(two_stages):
+    assert draw_text(two_stages, width=40).splitlines()[:2] == [
+        "stage 0  F...B0F...B1   50% idle",
+        "stage 1  .FB0...FB1..   50% idle",
+    ]
+
+
+def test_small_letters_are_of_later_chunks(breadth_first):
+    placement = Placement(2, 2, "v")
+    rows = draw_text(timeline_of(breadth_first(placement, 1), placement, 1)).splitlines()
+    assert rows[0].startswith("stage 0  F0-......f0-b0====......")
+    assert rows[2] == "F forward, B backward, small letters: chunk 1 and later"
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 120, 200])
+@pytest.mark.parametrize("micros", [1, 7, 40])
+def test_a_row_is_never_wider_than_asked_for(breadth_first, width, micros):
+    placement = Placement(3, 2)
+    drawn = draw_text(timeline_of(breadth_first(placement, micros), placement, micros), width)
+    rows = drawn.splitlines()[:3]
+    least = len("stage 0  .   99% idle")
+    assert max(map(len, rows)) <= max(width, least)
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_a_measured_timeline_without_whole_units_is_drawn_to_scale():
+    spans = [Span(0, Action(Kind.FORWARD, 0, 0), 0.0, 0.001), Span(0, Action(Kind.BACKWARD, 0, 0), 0.5, 1.0)]
+    (row, _) = draw_text(Timeline.of(1, spans), width=60).splitlines()
+    assert row == "stage 0  " + "." * 20 + "B0" + "=" * 18 + "   50% idle"
+
+
+def test_nothing_can_be_drawn():
+    assert draw_text(Timeline.of(1, [])) == "stage 0      0% idle\n"
+    assert ElementTree.fromstring(draw_svg({"nothing": Timeline.of(1, [])})).get("height") == "50"
+
+
+def test_svg_has_a_box_for_each_action_with_its_times(two_stages):
+    picture = ElementTree.fromstring(draw_svg({"predicted": two_stages, "measured & odd <>": two_stages}, width=870))
+    space = "{http://www.w3.org/2000/svg}"
+    boxes = picture.findall(f"{space}g")
+    assert len(boxes) == 2 * len(two_stages.spans)
+    assert [title.text for title in picture.findall(f"{space}text") if title.get("font-weight")] == [
+        "predicted",
+        "measured & odd <>",
+    ]
+    box = boxes[1]
+    assert box.findtext(f"{space}title") == "B0.0 on stage 0, 4 s to 6 s"
+    rect = box.find(f"{space}rect")
+    assert rect is not None
+    assert float(rect.get("x", 0)) == pytest.approx(70 + 4 * 800 / 12, abs=0.01)
+    assert float(rect.get("width", 0)) == pytest.approx(2 * 800 / 12, abs=0.01)
+
+
+def test_a_trace_has_every_action_under_its_timeline_and_stage(two_stages):
+    events = json.loads(chrome_trace({"predicted": two_stages, "measured": two_stages}))["traceEvents"]
+    assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == ["predicted", "measured"]
+    actions = [one for one in events if one["ph"] == "X" and one["pid"] == 1]
+    assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in actions] == [
+        (str(span.action), span.stage, span.start_s * 1e6, (span.end_s - span.start_s) * 1e6)
+        for span in two_stages.spans
+    ]

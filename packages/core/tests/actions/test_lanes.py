@@ -1,0 +1,104 @@
+"""Transfers: the same order at both ends, no wait that cannot end, and few buffers."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sley_core.actions.action import LANES, Kind, Transfer, forward_only
+from sley_core.actions.costs import Costs
+from sley_core.actions.lower import lower
+from sley_core.actions.machine import Parcel, taken
+from sley_core.actions.placement import Placement
+from sley_core.actions.simulate import simulate
+
+PLACEMENTS = st.one_of(
+    st.builds(Placement, st.integers(2, 5), st.integers(1, 3)),
+    st.builds(Placement, st.integers(2, 5), st.just(2), st.just("v")),
+)
+
+
+def parcel_of(stage, step, placement) -> Parcel:
+    """What a transfer of `stage` carries, named alike at both ends."""
+    holder = (stage, step.chunk) if step.op == "post" else (step.peer, step.peer_chunk)
+    return Parcel(step.lane, placement.position(*holder), step.micro)
+
+
+def transfers(steps):
+    return [step for step in steps if isinstance(step, Transfer)]
+
+
+@given(PLACEMENTS, st.integers(1, 6), st.booleans(), st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_both_ends_of_each_pair_issue_the_same_transfers_in_the_same_order(
+    any_lists, placement, micros, training, seed
+):
+    lists = any_lists(placement, micros, Random(seed))
+    lists = lists if training else [forward_only(actions) for actions in lists]
+    ends = defaultdict(list)
+    for stage, steps in enumerate(lower(lists, placement, micros, training=training)):
+        for step in transfers(steps):
+            pair = (step.lane, *sorted((stage, step.peer)), stage)
+            ends[pair].append((parcel_of(stage, step, placement), step.op))
+    for (lane, low, high, stage), issued in ends.items():
+        other = ends[lane, low, high, low + high - stage]
+        assert [parcel for parcel, _ in issued] == [parcel for parcel, _ in other]
+        assert all({op, facing} == {"post", "send"} for (_, op), (_, facing) in zip(issued, other, strict=True))
+
+
+@given(PLACEMENTS, st.integers(1, 6), st.booleans(), st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_lists_end_even_where_a_lane_does_one_thing_at_a_time(any_lists, placement, micros, training, seed):
+    """The strictest backend: per stage and lane one queue, whose head is done when it is the head at both ends."""
+    lists = any_lists(placement, micros, Random(seed))
+    lists = lists if training else [forward_only(actions) for actions in lists]
+    rest = [deque(steps) for steps in lower(lists, placement, micros, training=training)]
+    queues = {(stage, lane): deque() for stage in range(placement.stages) for lane in LANES}
+    here: set[Parcel] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, steps in enumerate(rest):
+            while steps:
+                step = steps[0]
+                if isinstance(step, Transfer):
+                    queues[stage, step.lane].append((parcel_of(stage, step, placement), step.peer))
+                elif step.kind is not Kind.CHUNK_DONE:
+                    needed = taken(step, placement.position(stage, step.chunk), placement)
+                    local = needed and placement.holder(needed.origin).stage == stage
+                    if needed and not local and needed not in here:
+                        break
+                steps.popleft()
+                moved = True
+        for (stage, lane), queue in queues.items():
+            while queue and queues[queue[0][1], lane] and queues[queue[0][1], lane][0] == (queue[0][0], stage):
+                here.add(queue[0][0])
+                queues[queue[0][1], lane].popleft()
+                queue.popleft()
+                moved = True
+    assert not any(rest)
+    assert not any(queues.values())
+
+
+@pytest.mark.parametrize("placement", [Placement(4), Placement(4, 2), Placement(4, 2, "v")], ids=str)
+@pytest.mark.parametrize("link", [0.0, 0.5, 1.0, 2.0])
+def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(
+    breadth_first, placement, link, monkeypatch
+):
+    lists, costs = breadth_first(placement, 8), Costs.even(placement.num_positions, link=link)
+    usual = simulate(lower(lists, placement, 8), placement, costs)
+    monkeypatch.setattr("sley_core.actions.lower.AHEAD", 1000)
+    earlier = simulate(lower(lists, placement, 8), placement, costs)
+    assert usual.timeline.makespan_s == earlier.timeline.makespan_s
+    assert max(held.receives for held in earlier.held) >= 8
+
+
+@pytest.mark.parametrize("micros", [4, 64])
+def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_batches(breadth_first, micros):
+    placement = Placement(4)
+    simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.even(4))
+    assert [held.receives for held in simulated.held] == [3, 3, 3, 3]
