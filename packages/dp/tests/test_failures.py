@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+from importlib import import_module
 
 import pytest
 
-import sley_dp.sums
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -16,40 +13,45 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.runs import record
 
-LATE_S = 0.05
-
 
 class Late:
-    """An all-reduce on a slow line: issued at once, its result arrives LATE_S later, from a thread that only sleeps."""
+    """A reduction whose result arrives when somebody waits for it, or when the test says so."""
 
-    def __init__(self, tensor, group, what, line):
+    def __init__(self, all_reduce, tensor, group, what):
         self.copy = tensor.clone()
-        self.pending = sley_dp.sums.real_all_reduce(self.copy, group, what=what)
+        self.pending = all_reduce(self.copy, group, what=what)
         self.tensor = tensor
-        self.there = threading.Event()
-        line.put(self)
-
-    def arrive(self):
-        time.sleep(LATE_S)
-        self.pending.wait()
-        self.tensor.copy_(self.copy)
-        self.there.set()
+        self.has_landed = False
 
     def wait(self):
-        self.there.wait()
+        if not self.has_landed:
+            self.has_landed = True
+            self.pending.wait()
+            self.tensor.copy_(self.copy)
 
 
-def slow_line():
-    """From now on reductions of this rank are `Late`; one line, so they arrive in order."""
-    line = queue.Queue()
+class SlowLine:
+    """Every reduction is `Late`; what nobody has waited for lands between the backwards of a step's two micro-batches."""
 
-    def serve():
-        while True:
-            line.get().arrive()
+    def __init__(self, module):
+        self.sent = []
+        all_reduce = module.all_reduce
 
-    threading.Thread(target=serve, daemon=True).start()
-    sley_dp.sums.real_all_reduce = sley_dp.sums.all_reduce
-    sley_dp.sums.all_reduce = lambda tensor, group, what: Late(tensor, group, what, line)
+        def send(tensor, group, what):
+            self.sent.append(Late(all_reduce, tensor, group, what))
+            return self.sent[-1]
+
+        module.all_reduce = send
+
+    def before_backward(self, micro, output_gradient):
+        if micro.micro == 1:
+            while self.sent:
+                self.sent.pop().wait()
+
+    def ignore(self, *args):
+        pass
+
+    before_forward = after_forward = before_loss = after_loss = after_backward = ignore
 
 
 def fail_in_backward(run, micro, layer):
@@ -68,12 +70,12 @@ def fail_in_backward(run, micro, layer):
     run.feed.restore(before)
 
 
-def steps_with_failures(tables, folder, late=False):
+def steps_with_failures(tables, folder, late=None):
     """Gradients of four steps, before each of which one fails: in another micro-batch, at another layer."""
-    if late:
-        slow_line()
     found = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        if late:
+            run.caller.hooks.append(SlowLine(import_module(late)))
         for micro, layer in ((0, "layer2"), (1, "first"), (1, "layer1"), (0, "first")):
             fail_in_backward(run, micro, layer)
             run.step()
@@ -91,11 +93,19 @@ def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own
             assert_same_bits(before, after)
 
 
-def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own):
-    """Its result arrives when the next step would be at work in the same memory."""
-    tables = small({"bucket_mb": 0.0005}, batch__global_size=4)
+@pytest.mark.parametrize(
+    ("handler", "module"),
+    [
+        ({"bucket_mb": 0.0005}, "sley_dp.sums"),
+        ({"use": "dp.powersgd", "rank": 1}, "sley_dp.powersgd"),
+        ({"use": "core.each"}, "sley_core.engine.each"),
+    ],
+)
+def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own, handler, module):
+    """Its result would arrive while the next step accumulates in the same memory."""
+    tables = small(handler, batch__global_size=4)
     clean = ranks(2)(record, tables, 4, folder=own)
-    for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own, late=True), strict=True):
+    for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own, late=module), strict=True):
         for before, after in zip(one.gradients, found, strict=True):
             assert_close_gradients(before, after, 1e-12)
 
