@@ -26,7 +26,8 @@ class Each(GradientHandler):
         self._groups = run.groups
 
     def begin_step(self, step: StepState) -> None:
-        self._pending = []
+        # What a failed step began still writes into the slots.
+        self.finish_step(step)
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
         group = self._groups[entry.reduce_group]
