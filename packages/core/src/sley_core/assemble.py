@@ -22,14 +22,16 @@ from sley_core.data.feed import Feed
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
+from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
+from sley_core.engine.lists import Lists
 from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
-from sley_core.engine.store import GradientStore
+from sley_core.engine.store import GradientStore, by_reduce_group, loose
 from sley_core.engine.update import Update
 from sley_core.errors import PlanError, SleyError
 from sley_core.metrics.throughput import Meter
@@ -101,7 +103,8 @@ def _run(
     folder: Path | None,
 ) -> Run:
     state = StepState()
-    store = GradientStore(book, DTYPES[plan.precision.gradients], world.device.torch_device, state)
+    planner = loose if groups["stage"].size == 1 else by_reduce_group
+    store = GradientStore(book, DTYPES[plan.precision.gradients], world.device.torch_device, state, planner)
     policy = plan.activations.build([layer.name for layer in model.layers])
     hooks: list[SchedulerHook] = []
     caller = LayerCaller(world.device, plan.run.seed, policy, hooks)
@@ -113,8 +116,10 @@ def _run(
     handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:
         handler.attach(run)
-    executor = Executor([model.layers], caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
-    run.stepper = Stepper(executor, store, handlers, _update(plan, run), groups, world.device)
+    lists = Lists.alone()
+    crossing = Crossing(lists.placement, lists.stage, None)
+    executor = Executor([model.layers], crossing, caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
+    run.stepper = Stepper(executor, lists, store, handlers, _update(plan, run), groups, world.device)
     if _accumulates_directly(plan, world.device):
         accumulate_directly(run.layers, run.book, run.store)
     run.meter = Meter.of(run, dataset.info)
@@ -162,14 +167,22 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
     rows = range(run.rows.start, run.rows.stop)
     data: Any = plan.data.config
     size = plan.batch.global_size
-    run.feed = Feed(dataset, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=data.shuffle)
     run.check_batch = partial(check_tokens, info=dataset.info)
+    run.feed = Feed(
+        dataset,
+        seed=plan.run.seed,
+        batch_size=size,
+        rows=rows,
+        shuffle=data.shuffle,
+        check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
+    )
     run.check_first_step = BufferWatch(run.layers, model.per_rank_buffers).check
     if plan.evaluation is None:
         return
     held_out = open_dataset(plan.data, DataContext(plan.run.seed, "held_out"))
     run.evaluation = Evaluation(
         executor,
+        run.stepper.lists,
         [layer.module for layer in run.layers],
         Feed(held_out, seed=plan.run.seed, batch_size=size, rows=rows),
         run.groups,

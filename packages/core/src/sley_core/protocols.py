@@ -10,13 +10,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
     from torch import Tensor, nn
 
-    from sley_core.actions.action import Action
+    from sley_core.actions.action import Transfer
     from sley_core.engine.book import Entry
+    from sley_core.engine.boundary import Description
     from sley_core.engine.step_state import MicroStep, StepState
     from sley_core.run import Run
 
@@ -46,7 +47,7 @@ class GradientHandler(Protocol):
         """Every entry of `chunk` has been reported ready."""
 
     def finish_step(self, step: StepState) -> None:
-        """After the last action: on return `store.grad(entry)` holds this handler's result."""
+        """After the last action: on return `store.gradient(entry)` holds this handler's result."""
 
     def weights_updated(self, step: StepState) -> None:
         """After the optimizer step."""
@@ -85,13 +86,16 @@ class Loss(Protocol):
 
 
 class StageLink(Protocol):
-    """Moves activations and their gradients between stages; named by the schedule's record."""
+    """Moves outputs and their gradients between stages; named by the schedule's record.
+
+    key: what the shapes at a boundary depend on; equal on both ends for the same micro-batch.
+    """
 
     def prepare(self, run: Run) -> None: ...
-    def post(self, recv: Action) -> None: ...
-    def send(self, action: Action, tensors: Any) -> None: ...
-    def take(self, recv: Action) -> Any: ...
-    def release(self, action: Action) -> None: ...
+    def post(self, transfer: Transfer, key: Hashable) -> None: ...
+    def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None: ...
+    def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]: ...
+    def release(self, transfer: Transfer) -> None: ...
     def drain(self) -> None: ...
     def abort(self, why: str) -> None: ...
 

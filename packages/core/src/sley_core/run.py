@@ -90,7 +90,7 @@ class Run(AbstractContextManager["Run"]):
         self.evaluation: Evaluation | None = None
         self.writers: Sequence[MetricsWriter] = ()
         self.profiler: StepProfiler | None = None
-        self.check_batch: Callable[..., None] = lambda batch, samples: None
+        self.check_batch: Callable[[HostBatch], None] = lambda batch: None
         self.check_first_step: Callable[[], None] = lambda: None
         self.was_stopped = False
         self._stop_asked = False
@@ -193,13 +193,13 @@ class Run(AbstractContextManager["Run"]):
 
     def _launch(self, batch: HostBatch | None) -> _Launched:
         wait_s = 0.0
-        samples = None
         if batch is None:
             assert self.feed is not None, "a fake world takes no steps"
             batch = self.feed.next()
-            wait_s, samples = self.feed.wait_s, self.feed.samples
+            wait_s = self.feed.wait_s
+        else:
+            self.check_batch(batch)
         num_micros = count_micros(batch, self.stepper.executor.fields, self.plan.batch.micro_size)
-        self.check_batch(batch, samples=samples)
         number = self.num_steps_done + 1
         if self.profiler is not None:
             self.profiler.before_step(number)

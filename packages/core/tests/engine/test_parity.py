@@ -82,7 +82,13 @@ def test_norms(ranks, folder, kind):
 def test_sgd_whose_scale_shows(ranks, folder):
     """Adam hides a wrong scale of the gradient; plain SGD without clipping does not."""
     check(
-        ranks, folder, [2, 4], optimizer__use="core.sgd", optimizer__clip_norm=None, optimizer__lr=0.1, batch__micro_size=1
+        ranks,
+        folder,
+        [2, 4],
+        optimizer__use="core.sgd",
+        optimizer__clip_norm=None,
+        optimizer__lr=0.1,
+        batch__micro_size=1,
     )
 
 

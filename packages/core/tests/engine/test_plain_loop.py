@@ -22,7 +22,10 @@ PLAN = {
 
 
 def test_three_micro_batches_of_the_engine_are_one_batch_by_hand():
-    with assemble(plan_from_dict(PLAN), World.alone("cpu")) as run, assemble(plan_from_dict(PLAN), World.alone("cpu")) as own:
+    with (
+        assemble(plan_from_dict(PLAN), World.alone("cpu")) as run,
+        assemble(plan_from_dict(PLAN), World.alone("cpu")) as own,
+    ):
         own.store.close()  # the loop by hand has no hooks
         layers = [layer.module for layer in own.layers]
         matrices = [entry.parameter for entry in own.book if entry.parameter.ndim > 1]

@@ -140,9 +140,7 @@ def test_a_module_used_twice_under_checkpointing_is_summed(reentrant):
         return checkpoint(a, once.relu(), use_reentrant=reentrant).square().sum()
 
     losses = [lambda x=x: loss(x) for x in inputs(2)]
-    wanted = torch.autograd.grad(
-        sum(a(a(x).relu()).square().sum() for x in inputs(2)), list(a.parameters())
-    )
+    wanted = torch.autograd.grad(sum(a(a(x).relu()).square().sum() for x in inputs(2)), list(a.parameters()))
     for _ in range(3):
         found = harness.step(losses)
         torch.testing.assert_close(found["l0.weight"], wanted[0], rtol=1e-6, atol=1e-6)

@@ -40,6 +40,10 @@ class Pending:
         guarded(self._work.wait, self._operation, self._group, self._what)
         self._work = None
 
+    def is_done(self) -> bool:
+        """Whether `wait` would not block; asks without waiting."""
+        return self._work is None or bool(self._work.is_completed())
+
 
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pending:
     """Starts the reduction of `tensor` (contiguous, any floating or integer dtype) in place over `group`.
@@ -87,6 +91,20 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str) -> Pe
         lambda: _all_gather_single(output, tensor, group=group.lane(), async_op=True), "all-gather", group, what
     )
     return Pending(work, "all-gather", group, what)
+
+
+def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
+    """Starts to send `tensor` (contiguous) to the member of `group` at coordinate `peer`, on `lane`."""
+    target = group.ranks[peer]
+    work = guarded(lambda: dist.isend(tensor, target, group=group.lane(lane)), "send", group, what)
+    return Pending(work, "send", group, what)
+
+
+def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
+    """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`."""
+    source = group.ranks[peer]
+    work = guarded(lambda: dist.irecv(tensor, source, group=group.lane(lane)), "receive", group, what)
+    return Pending(work, "receive", group, what)
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:

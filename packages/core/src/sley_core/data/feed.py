@@ -8,7 +8,7 @@ gives the same global batch in every layout.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +39,7 @@ class Feed:
     batch_size: samples of a **global** batch, over all ranks.
     rows: this rank's rows of the global batch.
     shuffle: whether each epoch of a Dataset has an order of its own.
+    check: looks at each batch and the names of its rows in the feed's thread; what it raises, `next` raises.
     timeout_s: how long `next` waits for the dataset before it raises RunError.
 
     After `next`, `wait_s` is how long it waited, and `samples` names the batch's rows: the dataset's index of each, or
@@ -54,6 +55,7 @@ class Feed:
         rows: range,
         shuffle: bool = True,
         timeout_s: float = 600.0,
+        check: Callable[[Batch, Sequence[int]], None] | None = None,
     ) -> None:
         assert len(rows), rows
         assert rows == range(batch_size)[rows.start : rows.stop], (rows, batch_size)
@@ -63,6 +65,7 @@ class Feed:
         self._rows = rows
         self._shuffle = shuffle
         self._timeout_s = timeout_s
+        self._check = check
         self._prefetch: Prefetch[_Item] | None = None
         self._state: dict[str, Any] = {"samples": 0}
         self._beginning = stream_state(cast(Stream, dataset)) if is_stream(dataset) else {}
@@ -78,7 +81,7 @@ class Feed:
         """This rank's rows of the next global batch, on the host."""
         begin = time.perf_counter()
         if self._prefetch is None:
-            self._prefetch = Prefetch(self._items(self._state))
+            self._prefetch = Prefetch(self._checked(self._items(self._state)))
         item = self._prefetch.get(self._timeout_s)
         self.wait_s = time.perf_counter() - begin
         self.samples, self._state = item.samples, item.state
@@ -104,6 +107,12 @@ class Feed:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _checked(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        for item in items:
+            if self._check is not None:
+                self._check(item.batch, item.samples)
+            yield item
 
     def _items(self, state: Mapping[str, Any]) -> Iterator[_Item]:
         if is_stream(self._dataset):

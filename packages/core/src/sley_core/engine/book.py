@@ -37,8 +37,9 @@ class Holder:
 class Entry:
     """One logical parameter.
 
-    name: the name under which the first layer that holds it knows it, e.g. `blocks.0.attention.q.weight`.
-    shape: of the whole parameter, in every layout. aliases: its other names (ties).
+    name: the name under which the model's first layer that holds it knows it, e.g. `blocks.0.attention.q.weight`, also
+        where that layer belongs to another stage. shape: of the whole parameter, in every layout.
+    aliases: its other names on this rank (ties). stages: those that hold it; more than one is a tie across stages.
     decays: whether weight decay applies (matrices do; norms, biases and other vectors do not).
     reduce_group: the axis over which its accumulated gradient is still a partial sum.
     """
@@ -49,6 +50,7 @@ class Entry:
     aliases: list[str] = field(default_factory=list)
     decays: bool = True
     reduce_group: str = "stage"
+    stages: tuple[int, ...] = (0,)
     index: int = 0
 
     @property
@@ -58,6 +60,16 @@ class Entry:
         parameter = getattr(holder.module, holder.attribute)
         assert isinstance(parameter, nn.Parameter), f"{self.name} is a {type(parameter).__name__}"
         return parameter
+
+    @property
+    def family(self) -> tuple[str, tuple[int, ...]]:
+        """What shares a buffer: entries that reduce together and, if they are tied across stages, are tied alike."""
+        return self.reduce_group, self.stages if len(self.stages) > 1 else ()
+
+    @property
+    def tie_group(self) -> str | None:
+        """The axis of the group over which a tie's gradients are summed; None where one stage holds it."""
+        return tie_axis(self.stages) if len(self.stages) > 1 else None
 
     @property
     def chunks(self) -> frozenset[int]:
@@ -78,19 +90,24 @@ class Entry:
 class ParameterBook:
     """The entries of this rank's layers, in the order in which the model names them.
 
-    chunks: this rank's layers, per model chunk.
+    chunks: this rank's layers, per model chunk. stages: all layers of the model, per stage, on meta; left out, this rank
+    has all of them.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[Layer]]) -> None:
+    def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Sequence[Sequence[Layer]] | None = None) -> None:
         self.entries: list[Entry] = []
         known: dict[int, Entry] = {}
+        names, holders = _across(stages or [[layer for layers in chunks for layer in layers]])
         for chunk, layers in enumerate(chunks):
             for layer in layers:
                 for name, holder in _held(layer, chunk):
                     parameter = getattr(holder.module, holder.attribute)
                     entry = known.get(id(parameter))
                     if entry is None:
-                        entry = known[id(parameter)] = Entry(name, tuple(parameter.shape), [], index=len(self.entries))
+                        first = names[id(parameter)]
+                        entry = known[id(parameter)] = Entry(first, tuple(parameter.shape), [], index=len(self.entries))
+                        entry.stages = tuple(sorted(holders[id(parameter)]))
+                        entry.aliases = [name] if name != first else []
                         entry.decays = parameter.ndim >= 2 and not is_norm(holder.module)
                         self.entries.append(entry)
                     else:
@@ -125,6 +142,30 @@ class ParameterBook:
 def is_norm(module: nn.Module) -> bool:
     """Whether `module` normalises: one of torch's classes, or named so (`LlamaRMSNorm`, `MyLayerNorm`)."""
     return isinstance(module, NORM_CLASSES) or type(module).__name__.lower().endswith("norm")
+
+
+def tie_axis(stages: Sequence[int]) -> str:
+    """The name of the groups that join the holders of a tie: `tie[0,3]`."""
+    return f"tie[{','.join(str(stage) for stage in stages)}]"
+
+
+def ties(stages: Sequence[Sequence[Layer]]) -> list[tuple[int, ...]]:
+    """The sets of stages that share a parameter, each once, in ascending order."""
+    _, holders = _across(stages)
+    return sorted({tuple(sorted(found)) for found in holders.values() if len(found) > 1})
+
+
+def _across(stages: Sequence[Sequence[Layer]]) -> tuple[dict[int, str], dict[int, set[int]]]:
+    """By id of a parameter: its first name in the model's order of layers, and the stages that hold it."""
+    names: dict[int, str] = {}
+    holders: dict[int, set[int]] = {}
+    for stage, layers in enumerate(stages):
+        for layer in layers:
+            for name, holder in _held(layer, 0):
+                key = id(getattr(holder.module, holder.attribute))
+                names.setdefault(key, name)
+                holders.setdefault(key, set()).add(stage)
+    return names, holders
 
 
 def _held(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sley_core.actions.action import actions_of, forward_only, sequential
-from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
+import torch
+
+from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
 from sley_core.engine.step_state import StepState
-from sley_core.engine.weight import BatchWeight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.data.feed import Feed
     from sley_core.engine.execute import Executor
+    from sley_core.engine.lists import Lists
 
 
 class Evaluation:
@@ -27,6 +27,7 @@ class Evaluation:
     def __init__(
         self,
         executor: Executor,
+        lists: Lists,
         modules: Sequence[nn.Module],
         feed: Feed,
         groups: Groups,
@@ -36,15 +37,13 @@ class Evaluation:
         num_micros: int,
     ) -> None:
         self.executor = executor
+        self.steps = lists.evaluation(num_micros)
         self.modules = modules
         self.feed = feed
         self.groups = groups
         self.device = device
         self.num_batches = num_batches
         self.num_micros = num_micros
-        lists = [forward_only(sequential(num_micros))]
-        (steps,) = lower(lists, Placement(stages=1), num_micros, training=False)
-        self._actions = actions_of(steps)
 
     def __call__(self) -> float:
         """The mean loss over all held-out samples seen; a collective over all ranks."""
@@ -60,15 +59,17 @@ class Evaluation:
     def _measure(self) -> float:
         self.feed.restore({"samples": 0})
         state = StepState()
-        loss = weight = 0.0
+        totals = torch.zeros(2, dtype=torch.float64)
         for number in range(self.num_batches):
             batch = self.feed.next()
-            state.begin(number, self._actions, self.num_micros, first_micro=self.groups["dp"].coord * self.num_micros)
-            total = self.executor.evaluate(self._actions, batch, state)
-            # All ranks evaluate after the same steps, and as many batches.
-            local = BatchWeight(self.executor.loss.weight(batch), self.groups["stage"], self.device)
-            all_reduce(total, self.groups["all"], what="the held-out loss").wait()
-            loss += float(total)
-            weight += float(local.total)
+            first_micro = self.groups["dp"].coord * self.num_micros
+            state.begin(number, actions_of(self.steps), self.num_micros, first_micro)
+            loss = self.executor.evaluate(self.steps, batch, state)
+            weight = self.executor.loss.weight(batch) if self.executor.has_loss else 0.0
+            totals += torch.tensor([float(loss), weight], dtype=torch.float64)
         self.feed.close()
-        return loss / weight if weight else 0.0
+        totals = self.device.move(totals)
+        # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
+        all_reduce(totals, self.groups["all"], what="the held-out loss").wait()
+        loss_sum, weight_sum = totals.tolist()
+        return loss_sum / weight_sum if weight_sum else 0.0

@@ -1,7 +1,7 @@
 """Runs a rank's lowered list: moves micro-batches in, calls chunks, fires scheduler hooks, frees what is no longer needed.
 
 The batch stays on the host. A micro-batch is moved when its first action starts, only the fields that this rank reads,
-and is dropped after its last action.
+and is dropped after its last action. Between forward and backward a chunk holds its inputs and the edges of its outputs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import Action, Kind
+from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
 from sley_core.data.cut import cut
+from sley_core.engine.boundary import gradients_of
+from sley_core.engine.held import Held, as_inputs, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
+from sley_core.engine.weight_queue import WeightQueue
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Field
     from sley_core.engine.call import LayerCaller
+    from sley_core.engine.crossing import Crossing
     from sley_core.engine.store import GradientStore
     from sley_core.engine.weight import BatchWeight
     from sley_core.model.layers import Layer
@@ -31,12 +35,13 @@ HostBatch = Mapping[str, Tensor]
 class Executor:
     """Executes lists over `chunks`, this rank's layers per model chunk.
 
-    fields: what the dataset declares of each batch field.
+    crossing: how values get into chunks and out. fields: what the dataset declares of each batch field.
     """
 
     def __init__(
         self,
         chunks: Sequence[Sequence[Layer]],
+        crossing: Crossing,
         caller: LayerCaller,
         loss: Loss,
         fields: Mapping[str, Field],
@@ -44,74 +49,131 @@ class Executor:
         hooks: Sequence[SchedulerHook] = (),
     ) -> None:
         self.chunks = chunks
+        self.crossing = crossing
         self.caller = caller
         self.loss = loss
         self.fields = fields
         self.device = device
         self.hooks = hooks
-        self._reads = reads(chunks, loss, fields)
+        self.queue = WeightQueue()
+        self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
+        self._reads = reads(chunks, loss if self._has_loss else None, fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
-        self._losses: dict[Action, Tensor] = {}
+        self._held: dict[tuple[int, int], Held] = {}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model ends on this rank."""
+        return self._has_loss
 
     def train(
-        self,
-        actions: Sequence[Action],
-        batch: HostBatch,
-        state: StepState,
-        store: GradientStore,
-        weight: BatchWeight,
+        self, steps: Lowered, batch: HostBatch, state: StepState, store: GradientStore, weight: BatchWeight | None
     ) -> Tensor:
-        """Runs forward and backward actions; gradients go to `store`.
+        """Runs a training list; gradients go to `store`.
 
         batch: this rank's samples, on the host, `state.num_micros` micro-batches of equal size along the batch dim.
-        weight: the loss weight of the global batch, by which every gradient is divided once.
+        weight: the loss weight of the global batch, by which every gradient is divided once; only where the loss is.
         Returns the sum of the loss over this rank's samples: a float64 scalar on the device.
         """
-        self._micros.clear()
-        self._losses.clear()
-        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        last_use = {action.micro: action for action in actions if action.micro >= 0}
-        for action in actions:
-            if action.kind is Kind.CHUNK_DONE:
-                store.chunk_done(action.chunk)
+        total = self._begin(batch, state, Phase.TRAIN)
+        actions = actions_of(steps)
+        last_of_micro = {action.micro: action for action in actions}
+        last_of_chunk = {(action.chunk, action.micro): action for action in actions}
+        for step in steps:
+            if isinstance(step, Transfer):
+                self.crossing.transfer(step)
                 continue
-            micro = state.micro_step(action, Phase.TRAIN)
-            state.enter(action)
-            if action.kind is Kind.FORWARD:
-                loss = self._forward(micro, batch, state.num_micros)
-                self._losses[action] = loss
-                total += loss.detach()
-            elif action.kind is Kind.BACKWARD:
-                self._backward(micro, weight)
-            else:
-                raise AssertionError(f"{action} needs a schedule that splits the backward")
-            state.leave(action)
-            if last_use[action.micro] == action:
-                self._micros.pop(action.micro, None)
+            if step.kind is Kind.CHUNK_DONE:
+                store.chunk_done(step.chunk)
+                continue
+            micro = state.micro_step(step, Phase.TRAIN)
+            state.enter(step)
+            self._act(step, micro, batch, state, weight, total)
+            state.leave(step)
+            if last_of_chunk[step.chunk, step.micro] == step:
+                del self._held[step.chunk, step.micro]
+                self.crossing.release("forward", step.chunk, step.micro)
+            if last_of_micro[step.micro] == step:
+                self._micros.pop(step.micro, None)
+        self.crossing.end()
         return total
 
     @torch.no_grad()
-    def evaluate(self, actions: Sequence[Action], batch: HostBatch, state: StepState) -> Tensor:
-        """Runs forward actions only, saving nothing and touching no gradient; returns the sum of the loss."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for action in actions:
-            micro = state.micro_step(action, Phase.EVALUATE)
-            total += self._forward(micro, batch, state.num_micros)
-            self._micros.pop(action.micro)
+    def evaluate(self, steps: Lowered, batch: HostBatch, state: StepState) -> Tensor:
+        """Runs a forward-only list, saving nothing and touching no gradient; returns the sum of the loss."""
+        total = self._begin(batch, state, Phase.EVALUATE)
+        for step in steps:
+            if isinstance(step, Transfer):
+                self.crossing.transfer(step)
+                continue
+            micro = state.micro_step(step, Phase.EVALUATE)
+            self._forward(micro, Held(), batch, state.num_micros, total)
+            self.crossing.release("forward", step.chunk, step.micro)
+            self._micros.pop(step.micro, None)
+        self.crossing.end()
         return total
 
-    def _forward(self, micro: MicroStep, batch: HostBatch, num_micros: int) -> Tensor:
-        fields = self._micros.get(micro.micro)
-        if fields is None:
-            fields = self._micros[micro.micro] = self._move_in(batch, micro.micro, num_micros)
+    def _begin(self, batch: HostBatch, state: StepState, phase: Phase) -> Tensor:
+        self._micros.clear()
+        self._held.clear()
+        self.queue.clear()
+        self.crossing.begin(self._keys(batch, state.num_micros, phase))
+        return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
+
+    def _keys(self, batch: HostBatch, num_micros: int, phase: Phase) -> list[tuple[Any, ...]]:
+        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask."""
+        if self.crossing.link is None:
+            return []
+        parts = (cut(batch, self.fields, micro, num_micros) for micro in range(num_micros))
+        return [(phase, *(tuple(value.shape) for value in part.values())) for part in parts]
+
+    def _act(
+        self,
+        action: Action,
+        micro: MicroStep,
+        batch: HostBatch,
+        state: StepState,
+        weight: BatchWeight | None,
+        total: Tensor,
+    ) -> None:
+        place = action.chunk, action.micro
+        match action.kind:
+            case Kind.FORWARD:
+                held = self._held[place] = Held()
+                self._forward(micro, held, batch, state.num_micros, total)
+            case Kind.BACKWARD:
+                self._backward(micro, self._held[place], weight)
+            case Kind.INPUT_GRADIENT:
+                with self.queue.collecting(place):
+                    self._backward(micro, self._held[place], weight)
+            case Kind.WEIGHT_GRADIENT:
+                self.queue.run(place)
+
+    def _forward(self, micro: MicroStep, held: Held, batch: HostBatch, num_micros: int, total: Tensor) -> None:
+        fields = self._fields(batch, micro.micro, num_micros)
+        args: tuple[Any, ...] = ()
+        if not self._is_first(micro.chunk):
+            held.description, tensors = self.crossing.bring("forward", micro.chunk, micro.micro)
+            held.inputs, value = as_inputs(held.description, tensors)
+            args = (value,)
         for hook in self.hooks:
-            hook.before_forward(micro, None)
-        output: Any = None
-        for at, layer in enumerate(self.chunks[micro.chunk]):
+            hook.before_forward(micro, args[0] if args else None)
+        for layer in self.chunks[micro.chunk]:
             named = {name: fields[name] for name in layer.fields}
-            output = self.caller(layer, (output,) if at else (), named, micro)
+            args = (self.caller(layer, args, named, micro),)
+        (output,) = args
         for hook in self.hooks:
             hook.after_forward(micro, output)
+        if self._is_last(micro.chunk):
+            held.loss = self._loss(micro, output, fields)
+            total += held.loss.detach()
+        else:
+            description, tensors = describe(output)
+            held.edges = edges_of(tensors)
+            sent = [tensor.detach() for tensor in tensors]
+            self.crossing.give("forward", micro.chunk, micro.micro, (description, sent))
+
+    def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
         for hook in self.hooks:
             hook.before_loss(micro, output)
         loss = self.loss.loss(output, fields)
@@ -119,22 +181,39 @@ class Executor:
             hook.after_loss(micro, loss)
         return loss
 
-    def _backward(self, micro: MicroStep, weight: BatchWeight) -> None:
-        loss = self._losses.pop(Action(Kind.FORWARD, micro.chunk, micro.micro))
-        gradient = weight.inverse(loss)
+    def _backward(self, micro: MicroStep, held: Held, weight: BatchWeight | None) -> None:
+        if held.loss is not None:
+            assert weight is not None, "the loss without its weight"
+            gradients = [weight.inverse(held.loss)]
+        else:
+            _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
         for hook in self.hooks:
-            hook.before_backward(micro, gradient)
-        torch.autograd.backward(loss, gradient)
+            hook.before_backward(micro, gradients if held.loss is None else gradients[0])
+        made = held.backward(gradients)
+        del gradients
+        if not self._is_last(micro.chunk):
+            self.crossing.release("backward", micro.chunk, micro.micro)
         for hook in self.hooks:
-            hook.after_backward(micro, None)
+            hook.after_backward(micro, None if held.description is None else made)
+        if held.description is not None:
+            parcel = gradients_of(held.description), made
+            self.crossing.give("backward", micro.chunk, micro.micro, parcel)
 
-    def _move_in(self, batch: HostBatch, micro: int, num_micros: int) -> dict[str, Tensor]:
-        part = cut(batch, self.fields, micro, num_micros)
-        return {name: self.device.move(value) for name, value in part.items() if name in self._reads}
+    def _fields(self, batch: HostBatch, micro: int, num_micros: int) -> dict[str, Tensor]:
+        if micro not in self._micros:
+            part = cut(batch, self.fields, micro, num_micros)
+            self._micros[micro] = {name: self.device.move(part[name]) for name in part if name in self._reads}
+        return self._micros[micro]
+
+    def _is_first(self, chunk: int) -> bool:
+        return self.crossing.placement.previous(self.crossing.stage, chunk) is None
+
+    def _is_last(self, chunk: int) -> bool:
+        return self.crossing.placement.next(self.crossing.stage, chunk) is None
 
 
-def reads(chunks: Sequence[Sequence[Layer]], loss: Loss, fields: Mapping[str, Field]) -> frozenset[str]:
+def reads(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
     """The batch fields that these layers and the loss read; all of them where a loss does not tell."""
     by_layers = {name for layers in chunks for layer in layers for name in layer.fields}
-    by_loss = getattr(loss, "fields", None)
+    by_loss = () if loss is None else getattr(loss, "fields", None)
     return frozenset(by_layers | set(fields if by_loss is None else by_loss))

@@ -50,7 +50,8 @@ class StepState:
         self.first_micro = 0
         self.action: Action | None = None
         self._last: dict[int, Action] = {}
-        self._done: set[int] = set()
+        self._done: frozenset[int] = frozenset()
+        self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
         """A new optimizer step, whatever became of the one before."""
@@ -59,7 +60,8 @@ class StepState:
         self.first_micro = first_micro
         self.action = None
         self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
-        self._done = set()
+        self._done = frozenset()
+        self._settled = None
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
         """What `action` works on."""
@@ -67,18 +69,18 @@ class StepState:
 
     def enter(self, action: Action) -> None:
         self.action = action
+        is_last = self._last.get(action.chunk) == action
+        self._settled = self._done | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
         if self._last.get(action.chunk) == action:
-            self._done.add(action.chunk)
+            self._done |= {action.chunk}
         self.action = None
+        self._settled = None
 
     def gradients_final(self, chunks: frozenset[int]) -> bool:
         """Whether the running action is the last of this step that can add to a gradient of all `chunks`."""
-        action = self.action
-        if action is None or self._last.get(action.chunk) != action:
-            return False
-        return all(chunk == action.chunk or chunk in self._done for chunk in chunks)
+        return self._settled is not None and chunks <= self._settled
 
     def all_done(self, chunks: frozenset[int]) -> bool:
         """Whether every one of `chunks` has had its last gradient action."""

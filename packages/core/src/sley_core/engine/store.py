@@ -14,7 +14,7 @@ reductions in opposite order sum the wrong tensors without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,54 +22,23 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry, ParameterBook
-from sley_core.engine.flat import FlatBuffer
+from sley_core.engine.slot import GradientBuffer, LooseSlot, Slot
 from sley_core.engine.step_state import StepState
 
 Ready = Callable[[Entry], None]
 
 
-class Slot:
-    """The gradient of one entry: `view` in its buffer, and what this step has brought so far.
-
-    contributions: in this step. final: in the action that completes the gradient. expected: what `final` was in the
-    first step, for a parameter that a backward reaches more than once (a module used twice under recomputation).
-    keeps: whether `parameter.grad` may stay the view between contributions, so that autograd adds into it by itself;
-    it does where parameter and view have one dtype, which is settled after the first layout.
-    """
-
-    __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "keeps", "parameter", "view")
-
-    def __init__(self, entry: Entry, view: Tensor, expected: int) -> None:
-        self.entry = entry
-        self.parameter = entry.parameter
-        self.chunks = entry.chunks
-        self.view = view
-        self.contributions = 0
-        self.final = 0
-        self.expected = expected
-        self.is_ready = False
-        self.keeps = True
-
-
-class GradientBuffer(FlatBuffer):
-    """The gradients of some entries with one reduce group and one dtype, side by side."""
-
-    def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__([entry.parameter.shape for entry in entries], dtype, device)
-        self.entries = list(entries)
-        self.reduce_group = entries[0].reduce_group
-        assert all(entry.reduce_group == self.reduce_group for entry in entries), f"{entries} do not reduce together"
-
-
 class Layout(NamedTuple):
     """How a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
 
-    buffers: lists of entries that share a reduce group. order: the same entries; where buffers of several reduce groups
+    buffers: lists of entries of one family. order: the same entries; where buffers of several reduce groups
     fill up side by side it is not their concatenation. Equal on all ranks of every reduce group.
+    loose: entries of `order` that lie in no buffer, because nobody reduces them.
     """
 
     buffers: list[list[Entry]]
     order: list[Entry]
+    loose: Sequence[Entry] = ()
 
 
 Planner = Callable[[list[Entry]], Layout]
@@ -79,12 +48,19 @@ Planner = Callable[[list[Entry]], Layout]
 class GradientStore:
     """Slots for all trainable entries of `book`, in `dtype` on `device`.
 
-    The reducer gives its `planner` when it attaches; without one, entries lie in one buffer per reduce group. `on_ready`
+    The reducer gives its own planner when it attaches; until then it is `planner`, by default one buffer per family. `on_ready`
     is called once per entry and step, `on_chunk_done` once per chunk. Parameters that are frozen or unfrozen between
     steps are followed at the next `begin_step`.
     """
 
-    def __init__(self, book: ParameterBook, dtype: torch.dtype, device: torch.device, state: StepState) -> None:
+    def __init__(
+        self,
+        book: ParameterBook,
+        dtype: torch.dtype,
+        device: torch.device,
+        state: StepState,
+        planner: Planner | None = None,
+    ) -> None:
         self.book = book
         self.dtype = dtype
         self.device = device
@@ -98,17 +74,18 @@ class GradientStore:
         self._seen: list[Entry] = []
         self._next = 0
         self._learned = False
+        self._parameters: list[Tensor] = []
         self._laid_out_for: list[bool] = []
         self.num_layouts = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.lay_out(by_reduce_group)
+        self.lay_out(planner or by_reduce_group)
 
     def lay_out(self, planner: Planner) -> None:
         """Makes the buffers anew, as `planner` says from now on. What they held, and a step under way, is forgotten."""
         self._planner = planner
         trainable = self.book.trainable
         layout = planner(trainable[::-1])
-        for entries in (layout.order, [entry for buffer in layout.buffers for entry in buffer]):
+        for entries in (layout.order, [entry for buffer in (*layout.buffers, layout.loose) for entry in buffer]):
             named = sorted(entry.index for entry in entries)
             assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
         expected = {entry: slot.expected for entry, slot in self._slots.items()}
@@ -116,9 +93,13 @@ class GradientStore:
         self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in layout.buffers if entries]
         for buffer in self.buffers:
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
-                slot = self._slots[entry] = Slot(entry, view, expected.get(entry, 0))
-                slot.keeps = entry not in self._products
+                keeps = entry not in self._products
+                self._slots[entry] = Slot(entry, view, expected.get(entry, 0), keeps=keeps)
+        for entry in layout.loose:
+            keeps = entry not in self._products
+            self._slots[entry] = LooseSlot(entry, self.dtype, expected.get(entry, 0), keeps=keeps)
         self._order = [self._slots[entry] for entry in layout.order]
+        self._parameters = [entry.parameter for entry in self.book]
         self._laid_out_for = self._trainability()
         self.num_layouts += 1
         self._learned = self._learned and self._slots.keys() <= expected.keys()
@@ -147,7 +128,21 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.num_bytes for buffer in self.buffers)
+        """Of all gradients; those that lie in no buffer count while they are there."""
+        loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
+        return sum(buffer.num_bytes for buffer in self.buffers) + loose
+
+    def pieces(self) -> Iterator[tuple[list[Tensor], str, int]]:
+        """All gradients in as few tensors as possible: tensors, their reduce group, and how many stages hold a copy."""
+        for buffer in self.buffers:
+            yield [buffer.data], buffer.reduce_group, buffer.num_holders
+        families: dict[tuple[str, int], list[Tensor]] = {}
+        for slot in self._order:
+            if isinstance(slot, LooseSlot):
+                family = (slot.entry.reduce_group, len(slot.entry.stages))
+                families.setdefault(family, []).append(slot.view)
+        for (reduce_group, num_holders), tensors in families.items():
+            yield tensors, reduce_group, num_holders
 
     def begin_step(self) -> None:
         """Forgets the step before, complete or not: the first contribution of this one overwrites."""
@@ -157,27 +152,18 @@ class GradientStore:
         if not self._learned:
             self._seen = []
         for slot in self._order:
-            slot.contributions = 0
-            slot.final = 0
-            slot.is_ready = False
-            slot.parameter.grad = None
+            slot.reset()
 
     def add(self, entry: Entry, gradient: Tensor) -> None:
         """A contribution computed outside autograd: shape of the parameter, any floating dtype."""
         slot = self._slots[entry]
-        if slot.contributions:
-            slot.view.add_(gradient)
-        else:
-            slot.view.copy_(gradient)
+        slot.take(gradient)
         self._contributed(slot)
 
     def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
         """The contribution left^T right, for left [n, out] and right [n, in] in the store's dtype; nothing is allocated."""
         slot = self._slots[entry]
-        if slot.contributions:
-            slot.view.addmm_(left.t(), right)
-        else:
-            torch.mm(left.t(), right, out=slot.view)
+        slot.take_product(left, right)
         self._contributed(slot)
 
     def expect_products(self, entry: Entry) -> None:
@@ -190,7 +176,7 @@ class GradientStore:
         """The chunk's last gradient action is over: what no contribution reached is zero, and everything is ready."""
         for slot in self._order:
             if not slot.is_ready and chunk in slot.chunks and self.state.all_done(slot.chunks):
-                self._complete(slot)
+                slot.complete()
         if not self._learned and all(slot.is_ready for slot in self._order):
             for slot in self._order:
                 slot.expected = slot.final
@@ -213,11 +199,9 @@ class GradientStore:
             assert not slot.keeps, f"{slot.entry.name}: the hook fired without a gradient"
             return
         if gradient is not slot.view:
-            if slot.contributions:
-                slot.view.add_(gradient)
-            else:
-                slot.view.copy_(gradient)
-            parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
+            slot.take(gradient)
+            if gradient is not slot.view or not slot.keeps:
+                parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
         self._contributed(slot)
 
     def _contributed(self, slot: Slot) -> None:
@@ -234,11 +218,6 @@ class GradientStore:
             if slot is self._order[self._next]:
                 self._report()
 
-    def _complete(self, slot: Slot) -> None:
-        if not slot.contributions:
-            slot.view.zero_()
-        slot.is_ready = True
-
     def _report(self) -> None:
         """Reports ready entries up to the first that is not: one order, whatever autograd's was."""
         while self._next < len(self._order) and self._order[self._next].is_ready:
@@ -248,7 +227,7 @@ class GradientStore:
                 notify(slot.entry)
 
     def _trainability(self) -> list[bool]:
-        return [entry.parameter.requires_grad for entry in self.book]
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def _forget(self) -> None:
         for hook in self._hooks:
@@ -259,9 +238,14 @@ class GradientStore:
         self._next = 0
 
 
+def loose(entries: list[Entry]) -> Layout:
+    """No buffers: for a run in which nobody reduces."""
+    return Layout([], entries, entries)
+
+
 def by_reduce_group(entries: list[Entry]) -> Layout:
-    """One buffer per reduce group, entries in the order given."""
-    groups: dict[str, list[Entry]] = {}
+    """One buffer for each family of entries, in the order given."""
+    families: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
-        groups.setdefault(entry.reduce_group, []).append(entry)
-    return Layout(list(groups.values()), entries)
+        families.setdefault(entry.family, []).append(entry)
+    return Layout(list(families.values()), entries)

@@ -15,10 +15,11 @@ from sley_core.comm.device import Device
 class Totals:
     """Float64 scalars on the device, equal on all ranks.
 
-    loss: the sum over the global batch, not yet divided by its weight. stops: how many ranks ask to stop.
+    loss: the sum over the global batch. weight: by which it is divided. stops: how many ranks ask to stop.
     """
 
     loss: Tensor
+    weight: Tensor
     grad_norm: Tensor
     stops: Tensor
 
@@ -40,8 +41,8 @@ class StepResult:
 class PendingTotals:
     """Totals on their way to the host; `read` waits for them, and only for them."""
 
-    def __init__(self, totals: Totals, weight: Tensor, device: Device) -> None:
-        values = torch.stack([totals.loss, totals.grad_norm, totals.stops, weight])
+    def __init__(self, totals: Totals, device: Device) -> None:
+        values = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight])
         self._event: torch.cuda.Event | None = None
         if device.is_async:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -7,17 +7,18 @@ all ranks is the norm of the whole model in every layout. On CUDA nothing here w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
 from sley_core.engine.masters import Masters, Stepped
-from sley_core.engine.store import GradientBuffer, GradientStore
+from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import Totals
 from sley_core.optim.groups import scale_learning_rate
 
@@ -63,9 +64,13 @@ class Update:
         """The rate of the last step, of parameters that no group gives another."""
         return float(self.optimizer.defaults["lr"]) * self._factor
 
-    def step(self, step: int, loss: Tensor, stop: bool) -> Totals:
-        """Clips and steps; `loss` is this rank's sum, a float64 scalar on the device."""
-        totals = self._totals(loss, stop)
+    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
+        """Clips and steps.
+
+        loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; 0 for both
+        where the model does not end.
+        """
+        totals = self._totals(loss, weight, stop)
         if self.clip_norm is not None:
             self._clip(totals.grad_norm, self.clip_norm)
         self._factor = self.factor(step)
@@ -86,33 +91,34 @@ class Update:
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
-    def _totals(self, loss: Tensor, stop: bool) -> Totals:
+    def _totals(self, loss: Tensor, weight: float, stop: bool) -> Totals:
         """Norm, loss and votes in one all-reduce over all ranks (two for the inf-norm), once per step."""
         everyone = self.groups["all"]
-        norm = self._local_norm(self.store.buffers)
-        scalars = torch.stack([loss, norm, torch.full((), float(stop), dtype=torch.float64, device=loss.device)])
+        norm = self._local_norm()
+        host = torch.tensor([weight, float(stop)], dtype=torch.float64)
+        scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host)])
         if math.isinf(self.norm_kind):
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
         if not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
-        return Totals(scalars[0], norm, scalars[2])
+        return Totals(scalars[0], scalars[2], norm, scalars[3])
 
-    def _local_norm(self, buffers: Sequence[GradientBuffer]) -> Tensor:
+    def _local_norm(self) -> Tensor:
         """This rank's share: sum of |g|^p over what it owns, or the largest |g|; a float64 scalar, 0 without gradients."""
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for buffer in buffers:
-            norm = torch.linalg.vector_norm(buffer.data, self.norm_kind).double()
+        for tensors, reduce_group, num_holders in self.store.pieces():
+            norm = get_total_norm(tensors, self.norm_kind).double()
             if math.isinf(self.norm_kind):
                 total = torch.maximum(total, norm)
             else:
-                total += norm**self.norm_kind / self.groups[buffer.reduce_group].size
+                total += norm**self.norm_kind / (self.groups[reduce_group].size * num_holders)
         return total
 
     def _clip(self, norm: Tensor, clip_norm: float) -> None:
         factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0)
         if not self.device.is_async and float(factor) == 1.0:
             return
-        for buffer in self.store.buffers:
-            buffer.data.mul_(factor.to(buffer.data.dtype))
+        for tensors, _, _ in self.store.pieces():
+            torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))

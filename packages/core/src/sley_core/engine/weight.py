@@ -14,9 +14,13 @@ from sley_core.comm.groups import Group
 
 
 class BatchWeight:
-    """The sum of `local` over `group`, the ranks of one stage; its all-reduce runs beside the first forward."""
+    """The sum of `local` over `group`, the ranks of one stage; its all-reduce runs beside the first forward.
+
+    local: this rank's samples' share.
+    """
 
     def __init__(self, local: float, group: Group, device: Device) -> None:
+        self.local = local
         self._total = torch.full((), local, dtype=torch.float64, device=device.torch_device)
         # The stage's ranks: one scalar per step and evaluation, the first collective of each.
         self._pending = all_reduce(self._total, group, what="the loss weight of the batch")

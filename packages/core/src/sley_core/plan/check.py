@@ -68,7 +68,7 @@ def _precision(plan: Plan) -> Iterator[Problem]:
     config = plan.model.config
     if plan.precision.accumulation == "direct" and isinstance(config, ModelConfig) and config.compile:
         message = "a compiled layer cannot hand its weight gradients over itself"
-        hint = "use `accumulation = \"autograd\"`, or leave `compile` out"
+        hint = 'use `accumulation = "autograd"`, or leave `compile` out'
         yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
 
 

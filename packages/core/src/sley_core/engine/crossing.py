@@ -1,0 +1,98 @@
+"""How values get into a chunk and out of it: over the stage link, from hand to hand within a stage, or not at all.
+
+    previous chunk ──give──> [ link | this rank's hands ] ──bring──> this chunk
+
+Outputs travel on the lane `forward`, gradients on `backward`. What is brought over the link is a view of the link's buffer
+until it is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sley_core.actions.action import Lane, Transfer
+from sley_core.engine.boundary import Description
+
+if TYPE_CHECKING:
+    from sley_core.actions.placement import Holder, Placement
+    from sley_core.protocols import StageLink
+
+Parcel = tuple[Description, list[Tensor]]
+Spot = tuple[Lane, int, int]
+"""Lane, chunk of this stage, micro-batch."""
+
+
+class Crossing:
+    """The boundaries of one stage's chunks. link: None where there is no other stage."""
+
+    def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
+        self.placement = placement
+        self.stage = stage
+        self.link = link
+        self._keys: Sequence[Hashable] = ()
+        self._outgoing: dict[Spot, Parcel] = {}
+        self._handed: dict[Spot, Parcel] = {}
+
+    def begin(self, keys: Sequence[Hashable]) -> None:
+        """A new walk through a list. keys: per micro-batch, what its boundaries' shapes depend on."""
+        if self._outgoing or self._handed:
+            self.abort("the step before did not end")
+        self._keys = keys
+
+    def transfer(self, step: Transfer) -> None:
+        """Posts or sends."""
+        assert self.link is not None, f"{step} without a link"
+        if step.op == "post":
+            self.link.post(step, self._keys[step.micro])
+        else:
+            description, tensors = self._outgoing.pop((step.lane, step.chunk, step.micro))
+            self.link.send(step, description, tensors, self._keys[step.micro])
+
+    def bring(self, lane: Lane, chunk: int, micro: int) -> Parcel:
+        """What comes into `chunk`: the previous chunk's output, or the gradients of its own."""
+        spot = (lane, chunk, micro)
+        if spot in self._handed:
+            return self._handed.pop(spot)
+        assert self.link is not None, f"nothing for {spot}"
+        return self.link.take(self._post(lane, chunk, micro))
+
+    def give(self, lane: Lane, chunk: int, micro: int, parcel: Parcel) -> None:
+        """What leaves `chunk`; if the neighbour is on another stage, the list's next word sends it."""
+        peer = self._peer("backward" if lane == "forward" else "forward", chunk)
+        if peer.stage == self.stage:
+            self._handed[lane, peer.chunk, micro] = parcel
+        else:
+            self._outgoing[lane, chunk, micro] = parcel
+
+    def release(self, lane: Lane, chunk: int, micro: int) -> None:
+        """Nobody reads what was brought any more."""
+        source = self.placement.previous if lane == "forward" else self.placement.next
+        peer = source(self.stage, chunk)
+        if self.link is not None and peer is not None and peer.stage != self.stage:
+            self.link.release(self._post(lane, chunk, micro))
+
+    def end(self) -> None:
+        """Waits until everything is sent."""
+        assert not self._outgoing, f"made and never sent: {list(self._outgoing)}"
+        if self.link is not None:
+            self.link.drain()
+
+    def abort(self, why: str) -> None:
+        self._outgoing.clear()
+        self._handed.clear()
+        if self.link is not None:
+            self.link.abort(why)
+
+    def _post(self, lane: Lane, chunk: int, micro: int) -> Transfer:
+        peer = self._peer(lane, chunk)
+        return Transfer("post", lane, chunk, micro, peer.stage, peer.chunk)
+
+    def _peer(self, lane: Lane, chunk: int) -> Holder:
+        """Where what comes in on `lane` comes from."""
+        source = self.placement.previous if lane == "forward" else self.placement.next
+        peer = source(self.stage, chunk)
+        assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"
+        return peer

@@ -1,0 +1,36 @@
+"""The lowered lists of this stage, for every number of micro-batches that comes along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from sley_core.actions.action import Action, Lowered, forward_only, sequential
+from sley_core.actions.lower import lower
+from sley_core.actions.placement import Placement
+
+Generate = Callable[[int], Sequence[Sequence[Action]]]
+"""From a number of micro-batches to every stage's compute actions."""
+
+
+class Lists:
+    """Generates, lowers and keeps. All stages lower all lists, so that each finds a wrong schedule by itself."""
+
+    def __init__(self, generate: Generate, placement: Placement, stage: int) -> None:
+        self.placement = placement
+        self.stage = stage
+        self._generate = generate
+        self.training = lru_cache(maxsize=64)(self._training)
+        self.evaluation = lru_cache(maxsize=64)(self._evaluation)
+
+    @classmethod
+    def alone(cls) -> Lists:
+        """Without a pipeline: forward and backward of one micro-batch after the other."""
+        return cls(lambda micros: [sequential(micros)], Placement(stages=1), 0)
+
+    def _training(self, micros: int) -> Lowered:
+        return lower(self._generate(micros), self.placement, micros)[self.stage]
+
+    def _evaluation(self, micros: int) -> Lowered:
+        lists = [forward_only(actions) for actions in self._generate(micros)]
+        return lower(lists, self.placement, micros, training=False)[self.stage]

@@ -1,0 +1,105 @@
+"""The gradient of one entry: where it lies, and what a step has brought so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sley_core.engine.book import Entry
+from sley_core.engine.flat import FlatBuffer
+
+
+class GradientBuffer(FlatBuffer):
+    """The gradients of some entries of one family, side by side; `num_holders` stages hold a copy of each."""
+
+    def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__([entry.parameter.shape for entry in entries], dtype, device)
+        self.entries = list(entries)
+        self.reduce_group = entries[0].reduce_group
+        self.num_holders = len(entries[0].stages)
+        assert all(entry.family == entries[0].family for entry in entries), f"{entries} do not reduce together"
+
+
+class Slot:
+    """The gradient of `entry` as `view`, a part of a buffer.
+
+    contributions: in this step. final: in the action that completes the gradient. expected: what `final` was in the
+    first step, for a parameter that a backward reaches more than once (a module used twice under recomputation).
+    keeps: whether `parameter.grad` may stay the view between contributions, so that autograd adds into it by itself;
+    it does where parameter and view have one dtype, which is settled after the first layout.
+    """
+
+    __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "keeps", "parameter", "view")
+
+    def __init__(self, entry: Entry, view: Tensor, expected: int, *, keeps: bool) -> None:
+        self.entry = entry
+        self.parameter = entry.parameter
+        self.chunks = entry.chunks
+        self.view = view
+        self.expected = expected
+        self.keeps = keeps
+        self.reset()
+
+    def reset(self) -> None:
+        """A new step: what the view holds is overwritten by the first contribution."""
+        self.contributions = 0
+        self.final = 0
+        self.is_ready = False
+        self.parameter.grad = None
+
+    def take(self, gradient: Tensor) -> None:
+        """Adds `gradient`, of any floating dtype; the first is copied."""
+        if self.contributions:
+            self.view.add_(gradient)
+        else:
+            self.view.copy_(gradient)
+
+    def take_product(self, left: Tensor, right: Tensor) -> None:
+        """Adds left^T right without a tensor in between."""
+        if self.contributions:
+            self.view.addmm_(left.t(), right)
+        else:
+            torch.mm(left.t(), right, out=self.view)
+
+    def complete(self) -> None:
+        """Nothing more comes; what nothing reached is zero."""
+        if not self.contributions:
+            self.view.zero_()
+        self.is_ready = True
+
+
+class LooseSlot(Slot):
+    """The gradient stays where autograd made it, if its dtype is the store's: nobody reduces it, so no buffer is needed.
+
+    Saves one pass over memory, and the buffer. The view is a new tensor in every step.
+    """
+
+    __slots__ = ("dtype", "nothing")
+
+    def __init__(self, entry: Entry, dtype: torch.dtype, expected: int, *, keeps: bool) -> None:
+        self.dtype = dtype
+        self.nothing = entry.parameter.new_empty(0, dtype=dtype)
+        super().__init__(entry, self.nothing, expected, keeps=keeps)
+
+    def reset(self) -> None:
+        super().reset()
+        self.view = self.nothing
+
+    def take(self, gradient: Tensor) -> None:
+        if self.contributions:
+            self.view.add_(gradient)
+        else:
+            self.view = gradient.to(self.dtype)
+
+    def take_product(self, left: Tensor, right: Tensor) -> None:
+        if self.contributions:
+            self.view.addmm_(left.t(), right)
+        else:
+            self.view = left.t() @ right
+
+    def complete(self) -> None:
+        if not self.contributions:
+            self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
+        self.is_ready = True
