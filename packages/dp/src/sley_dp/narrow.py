@@ -20,7 +20,7 @@ from sley_dp.sums import Sums, described
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
-    from sley_core.engine.store import GradientBuffer
+    from sley_core.engine.slot import GradientBuffer
 
 WIRE = torch.bfloat16
 NUM_SLOTS = 2

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from sley_core.comm.groups import Group
     from sley_core.engine.book import Entry
+    from sley_core.engine.slot import GradientBuffer
     from sley_core.engine.step_state import StepState
-    from sley_core.engine.store import GradientBuffer
     from sley_core.run import Run
     from sley_dp.config import PowerSGDConfig
 

@@ -19,7 +19,8 @@ import torch
 
 from sley_core.comm.collectives import broadcast
 from sley_core.engine.flat import ALIGNMENT_BYTES
-from sley_core.engine.store import GradientBuffer, Layout
+from sley_core.engine.slot import GradientBuffer
+from sley_core.engine.store import Layout
 from sley_core.protocols import GradientHandler
 from sley_dp.buckets import fill
 from sley_dp.replicas import broadcast_values, check_values
@@ -98,9 +99,9 @@ class BucketReducer(GradientHandler):
         if self._order is not None:
             place = {entry: at for at, entry in enumerate(self._order)}
             entries = sorted(entries, key=lambda entry: place.get(entry, len(place)))
-        groups: dict[str, list[Entry]] = {}
+        groups: dict[tuple[object, ...], list[Entry]] = {}
         for entry in entries:
-            groups.setdefault(entry.reduce_group, []).append(entry)
+            groups.setdefault(entry.family, []).append(entry)
         cap = self.bucket_mb * (1 << 20)
         return Layout(
             [bucket for members in groups.values() for bucket in fill(members, self._num_bytes, cap)], entries

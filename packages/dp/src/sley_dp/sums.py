@@ -8,7 +8,7 @@ from sley_core.comm.collectives import Pending, all_reduce
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
-    from sley_core.engine.store import GradientBuffer
+    from sley_core.engine.slot import GradientBuffer
 
 
 class Sums(Protocol):
