@@ -77,6 +77,16 @@ def test_updates_that_bf16_cannot_hold_come_together_in_the_masters(alone, small
         assert len(set(found)) == 4, "in fewer moves than steps"
 
 
+def test_masters_begin_with_what_was_drawn(alone, small):
+    """In fp32, of which the working weights are the rounding."""
+    with alone(small(precision__compute="bf16")) as narrow, alone(small(precision__compute="fp32")) as wide:
+        masters = {stepped.name: stepped.parameter.detach() for stepped in narrow.stepper.update.masters.stepped}
+        assert_same_bits({entry.name: entry.parameter.detach() for entry in wide.book}, masters)
+        rounded = {name: value.to(torch.bfloat16) for name, value in masters.items()}
+        assert_same_bits(rounded, {entry.name: entry.parameter.detach() for entry in narrow.book})
+        assert any(not torch.equal(masters[name], rounded[name].float()) for name in masters)
+
+
 def padded(numels):
     """Elements of a flat fp32 buffer."""
     unit = ALIGNMENT_BYTES // 4

@@ -135,17 +135,19 @@ def test_what_is_unfrozen_in_bf16_gets_a_master(ranks, own, small):
             assert_close_gradients(wanted, found, 2**-7)
 
 
-def test_what_is_frozen_between_steps_stays_as_it_is(alone, small):
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_what_is_frozen_between_steps_stays_as_it_is(alone, small, precision):
     """With momentum, which would move it on without any gradient."""
     optimizer = {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    with alone(small(optimizer=optimizer, run__steps=4)) as run:
+    with alone(small(optimizer=optimizer, precision__compute=precision)) as run:
         run.step()
         entry = run.book["blocks.2.inner.weight"]
         entry.parameter.requires_grad_(False)
         before = weights(run)
         run.step()
         after = weights(run)
-        assert [name for name in before if torch.equal(before[name], after[name])] == [entry.name]
+        matrices = [name for name in before if name.endswith("inner.weight")]  # in bf16 a vector may keep its bits
+        assert [name for name in matrices if torch.equal(before[name], after[name])] == [entry.name]
         entry.parameter.requires_grad_(True)
         run.step()
         assert not torch.equal(weights(run)[entry.name], after[entry.name])
