@@ -1,0 +1,29 @@
+"""What the `build(config)` of a schedule record gives: lists for any number of stages, and the placement they are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sley_core.actions.action import Action
+from sley_core.actions.placement import Placement, Style
+
+Generator = Callable[[int, int, int], list[list[Action]]]
+"""`(stages, chunks, micros) -> one list per stage`: pure, compute actions only. Raises PlanError outside its domain."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A generator with what its plan's table chose: how many chunks a stage has, and how they are dealt."""
+
+    generate: Generator
+    chunks: int = 1
+    style: Style = "loop"
+
+    def placement(self, stages: int) -> Placement:
+        """Who holds what."""
+        return Placement(stages, self.chunks, self.style)
+
+    def lists(self, stages: int, micros: int) -> list[list[Action]]:
+        """The lists of a training step, to be lowered for `placement(stages)`."""
+        return self.generate(stages, self.chunks, micros)

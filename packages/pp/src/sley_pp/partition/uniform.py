@@ -1,0 +1,20 @@
+"""Equal numbers of layers: what a model of equal blocks needs."""
+
+from __future__ import annotations
+
+from sley_pp.partition.boundaries import Boundaries, check_enough
+
+
+def uniform(num_layers: int, num_positions: int) -> Boundaries:
+    """Positions whose numbers of layers differ by one at most. The larger ones lie in the middle.
+
+    The first and the last layers of a model, embedding and head, are rarely like its blocks; the ends are kept small.
+    Raises PlanError "partition-empty".
+    """
+    check_enough(num_layers, num_positions)
+    size, larger = divmod(num_layers, num_positions)
+    first = (num_positions - larger) // 2
+    boundaries = [0]
+    for position in range(num_positions):
+        boundaries.append(boundaries[-1] + size + (first <= position < first + larger))
+    return tuple(boundaries)

@@ -1,0 +1,56 @@
+"""From a plan's `[pipeline]` table to its schedule."""
+
+from __future__ import annotations
+
+from sley_core.actions.action import Action
+from sley_core.actions.schedule import Schedule
+from sley_core.errors import PlanError
+from sley_pp.config import (
+    CsvConfig,
+    GPipeConfig,
+    InterleavedConfig,
+    OneFOneBConfig,
+    ZeroBubbleH1Config,
+    ZeroBubbleVConfig,
+)
+from sley_pp.schedules.csv import read_file
+from sley_pp.schedules.gpipe import gpipe
+from sley_pp.schedules.interleaved import interleaved
+from sley_pp.schedules.one_f_one_b import one_f_one_b
+from sley_pp.schedules.zero_bubble_h1 import zero_bubble_h1
+from sley_pp.schedules.zero_bubble_v import zero_bubble_v
+
+
+def build_gpipe(config: GPipeConfig) -> Schedule:
+    return Schedule(gpipe)
+
+
+def build_one_f_one_b(config: OneFOneBConfig) -> Schedule:
+    return Schedule(one_f_one_b)
+
+
+def build_interleaved(config: InterleavedConfig) -> Schedule:
+    return Schedule(interleaved, config.chunks)
+
+
+def build_zero_bubble_h1(config: ZeroBubbleH1Config) -> Schedule:
+    return Schedule(zero_bubble_h1)
+
+
+def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:
+    return Schedule(zero_bubble_v, chunks=2, style="v")
+
+
+def build_csv(config: CsvConfig) -> Schedule:
+    """The lists of a file, which are for one number of stages and of micro-batches. Raises PlanError "schedule-file"."""
+    placement, lists = read_file(config.file)
+    micros = 1 + max(action.micro for actions in lists for action in actions)
+
+    def only(stages: int, chunks: int, wanted: int) -> list[list[Action]]:
+        if (stages, wanted) != (placement.stages, micros):
+            has = f"{placement.stages} stages and {micros} micro-batches"
+            message = f"the schedule {config.file} is for {has}, but the plan has {stages} and {wanted}"
+            raise PlanError("schedule-file", message, path=("pipeline", "file"))
+        return lists
+
+    return Schedule(only, placement.chunks, placement.style)

@@ -1,0 +1,94 @@
+"""Schedules as text: the CSV form of torch.distributed.pipelining, a row per rank and an action per cell.
+
+    0F0,0F1,,1F0,1I0,1W0,...        `1I0`: input gradients of model part 1 (counted along the model), micro-batch 0
+
+F and B are forward and whole backward, I and W the halves of a split one (our D and W); an empty cell is a wait.
+`(0F4;1B2)OVERLAP_F_B` is read as its actions one after another. Sends and receives are not read: `lower` writes its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sley_core.actions.action import Action, Kind
+from sley_core.actions.placement import Placement, Style
+from sley_core.errors import Place, PlanError
+
+LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
+WORDS = {kind: letter for letter, kind in LETTERS.items()}
+CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+STYLES: tuple[Style, ...] = ("loop", "v")
+
+Parsed = tuple[int, Kind, int]
+"""Position, kind, micro-batch."""
+
+
+def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
+    """The text of compute lists, without waits."""
+    rows = [
+        [f"{placement.position(stage, action.chunk)}{WORDS[action.kind]}{action.micro}" for action in actions]
+        for stage, actions in enumerate(lists)
+    ]
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
+    """The lists of `text` and the placement that their positions tell. name: of the file, for messages.
+
+    Whether the lists are a step is for `lower` to say. Raises PlanError "schedule-file".
+    """
+    rows = [_row(line.split(","), Place(name, number)) for number, line in enumerate(text.splitlines(), start=1)]
+    placement = _placement([{position for position, _, _ in row} for row in rows], Place(name))
+    chunks = [
+        {placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))
+    ]
+    lists = [
+        [Action(kind, chunks[stage][position], micro) for position, kind, micro in row]
+        for stage, row in enumerate(rows)
+    ]
+    return placement, lists
+
+
+def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
+    """`read_csv` of a file. Raises PlanError "schedule-file" if it cannot be read."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _wrong(f"cannot be read: {error}", Place(str(path))) from error
+    return read_csv(text, str(path))
+
+
+def _row(cells: Sequence[str], place: Place) -> list[Parsed]:
+    found: list[Parsed] = []
+    for cell in cells:
+        overlapped = OVERLAP.fullmatch(cell.strip())
+        for word in overlapped[1].split(";") if overlapped else [cell]:
+            if word.strip():
+                found.append(_word(word.strip(), place))
+    return found
+
+
+def _word(word: str, place: Place) -> Parsed:
+    match = CELL.fullmatch(word)
+    if match is None:
+        raise _wrong(f"has `{word}`, which is no compute action such as `0F0`, `1B3`, `1I3` or `1W3`", place)
+    return int(match[1]), LETTERS[match[2]], int(match[3])
+
+
+def _placement(held: Sequence[set[int]], place: Place) -> Placement:
+    """The placement in which rank i holds the positions `held[i]`."""
+    chunks = len(held[0]) if held else 0
+    for style in STYLES:
+        if chunks and (style == "loop" or chunks == 2):
+            placement = Placement(len(held), chunks, style)
+            if held == [{placement.position(stage, chunk) for chunk in range(chunks)} for stage in range(len(held))]:
+                return placement
+    told = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(held[:8]))
+    raise _wrong(f"deals the parts of the model neither in a loop nor as a V ({told or 'it has no actions'})", place)
+
+
+def _wrong(fault: str, place: Place) -> PlanError:
+    return PlanError("schedule-file", f"the schedule {place} {fault}", path=("pipeline", "file"))

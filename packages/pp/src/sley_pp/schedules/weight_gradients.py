@@ -1,0 +1,76 @@
+"""Puts weight gradients where a stage would wait: nobody waits for them, so they fill what else would be a bubble.
+
+without   stage 2  ......F0-F1-...D0=F2-D1=F3-D2=...D3=
+filled    stage 2  ......F0-F1-...D0=F2-D1=F3-D2=W0~D3=W1~W2~W3~
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from sley_core.actions.action import Action, Kind
+from sley_core.actions.machine import Parcel, given, taken
+from sley_core.actions.placement import Placement
+
+
+def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, most: int) -> list[list[Action]]:
+    """`lists` of F and D, with a W for every D, so that no stage holds more than `most` pairs.
+
+    Walks all stages in step, every action taking one tick. A stage does the next action of its list if what that takes was
+    made in an earlier tick, else the oldest W. It does a W first if it holds `most`, though not between an F and the D that
+    follows it: that D is what the stages before are waiting for.
+    """
+    fillings = [_Filling(actions, stage, placement, most) for stage, actions in enumerate(lists)]
+    made: set[Parcel] = set()
+    moving = True
+    while moving:
+        ticks = [filling.tick(made) for filling in fillings]
+        made.update(*ticks)
+        moving = any(filling.moved for filling in fillings)
+    assert not any(filling.rest for filling in fillings), f"no way on: {[filling.rest for filling in fillings]}"
+    return [filling.done for filling in fillings]
+
+
+class _Filling:
+    """One stage: `rest` of its list, `done` so far, and the W that it owes, oldest first."""
+
+    def __init__(self, actions: Sequence[Action], stage: int, placement: Placement, most: int) -> None:
+        self.rest = deque(actions)
+        self.done: list[Action] = []
+        self.moved = False
+        self._stage = stage
+        self._placement = placement
+        self._most = most
+        self._owed: deque[Action] = deque()
+        self._held = 0
+
+    def tick(self, made: set[Parcel]) -> set[Parcel]:
+        """Does one action or none, and returns what it makes for another one."""
+        self.moved = True
+        if self.rest and not self._is_full() and self._has_come(made):
+            return self._do(self.rest.popleft())
+        if self._owed:
+            self._held -= 1
+            self.done.append(self._owed.popleft())
+        else:
+            self.moved = False
+        return set()
+
+    def _is_full(self) -> bool:
+        between = self.done and self.done[-1].kind is Kind.FORWARD and self.rest[0].kind is Kind.INPUT_GRADIENT
+        return bool(self._owed) and self._held >= self._most and not between
+
+    def _has_come(self, made: set[Parcel]) -> bool:
+        action = self.rest[0]
+        parcel = taken(action, self._placement.position(self._stage, action.chunk), self._placement)
+        return parcel is None or parcel in made
+
+    def _do(self, action: Action) -> set[Parcel]:
+        self.done.append(action)
+        if action.kind is Kind.FORWARD:
+            self._held += 1
+        else:
+            self._owed.append(Action(Kind.WEIGHT_GRADIENT, action.chunk, action.micro))
+        parcel = given(action, self._placement.position(self._stage, action.chunk), self._placement)
+        return set() if parcel is None else {parcel}

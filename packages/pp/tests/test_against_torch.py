@@ -1,0 +1,117 @@
+"""Our schedules and those of torch.distributed.pipelining: the same lists where both have them, and never a longer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as stock
+
+from sley_core.actions.action import Action, Kind
+from sley_core.actions.costs import Costs
+from sley_core.actions.lower import lower
+from sley_core.actions.placement import Placement
+from sley_core.actions.simulate import simulate
+from sley_pp.schedules.csv import read_csv, write_csv
+from sley_pp.schedules.gpipe import gpipe
+from sley_pp.schedules.interleaved import interleaved
+from sley_pp.schedules.one_f_one_b import one_f_one_b
+from sley_pp.schedules.zero_bubble_h1 import zero_bubble_h1
+from sley_pp.schedules.zero_bubble_v import zero_bubble_v
+
+Lists = list[list[Action]]
+
+SIZES = [(stages, micros) for stages in (2, 3, 4, 8) for micros in range(1, 17)]
+EQUAL_ROUNDS = [(stages, micros) for stages, micros in SIZES if micros % max(1, micros // stages) == 0]
+"""What torch's interleaved schedules can do."""
+
+sizes = pytest.mark.parametrize(("stages", "micros"), SIZES)
+equal_rounds = pytest.mark.parametrize(("stages", "micros"), EQUAL_ROUNDS)
+
+
+def stock_lists(kind: type, stages: int, chunks: int, micros: int) -> Lists:
+    """Torch's lists in our words, by way of the text of its actions; its schedule is made without stages or groups."""
+    maker: Any = object.__new__(kind)
+    rounds = max(1, micros // stages)
+    maker.__dict__.update(pp_group_size=stages, n_local_stages=chunks, _n_microbatches=micros)
+    maker.__dict__.update(_num_stages=stages * chunks, num_stages=stages * chunks)
+    maker.__dict__.update(number_of_rounds=rounds, microbatches_per_round=micros // rounds)
+    if hasattr(maker, "_calculate_single_rank_operations"):
+        rows = [maker._calculate_single_rank_operations(rank) for rank in range(stages)]
+    else:
+        rows = list(maker._get_pipeline_order().values())
+    computes = [[one for one in row if one and one.computation_type is not stock.REDUCE_GRAD] for row in rows]
+    text = "\n".join(",".join(map(str, row)) for row in computes)
+    return read_csv(text, "torch")[1]
+
+
+def without_weight_gradients(lists: Lists) -> Lists:
+    return [[action for action in actions if action.kind is not Kind.WEIGHT_GRADIENT] for actions in lists]
+
+
+def makespan(lists: Lists, placement: Placement, micros: int, link: float = 0.0) -> float:
+    costs = Costs.even(placement.num_positions, link=link)
+    return simulate(lower(lists, placement, micros), placement, costs).timeline.makespan_s
+
+
+@sizes
+def test_gpipe_is_the_same(stages, micros):
+    assert gpipe(stages, 1, micros) == stock_lists(stock.ScheduleGPipe, stages, 1, micros)
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(stages, micros) for stages, micros in SIZES if micros >= stages])
+def test_1f1b_is_the_same_but_for_the_numbers_of_its_last_stage(stages, micros):
+    """Torch counts the forwards of the last stage from 1; and with M < P it has forwards of more than M micro-batches.
+
+    Both are slips of the list alone, which it draws but does not run.
+    """
+    ours, theirs = one_f_one_b(stages, 1, micros), stock_lists(stock.Schedule1F1B, stages, 1, micros)
+    assert ours[:-1] == theirs[:-1]
+    slipped = [Action(one.kind, 0, one.micro + (one.kind is Kind.FORWARD)) for one in ours[-1]]
+    assert slipped == theirs[-1]
+
+
+@equal_rounds
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_is_the_same_where_torch_has_it(stages, micros, chunks):
+    theirs = stock_lists(stock.ScheduleInterleaved1F1B, stages, chunks, micros)
+    assert interleaved(stages, chunks, micros) == theirs
+
+
+@equal_rounds
+def test_zero_bubble_h1_is_the_same(stages, micros):
+    """With M < P too, but for the place of weight gradients that nobody waits for."""
+    ours, theirs = (
+        zero_bubble_h1(stages, 1, micros),
+        stock_lists(stock.ScheduleInterleavedZeroBubble, stages, 1, micros),
+    )
+    assert without_weight_gradients(ours) == without_weight_gradients(theirs)
+    assert makespan(ours, Placement(stages), micros) == makespan(theirs, Placement(stages), micros)
+    assert ours == theirs or micros < stages
+
+
+@sizes
+def test_zero_bubble_v_has_the_same_pattern_and_fills_it_better(stages, micros):
+    """Weight gradients may stand elsewhere: with M < 2P - 1 torch computes them at once, while others wait for this stage."""
+    placement = Placement(stages, 2, "v")
+    ours, theirs = zero_bubble_v(stages, 2, micros), stock_lists(stock.ScheduleZBVZeroBubble, stages, 2, micros)
+    assert without_weight_gradients(ours) == without_weight_gradients(theirs)
+    assert makespan(ours, placement, micros) <= makespan(theirs, placement, micros)
+    if micros <= stages:
+        assert makespan(ours, placement, micros) < makespan(theirs, placement, micros)
+    if micros >= 2 * stages - 1:
+        assert makespan(ours, placement, micros, link=0.5) == makespan(theirs, placement, micros, link=0.5)
+
+
+def test_torch_reads_what_we_write():
+    placement = Placement(4, 2, "v")
+    text = write_csv(zero_bubble_v(4, 2, 8), placement)
+    rows = [[stock._Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
+    mapping = stock._validate_schedule(dict(enumerate(rows)), 4, 8, 8)
+    assert mapping == {position: placement.holder(position).stage for position in range(8)}
+
+
+def test_a_schedule_of_torch_that_we_do_not_have_can_be_read_and_run():
+    """DualPipeV, with its overlapped pairs taken one after another."""
+    lists = stock_lists(stock.ScheduleDualPipeV, 4, 2, 8)
+    assert 2 * 8 * 3 < makespan(lists, Placement(4, 2, "v"), 8) < 2 * 8 * 3 + 9

@@ -1,0 +1,78 @@
+"""Schedules in files: read as they were written, and refused with the line that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.actions.action import Action, Kind
+from sley_core.actions.placement import Placement
+from sley_core.errors import PlanError
+from sley_pp.config import CsvConfig
+from sley_pp.schedules.build import build_csv
+from sley_pp.schedules.csv import read_csv, write_csv
+from sley_pp.schedules.interleaved import interleaved
+from sley_pp.schedules.one_f_one_b import one_f_one_b
+from sley_pp.schedules.zero_bubble_v import zero_bubble_v
+
+
+@pytest.mark.parametrize(
+    ("generate", "placement"),
+    [
+        (one_f_one_b, Placement(1)),
+        (one_f_one_b, Placement(4)),
+        (interleaved, Placement(3, 2)),
+        (zero_bubble_v, Placement(3, 2, "v")),
+    ],
+)
+def test_what_is_written_is_read_again(generate, placement):
+    lists = generate(placement.stages, placement.chunks, 5)
+    assert read_csv(write_csv(lists, placement), "a.csv") == (placement, lists)
+
+
+def test_waits_and_blanks_mean_nothing_and_overlapped_actions_come_one_after_another():
+    placement, lists = read_csv("0F0, ,0F1,,(0F2;0B0)OVERLAP_F_B,0I1,0W1,0B2\r\n", "a.csv")
+    f, b, d, w = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+    words = [(f, 0), (f, 1), (f, 2), (b, 0), (d, 1), (w, 1), (b, 2)]
+    assert placement == Placement(1)
+    assert lists == [[Action(kind, 0, micro) for kind, micro in words]]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("0F0,0B0\n1F0,1SEND_B0,1B0", "a.csv:2:0 has `1SEND_B0`, which is no compute action"),
+        ("0F0,0X0", "a.csv:1:0 has `0X0`"),
+        ("0F0,0B", "has `0B`"),
+        ("0F" + "9" * 5000, "has `0F999"),
+        ("0F0,0B0\n2F0,2B0", "neither in a loop nor as a V (rank 0: [0]; rank 1: [2])"),
+        ("0F0,0B0\n\n1F0,1B0", "neither in a loop nor as a V (rank 0: [0]; rank 1: []; rank 2: [1])"),
+        ("", "it has no actions"),
+        (" , ,", "neither in a loop nor as a V (rank 0: [])"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(text, fault):
+    with pytest.raises(PlanError) as caught:
+        read_csv(text, "a.csv")
+    assert caught.value.diagnostics[0].code == "schedule-file"
+    assert fault in caught.value.diagnostics[0].message
+
+
+def test_a_file_is_for_its_own_sizes(tmp_path):
+    path = tmp_path / "v.csv"
+    path.write_text(write_csv(zero_bubble_v(2, 2, 3), Placement(2, 2, "v")), "utf-8")
+    schedule = build_csv(CsvConfig(file=path))
+    assert schedule.placement(2) == Placement(2, 2, "v")
+    assert schedule.lists(2, 3) == zero_bubble_v(2, 2, 3)
+    for stages, micros in ((3, 3), (2, 4)):
+        with pytest.raises(
+            PlanError, match=rf"is for 2 stages and 3 micro-batches, but the plan has {stages} and {micros}"
+        ):
+            schedule.lists(stages, micros)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(PlanError, match=r"missing\.csv cannot be read"):
+        build_csv(CsvConfig(file=tmp_path / "missing.csv"))
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(PlanError, match=r"bytes\.csv cannot be read"):
+        build_csv(CsvConfig(file=tmp_path / "bytes.csv"))

@@ -1,0 +1,187 @@
+"""Every schedule is a step that can run, as long as its paper says and holding no more."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sley_core.actions.action import Action, Kind, forward_only
+from sley_core.actions.costs import Costs
+from sley_core.actions.lower import lower
+from sley_core.actions.placement import Placement
+from sley_core.actions.schedule import Schedule
+from sley_core.actions.simulate import Simulation, simulate
+from sley_core.errors import PlanError
+from sley_pp.schedules.gpipe import gpipe
+from sley_pp.schedules.interleaved import interleaved, round_sizes
+from sley_pp.schedules.one_f_one_b import one_f_one_b
+from sley_pp.schedules.weight_gradients import with_weight_gradients
+from sley_pp.schedules.zero_bubble_h1 import zero_bubble_h1
+from sley_pp.schedules.zero_bubble_v import zero_bubble_v
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe),
+    "one_f_one_b": Schedule(one_f_one_b),
+    "interleaved 2": Schedule(interleaved, 2),
+    "interleaved 3": Schedule(interleaved, 3),
+    "zero_bubble_h1": Schedule(zero_bubble_h1),
+    "zero_bubble_v": Schedule(zero_bubble_v, 2, "v"),
+}
+SIZES = [(stages, micros) for stages in (2, 3, 4, 8) for micros in range(1, 17)]
+
+sizes = pytest.mark.parametrize(("stages", "micros"), SIZES)
+schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+def simulated(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0, link=0.0) -> Simulation:
+    placement = schedule.placement(stages)
+    lowered = lower(schedule.lists(stages, micros), placement, micros)
+    costs = Costs.even(placement.num_positions, forward=f, input_gradient=d, weight_gradient=w, link=link)
+    return simulate(lowered, placement, costs)
+
+
+def bubble(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0) -> float:
+    """How much longer than its work a step takes."""
+    work = schedule.chunks * micros * (f + d + w)
+    return simulated(schedule, stages, micros, f=f, d=d, w=w).timeline.makespan_s - work
+
+
+def pairs(schedule: Schedule, stages: int, micros: int) -> list[int]:
+    return [held.pairs for held in simulated(schedule, stages, micros).held]
+
+
+# -- valid, for all sizes ----------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 9), st.integers(1, 30), st.integers(0, 10**6))
+@settings(max_examples=150, deadline=None)
+def test_any_size_can_run_whatever_actions_and_links_take(name, stages, micros, seed):
+    schedule, chance = SCHEDULES[name], Random(seed)
+    placement = schedule.placement(stages)
+    lists = schedule.lists(stages, micros)
+    count = placement.num_positions
+    seconds = {kind: tuple(chance.uniform(0.1, 3) for _ in range(count)) for kind in Kind}
+    none = (0,) * count
+    costs = Costs(seconds, tuple(chance.uniform(0, 3) for _ in none[1:]), none, none, none[1:])
+    simulate(lower(lists, placement, micros), placement, costs)
+    forwards = [forward_only(actions) for actions in lists]
+    simulate(lower(forwards, placement, micros, training=False), placement, costs)
+
+
+@schedules
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_schedule_has_no_state(schedule, stages):
+    assert schedule.lists(stages, 5) == schedule.lists(stages, 5)
+
+
+@pytest.mark.parametrize(
+    ("generate", "chunks", "name"),
+    [
+        (gpipe, 2, "one chunk"),
+        (one_f_one_b, 2, "one chunk"),
+        (interleaved, 1, "two chunks or more"),
+        (zero_bubble_h1, 2, "one chunk"),
+    ]
+    + [(zero_bubble_v, chunks, "two chunks") for chunks in (1, 3)],
+)
+def test_a_number_of_chunks_that_a_schedule_cannot_have_is_refused(generate, chunks, name):
+    with pytest.raises(PlanError, match=rf"`pp\.{generate.__name__}` needs {name} per stage, not {chunks}") as caught:
+        generate(4, chunks, 8)
+    assert caught.value.diagnostics[0].code == "schedule-chunks"
+
+
+# -- how long ----------------------------------------------------------------------------------------------------------
+
+
+@sizes
+def test_1f1b_and_gpipe_wait_for_one_forward_and_backward_per_other_stage(stages, micros):
+    for name in ("gpipe", "one_f_one_b"):
+        for f, d, w in ((1, 1, 1), (1, 1.5, 1), (2, 1, 1)):
+            assert bubble(SCHEDULES[name], stages, micros, f=f, d=d, w=w) == pytest.approx((stages - 1) * (f + d + w))
+
+
+@sizes
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_chunks_divide_the_bubble_unless_a_round_is_shorter_than_the_pipeline(stages, micros, chunks):
+    """In units of a chunk, of which a stage has `chunks`; a short round waits for itself once per further chunk."""
+    waits = (chunks - 1) * max(0, stages - micros)
+    assert bubble(SCHEDULES[f"interleaved {chunks}"], stages, micros) == 3 * (stages - 1 + waits)
+
+
+@sizes
+def test_zero_bubble_h1_waits_a_third_of_1f1b(stages, micros):
+    """Of which M < P leaves more, and nothing could leave less: P + M forwards and M + P gradients stand in a row."""
+    assert bubble(SCHEDULES["zero_bubble_h1"], stages, micros) == max(stages - 1, 2 * stages - 1 - micros)
+
+
+@pytest.mark.parametrize(("f", "d", "w"), [(1, 1, 1), (1, 1.25, 0.75), (2, 2, 1), (1, 2, 1)])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_zero_bubble_h1_has_the_bubble_of_its_paper(stages, f, d, w):
+    """As long as no W takes longer than the gap that it fills."""
+    found = bubble(SCHEDULES["zero_bubble_h1"], stages, 2 * stages, f=f, d=d, w=w)
+    assert found == pytest.approx((stages - 1) * (f + d - w))
+
+
+@sizes
+def test_zero_bubble_v_waits_for_the_start_alone_if_there_are_as_many_micro_batches_as_stages(stages, micros):
+    """The last stage begins P - 1 actions late; with M < P samples a stage waits for its gradients as well."""
+    expected = max(stages - 1, 3 * stages - 1 - 2 * micros, 4 * stages - 1 - 4 * micros)
+    assert bubble(SCHEDULES["zero_bubble_v"], stages, micros) == expected
+
+
+# -- how much is held --------------------------------------------------------------------------------------------------
+
+
+@sizes
+def test_what_is_held_is_what_the_papers_say(stages, micros):
+    every = range(stages)
+    assert pairs(SCHEDULES["gpipe"], stages, micros) == [micros] * stages
+    assert pairs(SCHEDULES["one_f_one_b"], stages, micros) == [min(stages - stage, micros) for stage in every]
+    assert pairs(SCHEDULES["zero_bubble_h1"], stages, micros) == [min(stages, micros)] * stages
+    assert pairs(SCHEDULES["zero_bubble_v"], stages, micros) == [2 * min(stages, micros)] * stages
+    for chunks in (2, 3):
+        longest = round_sizes(stages, micros)[0]
+        most = [(chunks - 1) * longest + 2 * (stages - stage) - 1 for stage in every]
+        expected = [min(chunks * micros, one) for one in most]
+        assert pairs(SCHEDULES[f"interleaved {chunks}"], stages, micros) == expected
+
+
+@schedules
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_receive_buffers_are_few_however_many_micro_batches_there_are(schedule, stages):
+    for micros in (stages, 4 * stages):
+        assert max(held.receives for held in simulated(schedule, stages, micros).held) <= 4
+
+
+@schedules
+@pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 8), (4, 3), (8, 16)])
+@pytest.mark.parametrize("link", [0.5, 1.0, 2.0])
+def test_posting_all_receives_at_the_start_would_gain_no_time(schedule, stages, micros, link, monkeypatch):
+    usual = simulated(schedule, stages, micros, link=link).timeline.makespan_s
+    monkeypatch.setattr("sley_core.actions.lower.AHEAD", 10**6)
+    assert simulated(schedule, stages, micros, link=link).timeline.makespan_s == usual
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 60))
+def test_rounds_are_whole_pipelines_and_nearly_equal(stages, micros):
+    found = round_sizes(stages, micros)
+    assert sum(found) == micros
+    assert found == sorted(found, reverse=True)
+    assert found[0] - found[-1] <= 1
+    assert found[-1] >= stages or len(found) == 1
+    assert found[-1] < 2 * stages
+
+
+def test_weight_gradients_come_when_a_stage_holds_all_it_may():
+    kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT)
+    alternating = [Action(kind, 0, micro) for micro in range(4) for kind in kinds]
+    (roomy,) = with_weight_gradients([alternating], Placement(1), most=9)
+    (narrow,) = with_weight_gradients([alternating], Placement(1), most=2)
+    assert "".join(action.kind.value for action in roomy) == "FDFDFDFDWWWW"
+    assert "".join(action.kind.value for action in narrow) == "FDFDWFDWFDWW"
