@@ -45,11 +45,11 @@ def layouts(tables, folder, num_steps=3):
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("cap_bytes", [300, 1024, 1536])
-def test_buckets_keep_their_cap_in_bytes(small, own, compute, cap_bytes):
+def test_buckets_keep_their_cap_in_bytes(ranks, small, own, compute, cap_bytes):
     """Statement 13 (D15): the cap counts bytes of what is accumulated, alignment included; one parameter may exceed it."""
     tables = small({"bucket_mb": cap_bytes / 2**20}, precision__compute=compute)
     itemsize = 8 if compute == "fp64" else 4
-    for buckets in layouts(tables, own):
+    for buckets in ranks(2)(layouts, tables, own)[0]:
         assert len({name for names, _ in buckets for name in names}) == 8
         for names, num_bytes in buckets:
             assert num_bytes <= cap_bytes or len(names) == 1
@@ -68,9 +68,12 @@ def test_the_first_bucket_holds_what_is_used_last_and_the_order_is_learned_once(
         assert all(name.startswith("first.") for name in last)
 
 
-def order_of_branches(tables, folder):
-    seen = layouts(tables, folder, 3)
-    return [name for names, _ in seen[-1] for name in names]
+def orders(tables, folder):
+    """The order in which the first step completed entries here, and the one in which they are reported from then on."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.step()
+        return [entry.name for entry in run.store.seen_order], [entry.name for entry in run.store.entries]
 
 
 def test_ranks_that_see_other_orders_agree(ranks, small, own):
@@ -79,9 +82,9 @@ def test_ranks_that_see_other_orders_agree(ranks, small, own):
     Branches are of one size, so that with the order of each rank's own they would be summed crosswise without an error.
     """
     tables = small({"bucket_mb": 0.0001}, model__factory="dp_parts:branches", precision__compute="fp64")
-    alone = [ranks(1)(order_of_branches, tables, own)[0]]
-    both = ranks(2)(order_of_branches, tables, own)
-    assert both[0] == both[1] == alone[0]
+    (seen, first), (seen_by_other, second) = ranks(2)(orders, tables, own)
+    assert first == second == seen
+    assert seen_by_other != seen, "or else nothing would be shown"
     reference, found = record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own)
     for rank in found:
         assert_close_gradients(reference.gradients[2], rank.gradients[2], 1e-10)

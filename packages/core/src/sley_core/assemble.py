@@ -7,6 +7,8 @@ checks ──> layers on meta, ties ──> groups, agree ──> book closed �
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -26,9 +28,9 @@ from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
-from sley_core.engine.lists import Lists
 from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
+from sley_core.engine.stage import Stage, stage_of, tie_groups
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore, by_reduce_group, loose
@@ -41,6 +43,7 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import frozen, parameter_groups
 from sley_core.plan.check import check_plan
+from sley_core.records import ScheduleRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
@@ -48,8 +51,8 @@ if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import GradientHandler, SchedulerHook
-    from sley_core.topology import Topology
+    from sley_core.protocols import GradientHandler, SchedulerHook, StageLink
+    from sley_core.topology import GroupEntry, Topology
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,11 +69,12 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     topology = plan.topology(world.size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
-    chunks = [model.layers]
-    groups = world.groups(topology, plan.limits.collective_timeout_s)
+    stage = stage_of(plan, topology, world.rank, model)
+    extra = tie_groups(stage, topology)
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra)
     if not world.is_fake:
-        _agree(plan, topology, groups, dataset)
-    book = ParameterBook(chunks)
+        _agree(plan, [*topology.groups(), *extra], groups, dataset)
+    book = ParameterBook(stage.chunks, stage.stages)
     if not world.is_fake:
         materialize(
             model.layers,
@@ -78,8 +82,9 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             init_weights=model.init_weights,
             dtype=_dtypes(plan)[1],
             device=world.device.torch_device,
+            owned={layer.name for layer in stage.layers},
         )
-    return _run(plan, world, topology, groups, model, book, dataset, folder)
+    return _run(plan, world, topology, groups, model, stage, book, dataset, folder)
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
@@ -98,6 +103,7 @@ def _run(
     topology: Topology,
     groups: Groups,
     model: Model,
+    stage: Stage,
     book: ParameterBook,
     dataset: AnyDataset,
     folder: Path | None,
@@ -108,26 +114,39 @@ def _run(
     policy = plan.activations.build([layer.name for layer in model.layers])
     hooks: list[SchedulerHook] = []
     caller = LayerCaller(world.device, plan.run.seed, policy, hooks)
-    run = Run(plan, world, topology, groups, model.layers, book, store, caller)
+    run = Run(plan, world, topology, groups, stage.layers, book, store, caller)
     hooks.extend(component.build(run) for component in plan.scheduler_hooks)
     if plan.model.config.compile:
-        for layer in model.layers:
+        for layer in stage.layers:
             layer.module.compile()
     handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:
         handler.attach(run)
-    lists = Lists.alone()
-    crossing = Crossing(lists.placement, lists.stage, None)
-    executor = Executor([model.layers], crossing, caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
-    run.stepper = Stepper(executor, lists, store, handlers, _update(plan, run), groups, world.device)
-    if _accumulates_directly(plan, world.device):
-        accumulate_directly(run.layers, run.book, run.store)
-    run.meter = Meter.of(run, dataset.info)
+    link = _link(plan, run)
+    crossing = Crossing(stage.lists.placement, stage.lists.stage, link)
+    executor = Executor(stage.chunks, crossing, caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
+    run.stepper = Stepper(executor, stage.lists, store, handlers, _update(plan, run), groups, world.device)
+    splits = stage.lists.splits_backward(plan.num_micros(topology))
+    if splits or _accumulates_directly(plan, world.device):
+        accumulate_directly(run.layers, run.book, run.store, executor.queue, all_types=splits)
+    run.meter = Meter.of(run, model.layers, dataset.info)
     if not world.is_fake:
         _open_data(plan, run, model, dataset, executor)
     if folder is not None:
         _open_outputs(plan, run, folder)
     return run
+
+
+def _link(plan: Plan, run: Run) -> StageLink | None:
+    """The stage link that the schedule's record names, where there is another stage."""
+    if plan.pipeline is None or run.topology.pp == 1:
+        return None
+    record, plugin = plan.pipeline.record, plan.pipeline.plugin
+    assert isinstance(record, ScheduleRecord), plan.pipeline
+    assert plugin is not None, plan.pipeline
+    link: StageLink = plugin.build_of(replace(record, build=record.link))()
+    link.prepare(run)
+    return link
 
 
 def _accumulates_directly(plan: Plan, device: Device) -> bool:
@@ -200,8 +219,8 @@ def _open_outputs(plan: Plan, run: Run, folder: Path) -> None:
         run.profiler = StepProfiler(first, last, folder, run.world.rank, run.world.device)
 
 
-def _agree(plan: Plan, topology: Topology, groups: Groups, dataset: AnyDataset) -> None:
-    table = "\n".join(entry.label for entry in topology.groups())
+def _agree(plan: Plan, table: Sequence[GroupEntry], groups: Groups, dataset: AnyDataset) -> None:
+    text = "\n".join(entry.label for entry in table)
     try:
         num_samples = samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
@@ -209,7 +228,7 @@ def _agree(plan: Plan, topology: Topology, groups: Groups, dataset: AnyDataset) 
     facts = {
         "the plan": plan.digest,
         "torch": torch.__version__,
-        "the group table": sha256(table.encode()).hexdigest(),
+        "the group table": sha256(text.encode()).hexdigest(),
         "samples per epoch:": str(num_samples),
     }
     agree(facts | {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}, groups["control"])

@@ -19,7 +19,6 @@ import torch
 
 from sley_core.comm.collectives import broadcast
 from sley_core.engine.flat import ALIGNMENT_BYTES
-from sley_core.engine.slot import GradientBuffer
 from sley_core.engine.store import Layout
 from sley_core.protocols import GradientHandler
 from sley_dp.buckets import fill
@@ -27,6 +26,7 @@ from sley_dp.replicas import broadcast_values, check_values
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
+    from sley_core.engine.slot import GradientBuffer
     from sley_core.engine.step_state import StepState
     from sley_core.run import Run
     from sley_dp.config import ReducerConfig
@@ -45,8 +45,8 @@ class BucketReducer(GradientHandler):
     """Sums each entry over its reduce group by `sums`, once per optimizer step, overlapped with the last backward."""
 
     def __init__(self, config: ReducerConfig, sums: Sums) -> None:
-        self.bucket_mb = config.bucket_mb
-        self.start = config.start
+        self._cap_bytes = config.bucket_mb * (1 << 20)
+        self._start = config.start
         self.sums = sums
         self.buckets: list[Bucket] = []
         self._order: list[Entry] | None = None
@@ -60,9 +60,9 @@ class BucketReducer(GradientHandler):
         self._groups = run.groups
         self._store.lay_out(self._plan)
         if not run.world.is_fake:
-            if self.start == "broadcast":
+            if self._start == "broadcast":
                 broadcast_values(run)
-            elif self.start == "check":
+            elif self._start == "check":
                 check_values(run)
 
     def begin_step(self, step: StepState) -> None:
@@ -82,11 +82,12 @@ class BucketReducer(GradientHandler):
         """The buckets are others than in the step before: some entries may be new, some gone."""
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        bucket = self._bucket_of[entry]
+        bucket = self._bucket_of.get(entry)
+        if bucket is None:
+            return
         bucket.missing -= 1
-        group = self._groups[bucket.buffer.reduce_group]
-        if bucket.missing == 0 and group.size > 1:
-            self.sums.start(bucket.buffer, group)
+        if bucket.missing == 0:
+            self.sums.start(bucket.buffer, self._groups[bucket.buffer.reduce_group])
 
     def finish_step(self, step: StepState) -> None:
         for bucket in self.buckets:
@@ -95,17 +96,20 @@ class BucketReducer(GradientHandler):
         self._has_finished_a_step = True
 
     def _plan(self, entries: list[Entry]) -> Layout:
-        """Buckets per reduce group, filled in the agreed order; entries that it does not know come last."""
+        """Buckets per family, filled in the agreed order; entries that it does not know come last.
+
+        What reduces over a group of one lies in no bucket.
+        """
         if self._order is not None:
             place = {entry: at for at, entry in enumerate(self._order)}
             entries = sorted(entries, key=lambda entry: place.get(entry, len(place)))
-        groups: dict[tuple[object, ...], list[Entry]] = {}
+        families: dict[tuple[object, ...], list[Entry]] = {}
+        loose: list[Entry] = []
         for entry in entries:
-            groups.setdefault(entry.family, []).append(entry)
-        cap = self.bucket_mb * (1 << 20)
-        return Layout(
-            [bucket for members in groups.values() for bucket in fill(members, self._num_bytes, cap)], entries
-        )
+            alone = self._groups[entry.reduce_group].size == 1
+            (loose if alone else families.setdefault(entry.family, [])).append(entry)
+        buckets = [bucket for family in families.values() for bucket in fill(family, self._num_bytes, self._cap_bytes)]
+        return Layout(buckets, entries, loose)
 
     def _num_bytes(self, entry: Entry) -> int:
         """What `entry` takes in a flat buffer, alignment included."""

@@ -8,7 +8,7 @@ World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, first_line, make_groups
 from sley_core.errors import RunError
-from sley_core.topology import Topology
+from sley_core.topology import GroupEntry, Topology
 
 STORE = "SLEY_STORE"
 """The environment variable in which a local launch names its file store; else `env://` is used."""
@@ -80,10 +80,12 @@ class World(AbstractContextManager["World"]):
     def is_fake(self) -> bool:
         return not self.device.is_real
 
-    def groups(self, topology: Topology, timeout_s: float) -> Groups:
-        """This rank's communicators; a collective over the world."""
+    def groups(self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = ()) -> Groups:
+        """This rank's communicators, those of `extra` after the topology's; a collective over the world."""
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
-        return make_groups(topology, self.rank, backend=self.device.backend, timeout=timedelta(seconds=timeout_s))
+        return make_groups(
+            topology, self.rank, backend=self.device.backend, timeout=timedelta(seconds=timeout_s), extra=extra
+        )
 
     def close(self) -> None:
         """Leaves the default group and with it every group made from it."""

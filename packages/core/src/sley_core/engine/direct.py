@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sley_core.engine.weight_queue import Handover, WeightQueue
+
 if TYPE_CHECKING:
     from sley_core.engine.book import ParameterBook
     from sley_core.engine.store import GradientStore
@@ -46,16 +48,24 @@ class DirectLinear(torch.autograd.Function):
         return of_input, None, of_bias, None
 
 
-def accumulate_directly(layers: Iterable[Layer], book: ParameterBook, store: GradientStore) -> list[nn.Linear]:
+def accumulate_directly(
+    layers: Iterable[Layer],
+    book: ParameterBook,
+    store: GradientStore,
+    queue: WeightQueue,
+    *,
+    all_types: bool = False,
+) -> list[nn.Linear]:
     """Makes every plain `nn.Linear` of `layers` hand its weight gradient to `store`; returns them, for `undo`.
 
-    Only where weight and store have one dtype: a product of bf16 does not go into fp32 in one call everywhere.
+    queue: takes the products instead while a D runs. Only where weight and store have one dtype, unless `all_types`: a
+    product of bf16 does not go into fp32 in one call everywhere.
     """
     found: list[nn.Linear] = []
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if type(module) is nn.Linear and module.weight.dtype == store.dtype:
-                sink = partial(store.add_product, book[f"{name}.weight"])
+            if type(module) is nn.Linear and (all_types or module.weight.dtype == store.dtype):
+                sink = Handover(partial(store.add_product, book[f"{name}.weight"]), queue)
                 module.forward = partial(_forward, module, sink)  # type: ignore[method-assign]
                 store.expect_products(book[f"{name}.weight"])
                 found.append(module)

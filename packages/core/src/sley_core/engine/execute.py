@@ -91,8 +91,10 @@ class Executor:
             self._act(step, micro, batch, state, weight, total)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
+                # Only now: what D put off for W may still be a view of a received message.
                 del self._held[step.chunk, step.micro]
                 self.crossing.release("forward", step.chunk, step.micro)
+                self.crossing.release("backward", step.chunk, step.micro)
             if last_of_micro[step.micro] == step:
                 self._micros.pop(step.micro, None)
         self.crossing.end()
@@ -190,9 +192,6 @@ class Executor:
         for hook in self.hooks:
             hook.before_backward(micro, gradients if held.loss is None else gradients[0])
         made = held.backward(gradients)
-        del gradients
-        if not self._is_last(micro.chunk):
-            self.crossing.release("backward", micro.chunk, micro.micro)
         for hook in self.hooks:
             hook.after_backward(micro, None if held.description is None else made)
         if held.description is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from sley_core.actions.action import Action, Lowered, forward_only, sequential
+from sley_core.actions.action import Action, Kind, Lowered, forward_only, sequential
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import Placement
 
@@ -27,6 +27,10 @@ class Lists:
     def alone(cls) -> Lists:
         """Without a pipeline: forward and backward of one micro-batch after the other."""
         return cls(lambda micros: [sequential(micros)], Placement(stages=1), 0)
+
+    def splits_backward(self, micros: int) -> bool:
+        """Whether this stage's list has input and weight gradients apart."""
+        return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))
 
     def _training(self, micros: int) -> Lowered:
         return lower(self._generate(micros), self.placement, micros)[self.stage]

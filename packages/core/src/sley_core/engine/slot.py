@@ -57,8 +57,10 @@ class Slot:
             self.view.copy_(gradient)
 
     def take_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right without a tensor in between."""
-        if self.contributions:
+        """Adds left^T right, without a tensor in between where all have one dtype."""
+        if left.dtype != self.view.dtype:
+            self.take(left.t() @ right)
+        elif self.contributions:
             self.view.addmm_(left.t(), right)
         else:
             torch.mm(left.t(), right, out=self.view)
@@ -94,10 +96,10 @@ class LooseSlot(Slot):
             self.view = gradient.to(self.dtype)
 
     def take_product(self, left: Tensor, right: Tensor) -> None:
-        if self.contributions:
+        if self.contributions and left.dtype == self.dtype:
             self.view.addmm_(left.t(), right)
         else:
-            self.view = left.t() @ right
+            self.take(left.t() @ right)
 
     def complete(self) -> None:
         if not self.contributions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 Place = tuple[int, int]
@@ -47,6 +48,7 @@ class WeightQueue:
         assert self._open is not None, "no D is running"
         self._queued[self._open].append(work)
 
+    @torch.no_grad()
     def run(self, place: Place) -> None:
         """Does what D of `place` put off, and lets go of it piece by piece."""
         queued = self._queued.pop(place)

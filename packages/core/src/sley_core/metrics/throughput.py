@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from sley_core.metrics.memory import memory_mb
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
+    from sley_core.model.layers import Layer
     from sley_core.run import Run
 
 
@@ -41,14 +42,14 @@ class Meter:
         self._name, self._field = next((item for item in fields if item[1].sequence_dim is not None), fields[0])
 
     @classmethod
-    def of(cls, run: Run, info: DataInfo) -> Meter:
-        """The meter of this run: FLOPs of its layers, peak of its devices."""
+    def of(cls, run: Run, layers: Iterable[Layer], info: DataInfo) -> Meter:
+        """The meter of this run: FLOPs of all layers of the model, peak of all devices."""
         device = run.world.device.torch_device
         peak = device_peak_flops(device, run.plan.precision.compute)
         return cls(
             device,
             info,
-            flops_per_token=model_flops_per_token((layer.module for layer in run.layers), info.sequence or 0),
+            flops_per_token=model_flops_per_token((layer.module for layer in layers), info.sequence or 0),
             peak_flops=None if peak is None else peak * run.world.size,
         )
 

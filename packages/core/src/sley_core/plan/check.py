@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sley_core.actions.lower import lower
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.plan.check_handlers import check_handlers
 from sley_core.plan.document import by_place
@@ -19,7 +20,6 @@ ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp64": "fp64"}
 """What this core computes in, and what it accumulates gradients in then; the plan's format knows more."""
 
 AXES = {
-    "pp": ("pipeline stages need a [pipeline] table", "sley-pp"),
     "sp": ("splitting sequences needs a [sequence] table", "sley-isp"),
     "wp": ("splitting weights needs a [weights] table", "sley-isp"),
 }
@@ -33,7 +33,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     "optimizer-layout", those of `check_handlers`, and those of the plugins' `sley_check_plan`, which are asked only where
     the sizes fit. Raises PluginError if one of these hooks fails.
     """
-    problems = [*_precision(plan), *_unsupported_axes(plan), *_beyond(plan)]
+    problems = [*_precision(plan), *_unsupported_axes(plan), *_beyond(plan), *_pipeline_is_there(plan)]
     found: list[Diagnostic] = []
     try:
         topology = plan.topology(world)
@@ -41,10 +41,30 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
         found += error.diagnostics
     else:
         problems += [*_batch(plan, topology), *_optimizer(plan, topology), *check_handlers(plan, topology)]
+        found += _schedule(plan, topology)
         for _, more in plan.call("sley_check_plan", plan=plan, topology=topology):
             problems += more
     found += [plan.diagnostic(one.code, one.message, one.path, one.hint) for one in problems]
     return by_place(found)
+
+
+def _pipeline_is_there(plan: Plan) -> Iterator[Problem]:
+    if plan.parallel.pp > 1 and plan.pipeline is None:
+        message = f"`pp = {plan.parallel.pp}` needs a [pipeline] table that names a schedule"
+        yield Problem(("parallel", "pp"), message, 'add [pipeline] with `use = "pp.one_f_one_b"`', "pipeline-missing")
+
+
+def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
+    """What is wrong with the pipeline's lists for this many stages and micro-batches."""
+    if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
+        return []
+    micros = plan.num_micros(topology)
+    try:
+        schedule = plan.pipeline.build()
+        lower(schedule.lists(topology.pp, micros), schedule.placement(topology.pp), micros)
+    except PlanError as error:
+        return list(plan.located(error).diagnostics)
+    return []
 
 
 def _unsupported_axes(plan: Plan) -> Iterator[Problem]:

@@ -69,6 +69,7 @@ class ComponentTable:
     given: the keyword under which a factory receives what it is built with, if its signature names it.
     build: who calls the factory, instead of core: `build(config, *args)`.
     many: whether the plan has a list of them, `[[key]]`.
+    only_with: the table is there only where this one is written; an optional table names itself.
     """
 
     key: str
@@ -79,6 +80,7 @@ class ComponentTable:
     given: str | None = None
     build: str | None = None
     many: bool = False
+    only_with: str | None = None
 
     @property
     def header(self) -> str:
@@ -101,10 +103,23 @@ COMPONENTS = (
     ),
     ComponentTable("activations", "activation_policies", "What a layer keeps for its backward.", default="core.keep"),
     ComponentTable(
+        "pipeline",
+        "schedules",
+        "In which order pipeline stages work; needed where `parallel.pp` is above 1.",
+        only_with="pipeline",
+    ),
+    ComponentTable(
+        "partition",
+        "partitioners",
+        "How the layers are cut into pipeline stages.",
+        default="pp.balanced",
+        only_with="pipeline",
+    ),
+    ComponentTable(
         "gradient_handlers",
         "gradient_handlers",
         "What works on accumulated gradients; this order is the order of collectives on every rank. Left out, it is "
-        "`core.each` where more than one rank may hold the same weight, else nothing.",
+        "`core.each` where more than one rank may hold the same weight, and `pp.shared_modules` behind it in a pipeline.",
         many=True,
     ),
     ComponentTable(

@@ -89,6 +89,8 @@ class Plan:
     optimizer: Component
     learning_rate: Component
     activations: Component
+    pipeline: Component | None
+    partition: Component | None
     gradient_handlers: tuple[Component, ...]
     scheduler_hooks: tuple[Component, ...]
     metrics: tuple[Component, ...]
@@ -131,6 +133,10 @@ class Plan:
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
         return available or sizes.pp * lcm(sizes.sp, sizes.wp)
+
+    def num_micros(self, topology: Topology) -> int:
+        """Micro-batches per rank and step; `check_plan` refuses a batch that does not divide."""
+        return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world: int) -> Topology:
         """The layout of `world` ranks; PlanError "layout" if they do not divide so."""

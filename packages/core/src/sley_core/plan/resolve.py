@@ -74,7 +74,12 @@ class _Resolver:
         return self.table(name, model) if name in self.tables else None
 
     def component(self, spec: ComponentTable) -> Component | None:
-        """The component of a table of which there is one."""
+        """The component of a table of which there is one; None also where an optional one is left out."""
+        if spec.only_with is not None and spec.only_with not in self.tables:
+            if spec.key in self.tables:
+                message = f"{spec.header} means nothing without [{spec.only_with}]"
+                self._problem("table-without-effect", message, (spec.key,), f"add [{spec.only_with}], or remove it")
+            return None
         if spec.key not in self.tables and spec.default is None:
             choices = "`use` or `factory`" if spec.factory else "`use`"
             self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,))
@@ -220,9 +225,10 @@ def default_list(key: str, tables: Mapping[str, Table | None]) -> tuple[str, ...
     if key == "metrics":
         return ("core.jsonl",)
     parallel: Any = tables["parallel"]
-    if key == "gradient_handlers" and parallel and (parallel.dp == "auto" or parallel.dp * parallel.sp > 1):
-        return ("core.each",)
-    return ()
+    if key != "gradient_handlers" or not parallel:
+        return ()
+    reducer = ("core.each",) if parallel.dp == "auto" or parallel.dp * parallel.sp > 1 else ()
+    return (*reducer, "pp.shared_modules") if parallel.pp > 1 else reducer
 
 
 def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:

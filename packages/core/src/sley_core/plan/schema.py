@@ -47,7 +47,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
         choices += [schema_of(spec.factory)] if spec.factory else []
         properties[spec.key] = _component(spec, choices)
     required = [name for name, model in TABLES.items() if any(key.is_required() for key in model.model_fields.values())]
-    required += [spec.key for spec in COMPONENTS if not spec.many and not spec.default]
+    required += [spec.key for spec in COMPONENTS if not (spec.many or spec.default or spec.only_with)]
     return {
         "$schema": DIALECT,
         "title": "A plan of Sley",

@@ -29,6 +29,8 @@ def to_tables(plan: Plan) -> dict[str, Any]:
             tables[name] = _dump(table, plan)
     for spec in COMPONENTS:
         found = getattr(plan, spec.key)
+        if found is None:
+            continue
         tables[spec.key] = [_component(one, plan) for one in found] if spec.many else _component(found, plan)
     return tables
 

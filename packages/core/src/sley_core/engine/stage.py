@@ -1,0 +1,89 @@
+"""Which layers this rank holds, in which chunks, and whom it shares parameters with: the plan's partition, applied.
+
+layers of the model ──partition──> positions ──placement──> chunks of each stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from sley_core.engine.book import tie_axis, ties
+from sley_core.engine.lists import Lists
+from sley_core.errors import PlanError
+from sley_core.records import GradientHandlerRecord
+from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
+
+if TYPE_CHECKING:
+    from sley_core.model.layers import Layer, Model
+    from sley_core.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank's part of the model. stages: the layers of every stage; chunks: this one's, per chunk."""
+
+    lists: Lists
+    stages: Sequence[Sequence[Layer]]
+    chunks: Sequence[Sequence[Layer]]
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for chunk in self.chunks for layer in chunk]
+
+    @property
+    def ties(self) -> list[tuple[int, ...]]:
+        """The sets of stages that share a parameter."""
+        return ties(self.stages)
+
+
+def stage_of(plan: Plan, topology: Topology, rank: int, model: Model) -> Stage:
+    """The part of `model` (on meta) that `rank` holds.
+
+    Raises PlanError: what the partitioner finds, and "handler-missing" where stages share a parameter and no handler of
+    the plan sums its gradients.
+    """
+    if plan.pipeline is None:
+        return Stage(Lists.alone(), [model.layers], [model.layers])
+    assert plan.partition is not None, "a pipeline has a partition"
+    schedule = plan.pipeline.build()
+    placement = schedule.placement(topology.pp)
+    number = topology.coordinates(rank).stage
+    lists = Lists(lambda micros: schedule.lists(topology.pp, micros), placement, number)
+    try:
+        boundaries = plan.partition.build()(_costs(model), placement.num_positions)
+    except PlanError as error:
+        raise plan.located(error) from None
+    positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
+    held = [
+        [positions[placement.position(stage, chunk)] for chunk in range(placement.chunks)]
+        for stage in range(topology.pp)
+    ]
+    found = Stage(lists, [[layer for chunk in chunks for layer in chunk] for chunks in held], held[number])
+    _check_ties(plan, found)
+    return found
+
+
+def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
+    """The groups that join the holders of each tie: one rank of every stage that has it, for each place in a stage."""
+    size = topology.ranks_per_stage
+    return [
+        GroupEntry(tie_axis(stages), DEFAULT_LANE, tuple(number * size + place for number in stages))
+        for stages in stage.ties
+        for place in range(size)
+    ]
+
+
+def _costs(model: Model) -> list[float]:
+    """The parameters of each layer; one that several layers hold costs each of them."""
+    return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
+
+
+def _check_ties(plan: Plan, stage: Stage) -> None:
+    records = [component.record for component in plan.gradient_handlers]
+    if stage.ties and not any(isinstance(one, GradientHandlerRecord) and one.role == "tie" for one in records):
+        message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
+        hint = 'add [[gradient_handlers]] with `use = "pp.shared_modules"` behind the reducer'
+        raise PlanError.many([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])

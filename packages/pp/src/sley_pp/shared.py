@@ -1,0 +1,69 @@
+"""`pp.shared_modules`: parameters that several stages hold stay one parameter.
+
+Every copy starts equal (they are drawn alike), gets the sum of all copies' gradients, and takes the same step. Since the
+sum is the last thing that happens to a gradient before the norm, and is the same number on every holder, copies stay equal
+bit for bit. Norm, clip and counts take a tie once; that is the book's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sley_core.comm.collectives import all_reduce
+from sley_core.errors import RunError
+from sley_core.protocols import GradientHandler
+
+if TYPE_CHECKING:
+    from sley_core.engine.step_state import StepState
+    from sley_core.run import Run
+    from sley_pp.config import SharedModulesConfig
+
+
+class SharedModules(GradientHandler):
+    """Sums the gradients of each tie over its holders, ties in the order of their groups' names and then of their own."""
+
+    def __init__(self, config: SharedModulesConfig) -> None:
+        self.config = config
+
+    def attach(self, run: Run) -> None:
+        self._run = run
+        self._groups = run.groups
+        self._store = run.store
+        self._ties = sorted(entry.name for entry in run.book if entry.tie_group is not None)
+
+    def finish_step(self, step: StepState) -> None:
+        pending = []
+        for name in self._ties:
+            entry = self._run.book[name]
+            if entry in self._store and entry.tie_group is not None:
+                # The tie's own group: one rank of each stage that holds it; all walk the ties by name.
+                group = self._groups[entry.tie_group]
+                pending.append(all_reduce(self._store.gradient(entry), group, what=f"the tied gradient of {name}"))
+        for one in pending:
+            one.wait()
+
+    def weights_updated(self, step: StepState) -> None:
+        every = self.config.drift_check_steps
+        if every and (step.step + 1) % every == 0:
+            self._check_drift(step.step + 1)
+
+    def _check_drift(self, number: int) -> None:
+        """Raises RunError `tie-drifted` on every holder alike where copies are no longer equal bit for bit."""
+        for name in self._ties:
+            entry = self._run.book[name]
+            assert entry.tie_group is not None, name
+            group = self._groups[entry.tie_group]
+            value = entry.parameter.detach()
+            most, least = value.clone(), value.clone()
+            # The tie's own group; all holders check the same ties after the same step.
+            all_reduce(most, group, "max", what=f"the tied weight {name}").wait()
+            all_reduce(least, group, "min", what=f"the tied weight {name}").wait()
+            if not torch.equal(most, least):
+                apart = float((most - least).abs().max())
+                raise RunError(
+                    "tie-drifted",
+                    f"after step {number} the copies of {name} on stages {list(entry.stages)} differ by up to {apart:g}",
+                    hint="something wrote one copy: load weights on every stage, and give all copies the same options",
+                )
