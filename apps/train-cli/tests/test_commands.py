@@ -97,7 +97,31 @@ def test_show_as_json(cli: Cli, plan: Path) -> None:
     assert shown["world"] == 2
     assert shown["ranks"][1]["dp"] == 1
     assert {"axis": "control", "lane": "main", "backend": "gloo", "ranks": [0, 1]} in shown["groups"]
-    assert shown["gradient_handlers"] == [{"name": "core.each", "role": "reducer"}]
+    assert shown["gradient_handlers"] == [{"name": "core.each", "role": "reducer", "tolerance": 0.0}]
+
+
+def test_show_says_which_handler_is_not_exact(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
+    install(
+        "sley-odd",
+        "odd",
+        """
+        from sley_core.hookspecs import hookimpl
+        from sley_core.plan.types import Table
+        from sley_core.records import GradientHandlerRecord
+
+        class Config(Table):
+            coarse: bool = True
+
+        @hookimpl
+        def sley_gradient_handlers():
+            tolerance = lambda config: 0.125 if config.coarse else 0.0
+            return [GradientHandlerRecord(
+                name="sum", config=Config, build="nowhere:Nothing", role="reducer", tolerance_of=tolerance)]
+        """,
+    )
+    plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "odd.sum"\n', "utf-8")
+    assert cli("show", plan).out.rstrip().endswith("1  odd.sum  (reducer, not exact: within 0.125)")
+    assert cli("show", plan, "--set", "gradient_handlers.0.coarse=false").out.rstrip().endswith("1  odd.sum  (reducer)")
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------------

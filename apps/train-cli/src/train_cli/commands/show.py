@@ -14,6 +14,7 @@ from sley_core.errors import KeyPath, PlanError, dotted
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from sley_core.plan.write import leaves
+from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
 
@@ -58,10 +59,16 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
             {"axis": each.axis, "lane": each.lane, "backend": each.backend, "ranks": list(each.ranks)}
             for each in _groups(topology, rank)
         ],
-        "gradient_handlers": [
-            {"name": each.name, "role": getattr(each.record, "role", None)} for each in plan.gradient_handlers
-        ],
+        "gradient_handlers": list(_handlers(plan)),
     }
+
+
+def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
+    """tolerance: how far the result may be from the sum itself, relative; 0 where it is that."""
+    for each in plan.gradient_handlers:
+        assert isinstance(each.record, GradientHandlerRecord), each
+        tolerance = each.record.tolerance_with(each.config)
+        yield {"name": each.name, "role": each.record.role, "tolerance": tolerance}
 
 
 def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any]:
@@ -93,8 +100,13 @@ def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
     yield from _group_lines(topology, rank)
     yield ""
     yield "# gradient handlers: this is the order of their collectives on every rank"
-    for number, handler in enumerate(plan.gradient_handlers, start=1):
-        yield f"{number:4}  {handler.name}  ({getattr(handler.record, 'role', '')})"
+    for number, handler in enumerate(_handlers(plan), start=1):
+        how = (
+            f"{handler['role']}, not exact: within {handler['tolerance']:g}"
+            if handler["tolerance"]
+            else handler["role"]
+        )
+        yield f"{number:4}  {handler['name']}  ({how})"
     if not plan.gradient_handlers:
         yield "  none"
 
