@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, forward_only
 from sley_core.actions.costs import Costs
+from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import Placement
 from sley_core.actions.schedule import Schedule
@@ -163,6 +165,27 @@ def test_posting_all_receives_at_the_start_would_gain_no_time(schedule, stages, 
     usual = simulated(schedule, stages, micros, link=link).timeline.makespan_s
     monkeypatch.setattr("sley_core.actions.lower.AHEAD", 10**6)
     assert simulated(schedule, stages, micros, link=link).timeline.makespan_s == usual
+
+
+# -- what the pages show -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generate", "schedule", "micros"),
+    [
+        (gpipe, "gpipe", 4),
+        (one_f_one_b, "one_f_one_b", 4),
+        (interleaved, "interleaved 2", 4),
+        (zero_bubble_h1, "zero_bubble_h1", 4),
+        (zero_bubble_v, "zero_bubble_v", 8),
+    ],
+)
+def test_the_drawing_in_a_schedule_s_file_is_what_it_does(generate, schedule, micros):
+    page = sys.modules[generate.__module__].__doc__ or ""
+    shown = [line.strip().removesuffix(" ...") for line in page.splitlines() if line.startswith("    stage ")]
+    drawn = draw_text(simulated(SCHEDULES[schedule], 4, micros).timeline, width=1000).splitlines()
+    assert len(shown) == 4
+    assert all(row.startswith(line) for row, line in zip(drawn, shown, strict=False))
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

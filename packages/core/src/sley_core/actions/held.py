@@ -7,8 +7,8 @@ What a micro-batch leaves behind in one chunk, and until when:
                                                       for the weight gradients (inputs, output gradients) at the end of W
     post ── buffer ──> F, B or D                      what is received, from its post to the end of the action that takes it
 
-A pair (chunk, micro-batch) that has a graph or a queue is *held*. Outputs on their way to another stage are not counted:
-they are gone when the transfer is.
+A pair (chunk, micro-batch) that has a graph or a queue is *held*. What is received belongs to the graph from the end of F on.
+Outputs on their way to another stage are not counted: they are gone when the transfer is.
 """
 
 from __future__ import annotations

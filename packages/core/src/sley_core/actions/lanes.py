@@ -25,8 +25,8 @@ from sley_core.actions.placement import Placement
 AHEAD = 2
 """How many actions before the one that takes it a receive is posted.
 
-In simulated steps with links of up to twice an action's time, 2 is as fast as posting everything at once, for every
-schedule of sley-pp, with at most four buffers per stage at a time; 1 is slower from one action's time on, and 0 always.
+In simulated steps 2 is as fast as posting everything at once, for every schedule of sley-pp and for transfers of up to two
+actions' time, with four buffers per stage at most. 1 is slower where a transfer takes longer than an action, 0 nearly always.
 """
 
 

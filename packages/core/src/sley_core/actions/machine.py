@@ -90,17 +90,17 @@ class Machine:
         return True
 
     def _transfer(self, stage: int, step: Transfer) -> None:
-        now_s = self._now_s[stage]
         if step.op == "post":
             parcel = Parcel(step.lane, self.placement.position(stage, step.chunk), step.micro)
-            self._posted_s[parcel] = now_s
+            channel = step.lane, step.peer, stage
+            self._posted_s[parcel] = self._now_s[stage]
         else:
             parcel = Parcel(step.lane, self.placement.position(step.peer, step.peer_chunk), step.micro)
-            self.sent_s[parcel] = now_s
-        sent_s, posted_s = self.sent_s.get(parcel), self._posted_s.get(parcel) if self.posted else 0.0
+            channel = step.lane, stage, step.peer
+            self.sent_s[parcel] = self._now_s[stage]
+        sent_s = self.sent_s.get(parcel)
+        posted_s = self._posted_s.get(parcel) if self.posted else 0.0
         if sent_s is not None and posted_s is not None:
-            receiver = self.placement.holder(parcel.position).stage
-            channel = (parcel.lane, self.placement.holder(parcel.origin).stage, receiver)
             start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
             end_s = self._free_s[channel] = start_s + self.costs.link_s[min(parcel.position, parcel.origin)]
             self._arrive(parcel, end_s)

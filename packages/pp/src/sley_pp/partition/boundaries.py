@@ -1,6 +1,6 @@
 """What a partition is: where each position begins, and where the last one ends.
 
-boundaries (0, 3, 5, 9): position 0 has layers 0 1 2, position 1 has 3 4, position 2 has 5 6 7 8
+With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and position 2 has 5 6 7 8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward, so that a stage never holds more micro-batches than there are stages (arXiv 1806.03377).
+"""1F1B: one forward, one backward, so that a stage never holds more micro-batches than there are stages (arXiv 2006.09503).
 
     stage 0  F0-F1-F2-F3-..................B0====...B1====...B2====...B3====
     stage 1  ...F0-F1-F2-............B0====F3-B1====...B2====...B3====......

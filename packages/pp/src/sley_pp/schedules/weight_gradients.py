@@ -1,7 +1,9 @@
 """Puts weight gradients where a stage would wait: nobody waits for them, so they fill what else would be a bubble.
 
-without   stage 2  ......F0-F1-...D0=F2-D1=F3-D2=...D3=
-filled    stage 2  ......F0-F1-...D0=F2-D1=F3-D2=W0~D3=W1~W2~W3~
+A stage of ZB-H1 without them, and with:
+
+    stage 2  ......F0-F1-...D0=F2-D1=F3-D2=...D3=
+    stage 2  ......F0-F1-...D0=F2-D1=F3-D2=W0~D3=W1~W2~W3~
 """
 
 from __future__ import annotations

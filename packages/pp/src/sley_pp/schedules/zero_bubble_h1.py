@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with its backward split, a third of the bubble in the same memory (arXiv 2401.10241, section 3.1).
+"""ZB-H1: 1F1B with its backward split, a third of the bubble in the same memory (arXiv 2401.10241, section 2.1).
 
     stage 0  F0-F1-F2-F3-.........D0=W0~D1=W1~D2=W2~D3=W3~
     stage 1  ...F0-F1-F2-......D0=F3-D1=W0~D2=W1~D3=W2~W3~
@@ -6,7 +6,7 @@
     stage 3  .........F0-D0=F1-D1=F2-D2=F3-D3=W0~W1~W2~W3~
 
 The gradient that the stage before waits for comes out after D; later stages put their W off until they hold P micro-batches,
-as much as stage 0 does in 1F1B. Where D and W are equal the bubble is (P - 1)(F + D - W).
+as much as stage 0 does in 1F1B. The bubble is (P - 1)(F + D - W), as long as W takes no longer than F or D.
 """
 
 from __future__ import annotations
