@@ -85,6 +85,7 @@ def test_ranks_that_see_other_orders_agree(ranks, small, own):
     (seen, first), (seen_by_other, second) = ranks(2)(orders, tables, own)
     assert first == second == seen
     assert seen_by_other != seen, "or else nothing would be shown"
+    assert seen.index("2.left.weight") < seen.index("2.right.weight"), "no reverse order of use"
     reference, found = record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own)
     for rank in found:
         assert_close_gradients(reference.gradients[2], rank.gradients[2], 1e-10)

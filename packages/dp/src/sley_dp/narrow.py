@@ -71,7 +71,7 @@ class _Sum:
         self.sent, self.received = wire
         self.sent[: buffer.data.numel()].copy_(buffer.data)
         self._is_gathered = False
-        # The bucket's reduce group; its ranks start their buckets in one order, and gather between the same two starts.
+        # The bucket's reduce group; its ranks start their buckets in one order.
         self.pending: Pending = all_to_all(self.received, self.sent, group, what=described(buffer))
 
     def gather(self) -> None:
@@ -81,6 +81,7 @@ class _Sum:
         self.pending.wait()
         wide = torch.promote_types(self.buffer.data.dtype, torch.float32)
         own = self.received.view(self.group.size, -1).sum(0, dtype=wide).to(WIRE)
+        # The same group; all its ranks come here between the same two starts, or between the last start and the end.
         self.pending = all_gather(self.sent, own, self.group, what=described(self.buffer))
 
     def finish(self) -> None:

@@ -101,7 +101,7 @@ class Sometimes(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two branches of one size. The order of their backwards is this process's own."""
+    """Two branches of one size. On even ranks the backward comes to them in the order of the model, not in the reverse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,10 +110,10 @@ class Branches(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if int(os.environ.get("RANK", 0)) % 2:
-            right = self.right(hidden)
-            return self.left(hidden) - right
-        left = self.left(hidden)
-        return left - self.right(hidden)
+            left = self.left(hidden)
+            return left - self.right(hidden)
+        right = self.right(hidden)
+        return self.left(hidden) - right
 
 
 class Tables(nn.Linear):
