@@ -124,7 +124,7 @@ def test_a_huge_batch_is_checked_at_once(make: Make) -> None:
     assert codes(make(batch={"global_size": 2**62 + 1, "micro_size": 2**40})) == ["batch-does-not-divide"]
 
 
-@pytest.mark.parametrize(("axis", "dist"), [("pp", "sley-pp"), ("sp", "sley-isp"), ("wp", "sley-isp")])
+@pytest.mark.parametrize(("axis", "dist"), [("sp", "sley-isp"), ("wp", "sley-isp")])
 def test_axes_that_need_another_package(make: Make, axis: str, dist: str) -> None:
     (found,) = problems(make(parallel={axis: 2}))
     assert found[0] == "layout-unsupported"

@@ -89,7 +89,7 @@ class _Resolver:
     def components(self, spec: ComponentTable, tables: Mapping[str, Table | None]) -> tuple[Component, ...]:
         """The components of a list of tables; where it is left out, those that the layout needs."""
         if spec.key not in self.tables:
-            default = default_list(spec.key, tables)
+            default = default_list(spec.key, tables, pipelined="pipeline" in self.tables)
             self.written_in.update((spec.key, number, "use") for number in range(len(default)))
             self.written_in.add((spec.key,))
             given: Any = [{"use": name} for name in default]
@@ -220,7 +220,7 @@ class _Resolver:
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
 
 
-def default_list(key: str, tables: Mapping[str, Table | None]) -> tuple[str, ...]:
+def default_list(key: str, tables: Mapping[str, Table | None], *, pipelined: bool) -> tuple[str, ...]:
     """The records of a list that a plan leaves out: a reducer where more than one rank may hold a weight."""
     if key == "metrics":
         return ("core.jsonl",)
@@ -228,7 +228,7 @@ def default_list(key: str, tables: Mapping[str, Table | None]) -> tuple[str, ...
     if key != "gradient_handlers" or not parallel:
         return ()
     reducer = ("core.each",) if parallel.dp == "auto" or parallel.dp * parallel.sp > 1 else ()
-    return (*reducer, "pp.shared_modules") if parallel.pp > 1 else reducer
+    return (*reducer, "pp.shared_modules") if pipelined and parallel.pp > 1 else reducer
 
 
 def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
