@@ -5,13 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
+import torch
 
 from sley_core.assemble import assemble
+from sley_core.comm.groups import Group
 from sley_core.comm.world import World
+from sley_core.engine.book import Entry
+from sley_core.engine.flat import FlatBuffer
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.runs import record
+from sley_dp.narrow import Narrow
+from sley_dp.powersgd import LowRankSums
+from sley_dp.sums import Plain
 
 
 class Late:
@@ -108,6 +115,42 @@ def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, sma
     for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own, late=module), strict=True):
         for before, after in zip(one.gradients, found, strict=True):
             assert_close_gradients(before, after, 1e-12)
+
+
+class Counted:
+    """A collective under way that counts itself out when somebody waits for it."""
+
+    under_way = 0
+
+    def __init__(self, *args, **kwargs):
+        Counted.under_way += 1
+
+    def wait(self):
+        Counted.under_way -= 1
+
+
+@pytest.mark.parametrize(
+    ("module", "sums"),
+    [
+        ("sley_dp.sums", Plain),
+        ("sley_dp.narrow", Narrow),
+        ("sley_dp.powersgd", lambda: LowRankSums(rank=1, error_feedback=True, seed=0)),
+    ],
+)
+def test_forgetting_waits_for_all_that_is_under_way(monkeypatch, module, sums):
+    """Whichever collective of a bucket it is, nothing writes into memory that the next step has in use."""
+    for name in ("all_reduce", "all_to_all", "all_gather"):
+        monkeypatch.setattr(f"{module}.{name}", Counted, raising=False)
+    group = Group("stage", (0, 1), 0, {})
+    under_test = sums()
+    for number in range(5):
+        buffer = FlatBuffer([(8, 8)], torch.float32, torch.device("cpu"))
+        buffer.entries = [Entry(f"entry{number}", (8, 8), [])]
+        under_test.start(buffer, group)
+    assert Counted.under_way >= 2
+    under_test.forget()
+    assert Counted.under_way == 0
+    under_test.finish()
 
 
 def poison(run):
