@@ -213,3 +213,9 @@ def test_env_tells_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyP
         assert f"\n{name} " in result.out
     assert "hidden-from-everyone" not in result.out
     assert json.loads(cli("env", "--format", "json").out)["NCCL_DEBUG"] == "WARN"
+
+
+def test_a_plan_without_stages_has_no_timeline(cli: Cli, plan: Path) -> None:
+    result = cli("show", "plan.toml", "--timeline")
+    assert result.code == 3
+    assert "no-pipeline" in result.err

@@ -34,13 +34,18 @@ def show(
         int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")
     ] = None,
     form: FormatOption = OutputFormat.text,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step instead.")] = False,
 ) -> None:
     """Show the resolved plan with the origin of each value, and who talks to whom."""
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world(world) if world is None else world)
     if rank is not None and rank >= topology.world:
         raise PlanError("layout", f"there is no rank {rank}: the ranks are 0 to {topology.world - 1}")
-    if form is OutputFormat.json:
+    if timeline:
+        from train_cli.timeline import timeline as drawn
+
+        typer.echo("\n".join(drawn(resolved, topology)))
+    elif form is OutputFormat.json:
         typer.echo(json.dumps(_data(resolved, topology, rank), indent=2))
     else:
         typer.echo("\n".join(_text(resolved, topology, rank)))

@@ -1,0 +1,37 @@
+"""The pipeline's step before anything runs: simulated with equal costs, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sley_core.actions.costs import Costs
+from sley_core.actions.draw import draw_text
+from sley_core.actions.lower import lower
+from sley_core.actions.simulate import simulate
+from sley_core.errors import PlanError
+from sley_core.plan.plan import Plan
+from sley_core.topology import Topology
+
+WIDTH = 110
+
+
+def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
+    """The drawing, and each stage's idle share and what it holds at most; every forward costs 1, every backward 2.
+
+    Raises PlanError "no-pipeline" for a plan without one, and what is wrong with its schedule.
+    """
+    if plan.pipeline is None:
+        raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw")
+    schedule = plan.pipeline.build()
+    placement = schedule.placement(topology.pp)
+    micros = plan.num_micros(topology)
+    try:
+        lists = lower(schedule.lists(topology.pp, micros), placement, micros)
+    except PlanError as error:
+        raise plan.located(error) from None
+    simulation = simulate(lists, placement, Costs.even(placement.num_positions))
+    yield f"# {plan.pipeline.name}: {topology.pp} stages, {micros} micro-batches, every F, D and W as long as any other"
+    yield draw_text(simulation.timeline, WIDTH)
+    for stage, held in enumerate(simulation.held):
+        idle = simulation.timeline.idle(stage)
+        yield f"  stage {stage}: idle {idle:.1%}, holds at most {held.pairs} micro-batches of a chunk"

@@ -1,0 +1,77 @@
+"""The drawing of a pipeline's step, from a schedule that no package of ours has."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from sley_core.actions.action import Action, Kind
+from sley_core.actions.schedule import Schedule
+from sley_core.errors import PlanError
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.types import Table
+from sley_core.records import PartitionerRecord, ScheduleRecord
+from train_cli.timeline import timeline
+
+
+class Nothing(Table):
+    """A table without keys."""
+
+
+def all_forward(stages: int, chunks: int, micros: int) -> list[list[Action]]:
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return [[Action(kind, 0, micro) for kind in kinds for micro in range(micros)] for _ in range(stages)]
+
+
+@hookimpl
+def sley_schedules() -> list[ScheduleRecord]:
+    return [ScheduleRecord(name="waves", config=Nothing, build="waves_of_a_test:build", link="waves_of_a_test:Link")]
+
+
+@hookimpl
+def sley_partitioners() -> list[PartitionerRecord]:
+    return [PartitionerRecord(name="even", config=Nothing, build="waves_of_a_test:even")]
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
+    module = ModuleType("waves_of_a_test")
+    module.build = lambda config: Schedule(all_forward)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    hooks = SimpleNamespace(sley_schedules=sley_schedules, sley_partitioners=sley_partitioners)
+    return Loader(plugins={"waves": hooks})
+
+
+def tables(**pipeline: object) -> dict[str, object]:
+    return {
+        "run": {"name": "drawn", "steps": 1},
+        "model": {"use": "core.llama", "num_layers": 2, "hidden": 8, "heads": 2},
+        "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
+        "batch": {"global_size": 3, "micro_size": 1},
+        "optimizer": {"use": "core.adamw", "lr": 1e-3},
+        "gradient_handlers": [],
+        **pipeline,
+    }
+
+
+def test_stages_stand_one_below_the_other(loader: Loader) -> None:
+    pipeline = {
+        "parallel": {"dp": 1, "pp": 2},
+        "pipeline": {"use": "waves.waves"},
+        "partition": {"use": "waves.even"},
+    }
+    plan = plan_from_dict(tables(**pipeline), loader=loader)
+    drawn = "\n".join(timeline(plan, plan.topology(2)))
+    assert "stage 0  F0-F1-F2-" in drawn
+    assert "stage 1: idle" in drawn
+    assert "holds at most 3 micro-batches" in drawn
+
+
+def test_without_a_pipeline_there_is_none(loader: Loader) -> None:
+    plan = plan_from_dict(tables(), loader=loader)
+    with pytest.raises(PlanError, match="no \\[pipeline\\]"):
+        list(timeline(plan, plan.topology(1)))
