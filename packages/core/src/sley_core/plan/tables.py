@@ -119,9 +119,6 @@ class LimitsTable(Table):
     collective_timeout_s: PositiveFloat = 600.0
     """Seconds for any one exchange between ranks."""
 
-    step_timeout_s: PositiveFloat = 600.0
-    """Seconds for one optimizer step."""
-
 
 class ModelConfig(Table):
     """What every model's table has; the config of a model record is a subclass."""
