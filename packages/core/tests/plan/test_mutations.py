@@ -60,7 +60,7 @@ BASES: list[dict[str, Any]] = [
         "optimizer": {"factory": "torch.optim:NAdam", "lr": 0.1, "options": {"eps": 1e-8}},
         "parallel": {"dp": "auto"},
         "evaluation": {"every": 2, "steps": 1},
-        "limits": {"step_timeout_s": 5.0},
+        "limits": {"start_timeout_s": 5.0},
         "scheduler_hooks": [],
     },
 ]
