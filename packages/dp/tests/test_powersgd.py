@@ -157,15 +157,15 @@ def test_what_is_not_given_is_kept(ranks, size):
 
 
 def test_feedback_gives_everything_in_the_end(ranks):
-    """The share still owed falls with the number of steps; without feedback the rest is lost in every one."""
+    """The share still owed falls with the number of steps; without feedback what a step leaves out is lost."""
 
     def owed(feedback, num_steps):
         given, due, _ = ranks(2)(totals, 2, feedback, num_steps)[0]
         return float((given - due).norm() / due.norm())
 
-    assert owed(True, 160) < 0.5 * owed(True, 20)
-    assert owed(False, 160) > 0.8 * owed(False, 20)
-    assert owed(True, 160) < 0.5 * owed(False, 160)
+    early, late, lost = owed(True, 10), owed(True, 60), owed(False, 60)
+    assert late < 0.4 * early
+    assert late < 0.6 * lost
 
 
 def after_zeros(rank, zeros, ones):
@@ -265,10 +265,10 @@ def test_its_tolerance_is_what_the_contract_measures(ranks):
 def test_training_with_feedback_keeps_up(ranks, small, own):
     """At rank 1 of 6, over 60 steps: the loss ends near that of exact sums."""
     changes = {"run__steps": 60, "batch__global_size": 8, "optimizer__lr": 0.1}
-    exact, compressed, without = (
+    exact, compressed = (
         ranks(2)(record, small({"use": "dp.powersgd", "rank": 1} | extra, **changes), 60, folder=own)[0].rows[-1][
             "loss"
         ]
-        for extra in ({"start_step": 60}, {}, {"error_feedback": False})
+        for extra in ({"start_step": 60}, {})
     )
-    assert compressed < 1.1 * exact, (exact, compressed, without)
+    assert compressed < 1.1 * exact, (exact, compressed)

@@ -45,12 +45,12 @@ def test_equal_gradients_sum_exactly(ranks, small, own, batches, size):
 @pytest.mark.parametrize("size", [1, 2])
 def test_updates_below_the_resolution_of_bf16_are_not_lost(ranks, small, own, batches, size):
     """Statement 9: each is less than half a unit in the last place of a weight; their sum arrives through the masters."""
-    tables = small(**BF16, optimizer__lr=2e-5, run__steps=200)
-    (one,) = ranks(1)(record, small(optimizer__lr=2e-5), 1, folder=own, batches=batches((0, 1, 2, 3)))
-    found = ranks(size)(record, tables, 200, folder=own, batches=batches((0, 1, 2, 3)) * 200)
+    tables = small(**BF16, optimizer__lr=3e-5, run__steps=100)
+    (one,) = ranks(1)(record, small(optimizer__lr=3e-5), 1, folder=own, batches=batches((0, 1, 2, 3)))
+    found = ranks(size)(record, tables, 100, folder=own, batches=batches((0, 1, 2, 3)) * 100)
     for rank in found:
         first, last = (weights["layer0.weight"].float() for weights in (rank.first, rank.weights))
-        update = 2e-5 * one.gradients[0]["layer0.weight"].abs()
+        update = 3e-5 * one.gradients[0]["layer0.weight"].abs()
         assert (update < first.abs() * 2**-10).any(), "plain bf16 weights would not move at all here"
         moved = (first != last) & (update < first.abs() * 2**-10)
         assert moved.sum() > moved.numel() / 4
