@@ -139,7 +139,7 @@ def sley_partitioners() -> Iterable[records.PartitionerRecord]:  # type: ignore[
 def sley_schedules() -> Iterable[records.ScheduleRecord]:  # type: ignore[empty-body]
     """Pipeline schedules: pure functions that make one list of actions per rank.
 
-    `build(config) -> schedule(stages, chunks, micros)`.
+    `build(config) -> Schedule: a generator of lists, and how chunks are dealt`.
 
     Called: when the plan is resolved
     Ranks: all

@@ -41,17 +41,14 @@ class Record:
         return getattr(import_module(module), attribute)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelRecord(Record):
     """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, made on meta."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
     """`build(config, context: DataContext) -> Dataset` (see `sley_core.data.dataset`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossRecord(Record):
     """`build(config) -> Loss` (see `protocols.Loss`)."""
 
@@ -66,19 +63,17 @@ class OptimizerRecord(Record):
     scope: Scope = "elementwise"
 
 
-@dataclass(frozen=True, kw_only=True)
 class LRScheduleRecord(Record):
     """`build(config, num_steps) -> Callable[[int], float]`: the factor on every group's `lr` at step 0, 1, ..."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartitionerRecord(Record):
     """`build(config) -> (costs, num_chunks) -> boundaries`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecord(Record):
-    """`build(config) -> (stages, chunks, micros) -> one list of actions per rank`; `link` is the stage link's `build`."""
+    """`build(config) -> Schedule` (see `sley_core.actions.schedule`); `link` is the stage link's `build`, without a config."""
 
     link: str
 
@@ -110,37 +105,30 @@ class GradientHandlerRecord(Record):
         return 0.0 if self.exact else self.tolerance
 
 
-@dataclass(frozen=True, kw_only=True)
 class SchedulerHookRecord(Record):
     """`build(config, run) -> SchedulerHook`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WeightCommunicatorRecord(Record):
     """`build(config) -> WeightCommunicator`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SequenceAttentionRecord(Record):
     """`build(config, group) -> attention module wrapper`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemoryPoolRecord(Record):
     """`build(config) -> MemoryPool`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class OffloadManagerRecord(Record):
     """`build(config) -> OffloadManager`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ActivationPolicyRecord(Record):
     """`build(config, layer_names) -> ActivationPolicy`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MetricsWriterRecord(Record):
     """`build(config, folder: Path) -> MetricsWriter`, on rank 0 only."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 
@@ -34,6 +34,7 @@ class World(AbstractContextManager["World"]):
     size: int
     device: Device
     owns_default_group: bool = False
+    made: list[Groups] = field(default_factory=list, repr=False)
 
     @classmethod
     def alone(cls, device: str = "auto") -> World:
@@ -83,20 +84,31 @@ class World(AbstractContextManager["World"]):
     def groups(self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = ()) -> Groups:
         """This rank's communicators, those of `extra` after the topology's; a collective over the world."""
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
-        return make_groups(
+        groups = make_groups(
             topology, self.rank, backend=self.device.backend, timeout=timedelta(seconds=timeout_s), extra=extra
         )
+        self.made.append(groups)
+        return groups
 
     def close(self) -> None:
-        """Leaves the default group and with it every group made from it."""
-        if self.owns_default_group and dist.is_initialized():
-            dist.destroy_process_group()
-            self.owns_default_group = False
+        """Leaves the default group and every group made from it, and waits for their threads to end."""
+        for groups in self.made:
+            groups.close()
+        self.made.clear()
+        self._leave()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self._leave()  # after a failure nothing is waited for: peers may wait for this rank in turn
+
+    def _leave(self) -> None:
+        if self.owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self.owns_default_group = False
 
 
 def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sley_core.actions.lower import lower
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.plan.check_handlers import check_handlers
 from sley_core.plan.document import by_place
@@ -58,6 +57,9 @@ def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     """What is wrong with the pipeline's lists for this many stages and micro-batches."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
+    # Imported where there is a schedule: a plan without one is checked sooner.
+    from sley_core.actions.lower import lower
+
     micros = plan.num_micros(topology)
     try:
         schedule = plan.pipeline.build()
