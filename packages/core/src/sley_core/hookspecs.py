@@ -167,8 +167,11 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
     Example:
         @hookimpl
         def sley_gradient_handlers():
-            return [GradientHandlerRecord(name="topk", config=TopKConfig, build="my_plugin.topk:TopK",
-                role="reducer", exact=False, tolerance=0.1)]
+            return [
+                GradientHandlerRecord(
+                    name="topk", config=TopKConfig, build="my_plugin.topk:TopK", role="reducer", exact=False, tolerance=0.1
+                )
+            ]
     """
 
 
