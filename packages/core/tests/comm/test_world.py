@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from sley_core.comm.collectives import all_reduce
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.topology import Topology
@@ -108,6 +111,54 @@ def test_a_group_whose_member_is_gone_is_an_error_in_time(ranks, tmp_path):
     seconds, _, message = path.read_text().partition(" ")
     assert message.startswith("error[group-failed]: the group control[0,1] could not be made on rank 0: ")
     assert float(seconds) < 5
+
+
+def gloo_threads():
+    """The threads of this process that gloo has started."""
+    names = (task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
+    return [name for name in map(str.strip, names) if "gloo" in name]
+
+
+def threads_before_and_after():
+    with World.join("cpu", timeout_s=20) as world:
+        groups = world.groups(Topology.of(2), 20)
+        all_reduce(torch.ones(3), groups["dp"], what="the test").wait()
+        before = gloo_threads()
+    return before, gloo_threads(), groups["dp"].lanes
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
+def test_no_thread_of_a_communicator_outlives_its_world(ranks):
+    """One that did could free a tensor in an interpreter that is ending, which aborts the process."""
+    for before, after, lanes in ranks(2, init=False)(threads_before_and_after):
+        assert len(before) >= 2
+        assert after == []
+        assert lanes == {}
+
+
+def leave_with_an_error(path):
+    """Rank 0 fails while a sum is under way to which rank 1 never comes."""
+    began = 0.0
+    try:
+        with World.join("cpu", timeout_s=20) as world:
+            groups = world.groups(Topology.of(2), 20)
+            if world.rank == 1:
+                time.sleep(3)
+                os._exit(0)
+            pending = all_reduce(torch.ones(3), groups["dp"], what="the test")
+            began = time.monotonic()
+            raise ValueError("as asked")
+    except ValueError:
+        path.write_text(str(time.monotonic() - began))
+        del pending
+    os._exit(0)
+
+
+def test_a_rank_that_fails_waits_for_nobody(ranks, tmp_path):
+    path = tmp_path / "seconds"
+    with pytest.raises(Exception, match="exit code 0 before it returned"):
+        ranks(2, init=False)(leave_with_an_error, path)
+    assert float(path.read_text()) < 1
 
 
 def test_a_topology_of_another_size_is_our_fault():
