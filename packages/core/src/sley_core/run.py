@@ -91,7 +91,7 @@ class Run(AbstractContextManager["Run"]):
         self.writers: Sequence[MetricsWriter] = ()
         self.profiler: StepProfiler | None = None
         self.check_batch: Callable[[HostBatch], None] = lambda batch: None
-        self.check_first_step: Callable[[], None] = lambda: None
+        self.check_first_step: Callable[[], None] = _nothing
         self.was_stopped = False
         self._stop_asked = False
         self._clock = 0.0
@@ -203,9 +203,11 @@ class Run(AbstractContextManager["Run"]):
         number = self.num_steps_done + 1
         if self.profiler is not None:
             self.profiler.before_step(number)
-        totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
+        with self.world.device.random_state_kept():
+            totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
         if self.num_steps_done == 0:
             self.check_first_step()
+            self.check_first_step = _nothing
         if self.profiler is not None:
             self.profiler.after_step(number)
         self.num_steps_done = number
@@ -240,3 +242,7 @@ class Run(AbstractContextManager["Run"]):
         if self.evaluation is None or self.plan.evaluation is None:
             return False
         return launched.number % self.plan.evaluation.every == 0 or launched.number == self.plan.run.steps
+
+
+def _nothing() -> None:
+    """What a first step's check is after the first step: its copies of buffers are free."""

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +79,19 @@ class Device:
         torch.default_generator.manual_seed(seed)
         if self.type == "cuda":
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
+
+    @contextmanager
+    def random_state_kept(self) -> Iterator[None]:
+        """After the block the generators that `seed` seeds are as before: a program's own draws go on unchanged."""
+        generators = [torch.default_generator]
+        if self.type == "cuda":
+            generators.append(torch.cuda.default_generators[self.torch_device.index])
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     def move(self, tensor: Tensor) -> Tensor:
         """`tensor` on this device, without waiting for the copy: host memory is pinned on the way to CUDA."""

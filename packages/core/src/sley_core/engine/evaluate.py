@@ -47,14 +47,17 @@ class Evaluation:
 
     def __call__(self) -> float:
         """The mean loss over all held-out samples seen; a collective over all ranks."""
-        training = [module.training for module in self.modules]
+        every = [part for module in self.modules for part in module.modules()]
+        training = [part.training for part in every]
         for module in self.modules:
             module.eval()
         try:
-            return self._measure()
+            with self.device.random_state_kept():
+                return self._measure()
         finally:
-            for module, was in zip(self.modules, training, strict=True):
-                module.train(was)
+            # Each part as it was: a program may hold single ones in evaluation mode.
+            for part, was in zip(every, training, strict=True):
+                part.training = was
 
     def _measure(self) -> float:
         self.feed.restore({"samples": 0})
