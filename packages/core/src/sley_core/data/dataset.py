@@ -65,6 +65,8 @@ class DataContext:
 class Dataset(Protocol):
     """Samples by index: any index in [0, len) at any time, and from a thread that is not the main one.
 
+    Randomness comes from a generator of its own, best seeded by the index: torch's default one belongs to the forward,
+    which runs at the same time.
     It may also have `collate(samples) -> batch`; without it samples are stacked along each field's `batch_dim`.
     """
 

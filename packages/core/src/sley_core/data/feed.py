@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
+
+import torch
 
 from sley_core.data.collate import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
 from sley_core.data.order import Order
 from sley_core.data.prefetch import Prefetch
 from sley_core.data.walk import stream_state, walk
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, RunError
 
 CLOSE_TIMEOUT_S = 30.0
 """How long `close` waits at most: a run that ends must not wait as long as one that goes on."""
@@ -129,10 +132,13 @@ class Feed:
         def order(epoch: int) -> Order:
             return Order(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
+        is_first = True
         while True:
             places = (divmod(done + row, num_samples) for row in self._rows)
             indices = tuple(order(epoch)[place] for epoch, place in places)
-            samples = [_read(dataset, index) for index in indices]
+            with _must_not_draw() if is_first else nullcontext():
+                samples = [_read(dataset, index) for index in indices]
+            is_first = False
             done += self._batch_size
             yield _Item(collate(samples), indices, {"samples": done})
 
@@ -155,3 +161,20 @@ def _read(dataset: Dataset, index: int) -> Sample:
     except Exception as error:
         error.add_note(f"while reading sample {index} of the data set")
         raise
+
+
+@contextmanager
+def _must_not_draw() -> Iterator[None]:
+    """RunError "data-random" if the block draws from torch's default generator.
+
+    A forward seeds that generator, layer by layer, while this thread reads ahead: draws of one would become draws of the
+    other, and a layer that runs again would not drop what it dropped before. While the first batch is read nothing runs.
+    """
+    before = torch.default_generator.get_state()
+    yield
+    if not torch.equal(before, torch.default_generator.get_state()):
+        raise RunError(
+            "data-random",
+            "reading a sample draws from torch's default generator, which a forward uses at the same time",
+            hint="draw from one of its own, `torch.Generator().manual_seed(index)`, or from `random` or numpy",
+        )
