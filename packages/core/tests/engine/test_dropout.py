@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from sley_core.errors import RunError
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 DROPOUT = {"factory": "own_models:plain", "options": {"dropout": 0.5}}
@@ -87,3 +88,29 @@ def test_an_evaluation_drops_nothing_and_shifts_nothing(alone, small):
             layer.module.masks.clear()
             assert layer.module.training
         assert watched.step()["loss"] == run.step()["loss"]
+
+
+def test_a_dataset_that_draws_from_the_generator_of_the_forward_is_refused(alone, tables):
+    """It reads ahead while a forward runs: masks would differ from run to run, and between a forward and its repetition."""
+    with alone(tables(data={"factory": "own_data:Drawing"})) as run, pytest.raises(RunError) as caught:
+        run.train()
+    assert caught.value.diagnostics[0].code == "data-random"
+
+
+def test_a_dataset_may_draw_from_a_generator_of_its_own(ranks, own, tables):
+    plan = tables(data={"factory": "own_data:OwnGenerator"})
+    reference = record(plan, 3, folder=own)
+    assert_parity(reference, ranks(2)(record, plan, 3, folder=own), "fp64")
+    assert reference.rows[0]["loss"] != record(tables(), 1, folder=own).rows[0]["loss"]
+
+
+@pytest.mark.parametrize("what", ["step", "train", "evaluate"])
+def test_a_programs_own_draws_go_on_as_if_nothing_had_run(alone, tables, what):
+    """Else ranks that draw one global batch each from one seed would draw different ones after their first step."""
+    with alone(tables(evaluation={"every": 2, "steps": 1})) as run:
+        torch.manual_seed(11)
+        wanted = torch.rand(6)
+        torch.manual_seed(11)
+        first = torch.rand(2)
+        getattr(run, what)()
+        assert torch.equal(torch.cat([first, torch.rand(4)]), wanted)
