@@ -114,6 +114,18 @@ def test_a_module_that_cannot_be_initialised_is_refused_with_its_name(alone, sma
     assert "(Scale) has no reset_parameters()" in diagnostic.message
 
 
+@pytest.mark.parametrize("how", ["detached", "frozen"])
+def test_a_loss_that_no_gradient_can_leave_is_refused(alone, small, how):
+    with alone(small(model={"factory": "own_models:plain"})) as run:
+        if how == "detached":
+            run.layers[-1].module.register_forward_hook(lambda _, args, output: output.detach())
+        else:
+            for entry in run.book:
+                entry.parameter.requires_grad_(False)
+        with pytest.raises(RunError, match="depends on no parameter that is trained"):
+            run.step()
+
+
 def told(tables, folder):
     """What rank 1's impossible token does to both ranks."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
+from sley_core.errors import RunError
 
 
 @dataclass
@@ -32,8 +33,17 @@ class Held:
     loss: Tensor | None = None
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Runs this chunk's backward from `gradients` of its outputs; returns those of its inputs, zeros where none came."""
+        """Runs this chunk's backward from `gradients` of its outputs; returns those of its inputs, zeros where none came.
+
+        Raises RunError `no-gradient` for a loss that no gradient could leave.
+        """
         if self.loss is not None:
+            if not self.loss.requires_grad:
+                raise RunError(
+                    "no-gradient",
+                    "the loss of a micro-batch depends on no parameter that is trained",
+                    hint="a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen",
+                )
             torch.autograd.backward(self.loss, gradients[0])
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
