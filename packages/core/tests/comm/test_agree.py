@@ -18,6 +18,7 @@ from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.types import Table
 from sley_core.records import ActivationPolicyRecord
+from sley_core.testing.contract import Data
 from sley_core.topology import Topology
 
 PLAN = {
@@ -62,6 +63,17 @@ def test_a_rank_with_another_plan_is_named_everywhere(ranks, changes):
     found = ranks(3)(refused, PLAN, PLAN | changes)
     digests = [plan_from_dict(tables).digest for tables in (PLAN | changes, PLAN)]
     assert found == [("ranks-disagree", "rank 1 has the plan {}, rank 0 has {}".format(*digests))] * 3
+
+
+class MoreOnRank1(Data):
+    def __len__(self):
+        return 65 if os.environ["RANK"] == "1" else 64
+
+
+def test_a_rank_with_other_data_is_named_everywhere(ranks):
+    data = {"factory": f"{__name__}:MoreOnRank1"}
+    found = ranks(3)(refused, PLAN | {"data": data}, PLAN | {"data": data})
+    assert found == [("ranks-disagree", "rank 1 has samples per epoch: 65, rank 0 has 64")] * 3
 
 
 def with_version(tables):
