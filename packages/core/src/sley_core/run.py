@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -163,15 +163,13 @@ class Run(AbstractContextManager["Run"]):
         }
 
     def close(self) -> None:
-        """Ends threads, files and hooks; the world stays for whoever joined it."""
-        for feed in (self.feed, self.evaluation.feed if self.evaluation else None):
-            if feed is not None:
-                feed.close()
-        if self.profiler is not None:
-            self.profiler.close()
-        self.stepper.close()
-        for writer in self.writers:
-            writer.close()
+        """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it."""
+        feeds = (self.feed, self.evaluation.feed if self.evaluation else None)
+        parts = [*self.writers, self.stepper, self.profiler, *feeds]
+        with ExitStack() as stack:  # the last first
+            for part in parts:
+                if part is not None:
+                    stack.callback(part.close)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

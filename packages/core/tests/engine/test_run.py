@@ -174,3 +174,23 @@ def test_a_loss_that_is_nan_on_one_rank_stops_all_in_the_same_step(ranks, own, s
     steps, message = found[0]
     assert steps == 2
     assert message.startswith("error[not-finite]: step 2: loss nan, gradient norm nan")
+
+
+def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
+    run = assemble(plan_from_dict(small(), own), World.alone("cpu"), folder=tmp_path)
+    run.step()
+    closed = []
+
+    def fail():
+        closed.append("feed")
+        raise OSError("as asked")
+
+    end = run.feed.close
+    run.feed.close = fail
+    (writer,) = run.writers
+    writer.close = lambda close=writer.close: (close(), closed.append("writer"))
+    with pytest.raises(OSError, match="as asked"):
+        run.close()
+    end()
+    assert closed == ["feed", "writer"]
+    assert not any(entry.parameter._post_accumulate_grad_hooks for entry in run.book)
