@@ -12,18 +12,26 @@ from sley_core.actions.lower import lower
 from sley_core.actions.placement import Placement
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.step_state import StepState
-from sley_core.engine.store import GradientStore
+from sley_core.engine.store import GradientStore, Planner, by_reduce_group, loose
 from sley_core.model.layers import Layer
+
+
+@pytest.fixture(autouse=True, params=[by_reduce_group, loose], ids=["buffers", "loose"])
+def planner(request, monkeypatch):
+    """Everything holds whether gradients lie in buffers or, where nobody reduces, where autograd made them."""
+    monkeypatch.setattr(Harness, "planner", staticmethod(request.param))
 
 
 class Harness:
     """A store over some layers in one chunk, and the calls that an executor would make."""
 
+    planner: Planner = staticmethod(by_reduce_group)
+
     def __init__(self, *modules: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         self.layers = [Layer(f"l{at}", module) for at, module in enumerate(modules)]
         self.state = StepState()
         self.book = ParameterBook([self.layers])
-        self.store = GradientStore(self.book, dtype, torch.device("cpu"), self.state)
+        self.store = GradientStore(self.book, dtype, torch.device("cpu"), self.state, self.planner)
         self.ready: list[str] = []
         self.during: list[bool] = []
         self.store.on_ready.append(self._note)
@@ -178,7 +186,8 @@ def test_all_frozen_is_an_empty_store():
     assert harness.store.entries == []
 
 
-def test_contributions_from_code_and_from_autograd_add_up():
+@pytest.mark.parametrize("num_micros", [1, 3])
+def test_contributions_from_code_and_from_autograd_add_up(num_micros):
     a = nn.Linear(4, 2, bias=False)
     harness = Harness(a)
     extra = torch.full((2, 4), 3.0)
@@ -188,10 +197,11 @@ def test_contributions_from_code_and_from_autograd_add_up():
         harness.store.add(harness.book["l0.weight"], extra)
         return a(x).square().sum()
 
-    wanted = reference([a], [lambda: a(x).square().sum()])[0] + extra
+    wanted = num_micros * (reference([a], [lambda: a(x).square().sum()])[0] + extra)
     for _ in range(2):
-        found = harness.step([loss])
+        found = harness.step([loss] * num_micros)
         torch.testing.assert_close(found["l0.weight"], wanted)
+    assert extra.eq(3).all(), "what is given stays the giver's"
 
 
 def test_a_contribution_after_ready_is_our_fault_and_says_whose():

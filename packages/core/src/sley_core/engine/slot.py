@@ -56,6 +56,10 @@ class Slot:
         else:
             self.view.copy_(gradient)
 
+    def adopt(self, gradient: Tensor) -> None:
+        """As `take`, of a tensor that nobody else will use."""
+        self.take(gradient)
+
     def take_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, without a tensor in between where all have one dtype."""
         if left.dtype != self.view.dtype:
@@ -90,6 +94,9 @@ class LooseSlot(Slot):
         self.view = self.nothing
 
     def take(self, gradient: Tensor) -> None:
+        self.adopt(gradient if self.contributions else gradient.clone())
+
+    def adopt(self, gradient: Tensor) -> None:
         if self.contributions:
             self.view.add_(gradient)
         else:
@@ -99,7 +106,7 @@ class LooseSlot(Slot):
         if self.contributions and left.dtype == self.dtype:
             self.view.addmm_(left.t(), right)
         else:
-            self.take(left.t() @ right)
+            self.adopt(left.t() @ right)
 
     def complete(self) -> None:
         if not self.contributions:

@@ -24,6 +24,7 @@ from torch import Tensor
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.slot import GradientBuffer, LooseSlot, Slot
 from sley_core.engine.step_state import StepState
+from sley_core.errors import RunError
 
 Ready = Callable[[Entry], None]
 
@@ -192,14 +193,20 @@ class GradientStore:
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
         """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself.
 
-        It fires without a gradient where all of it went through `add_product`.
+        It fires without a gradient where all of it went through `add_product`. Raises RunError `sparse-gradient`.
         """
         gradient = parameter.grad
         if gradient is None:
             assert not slot.keeps, f"{slot.entry.name}: the hook fired without a gradient"
             return
         if gradient is not slot.view:
-            slot.take(gradient)
+            if gradient.is_sparse:
+                raise RunError(
+                    "sparse-gradient",
+                    f"the gradient of the parameter {slot.entry.name!r} is sparse, which no reducer and no norm takes",
+                    hint="make its module with `sparse=False`",
+                )
+            slot.adopt(gradient)
             if gradient is not slot.view or not slot.keeps:
                 parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
         self._contributed(slot)
