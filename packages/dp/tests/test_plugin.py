@@ -86,6 +86,14 @@ def test_a_compression_that_would_never_begin_is_refused(small):
     assert check_plan(plan_from_dict(small({"use": "dp.powersgd", "start_step": 8})), 2) == []
 
 
+def test_what_is_given_later_has_no_loss_scale(small):
+    """A compression's memory holds gradients as they came: of another scale, or infinite."""
+    plan = plan_from_dict(small({"use": "dp.powersgd"}) | {"precision": {"compute": "fp16"}})
+    assert [one.code for one in check_plan(plan, 2)] == ["handler-precision"]
+    plan = plan_from_dict(small({"use": "dp.bucketed"}) | {"precision": {"compute": "fp16"}})
+    assert check_plan(plan, 2) == []
+
+
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_every_rank_of_a_large_world_assembles_without_memory(handler):
     """Nothing is reduced or broadcast there, and the buckets are the same on all ranks."""

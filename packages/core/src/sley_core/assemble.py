@@ -28,6 +28,7 @@ from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
+from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.stage import Stage, stage_of, tie_groups
@@ -175,6 +176,7 @@ def _update(plan: Plan, run: Run) -> Update:
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
     )
 
+        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
 
 def _dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
     """The type of the working weights, and that of what the optimizer steps: fp32 at least."""

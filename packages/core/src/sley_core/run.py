@@ -216,7 +216,7 @@ class Run(AbstractContextManager["Run"]):
         result = launched.totals.read()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        if not result.is_finite:
+        if not result.is_finite and not result.skipped:
             raise RunError(
                 "not-finite",
                 f"step {launched.number}: loss {result.loss}, gradient norm {result.grad_norm}",
@@ -232,6 +232,8 @@ class Run(AbstractContextManager["Run"]):
         for writer in self.writers:
             writer.write(row)
         for listener in self.listeners:
+        if result.loss_scale is not None:
+            row |= {"loss_scale": result.loss_scale, "skipped": int(result.skipped)}
             listener(row)
         self._notify("sley_step_finished", run=self, row=row)
         return row

@@ -80,10 +80,10 @@ def test_a_layout_is_placed_at_the_axis_that_does_not_fit(text: str, lines: str,
 
 
 def test_problems_are_placed_and_sorted(text: str, loader: Loader) -> None:
-    text = text.replace("dp = 2", "dp = 3").replace("[batch]", '[precision]\ncompute = "fp16"\n\n[batch]')
+    text = text.replace("dp = 2", "dp = 3").replace("[batch]", '[precision]\ngradients = "bf16"\n\n[batch]')
     plan = plan_from_text(text, loader=loader)
     assert [(one.code, str(one.place), one.source_line) for one in check_plan(plan, 3)] == [
-        ("precision-unsupported", "plan.toml:19:11", 'compute = "fp16"'),
+        ("precision-unsupported", "plan.toml:19:13", 'gradients = "bf16"'),
         ("batch-does-not-divide", "plan.toml:22:15", "global_size = 8"),
     ]
     with pytest.raises(PlanError) as caught:
@@ -139,12 +139,26 @@ def test_axes_that_need_another_package(make: Make, axis: str, dist: str) -> Non
         ({"compute": "bf16"}, True),
         ({"compute": "fp32", "gradients": "fp64"}, False),
         ({"compute": "fp64", "gradients": "fp32"}, False),
-        ({"compute": "fp16"}, False),
+        ({"compute": "fp16"}, True),
+        ({"compute": "fp16", "gradients": "fp64"}, False),
         ({"compute": "fp32", "gradients": "bf16"}, False),
     ],
 )
 def test_precision(make: Make, precision: Any, supported: bool) -> None:
     assert set(codes(make(precision=precision))) == (set() if supported else {"precision-unsupported"})
+
+
+def test_a_loss_scale_is_for_fp16_alone(make: Make) -> None:
+    assert problems(make(precision={"loss_scale": {}})) == [
+        ("loss-scale-unused", "only fp16 has a loss scale, and this plan computes in fp32", "leave `loss_scale` out")
+    ]
+    for scale in ({"init_scale": 8.0, "min_scale": 16.0}, {"min_scale": 65537.0}):
+        assert codes(make(precision={"compute": "fp16", "loss_scale": scale})) == ["loss-scale-range"]
+    plan = make(precision={"compute": "fp16", "loss_scale": {"growth_interval": 100}})
+    assert codes(plan) == []
+    assert plan.tables["precision"]["loss_scale"]["init_scale"] == 65536.0, "the resolved plan says how it moves"
+    assert plan_from_text(plan.to_toml()).precision == plan.precision
+    assert "loss_scale" not in make().to_toml()
 
 
 def test_ranges_beyond_the_run(make: Make) -> None:

@@ -43,3 +43,7 @@ def sley_check_plan(plan: Plan) -> Iterable[Problem]:
             message = f"the run has {plan.run.steps} steps, so nothing would be compressed"
             hint = f"use start_step = {plan.run.steps} or less, or `dp.bucketed`"
             yield Problem(("gradient_handlers", number, "start_step"), message, hint, "beyond-the-run")
+        if isinstance(handler.config, PowerSGDConfig) and plan.precision.compute == "fp16":
+            message = "`dp.powersgd` gives later what it left out, and fp16's scale and skipped steps would spoil that"
+            hint = 'use compute = "bf16", or `dp.bucketed`'
+            yield Problem(("gradient_handlers", number, "use"), message, hint, "handler-precision")

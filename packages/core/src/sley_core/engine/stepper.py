@@ -76,7 +76,8 @@ class Stepper:
         if not self.executor.has_loss:
             return None
         # The last stage's ranks hold all samples of the global batch between them.
-        return BatchWeight(self.executor.loss.weight(batch), self.groups["stage"], self.device)
+        scale = self.update.scale.value if self.update.scale else 1.0
+        return BatchWeight(self.executor.loss.weight(batch), self.groups["stage"], self.device, scale)
 
     def close(self) -> None:
         for handler in reversed(self.handlers):

@@ -16,22 +16,30 @@ class Totals:
     """Float64 scalars on the device, equal on all ranks.
 
     loss: the sum over the global batch. weight: by which it is divided. stops: how many ranks ask to stop.
+    loss_scale: of this step, and overflows: how many ranks found a gradient that is not finite; only in fp16.
     """
 
     loss: Tensor
     weight: Tensor
     grad_norm: Tensor
     stops: Tensor
+    loss_scale: float | None = None
+    overflows: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch."""
+    """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch.
+
+    skipped: nobody's weights moved, because some rank's gradients overflowed in fp16.
+    """
 
     loss: float
     grad_norm: float
     weight: float
     wants_stop: bool
+    loss_scale: float | None = None
+    skipped: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -42,7 +50,9 @@ class PendingTotals:
     """Totals on their way to the host; `read` waits for them, and only for them."""
 
     def __init__(self, totals: Totals, device: Device) -> None:
-        values = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight])
+        overflows = [] if totals.overflows is None else [totals.overflows]
+        values = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight, *overflows])
+        self._loss_scale = totals.loss_scale
         self._event: torch.cuda.Event | None = None
         if device.is_async:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -55,5 +65,6 @@ class PendingTotals:
     def read(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, stops, weight = self._values.tolist()
-        return StepResult(loss / weight if weight else 0.0, grad_norm, weight, stops > 0)
+        loss, grad_norm, stops, weight, *overflows = self._values.tolist()
+        mean = loss / weight if weight else 0.0
+        return StepResult(mean, grad_norm, weight, stops > 0, self._loss_scale, any(overflows))

@@ -1,13 +1,15 @@
-"""The end of a step, after every gradient is reduced: norm, clip, learning rate, optimizer step.
+"""The end of a step, after every gradient is reduced: unscale and vote, norm, clip, learning rate, optimizer step.
 
 The norm counts what each rank owns once: a gradient that `copies` ranks hold adds 1/copies on each of them, so one sum over
-all ranks is the norm of the whole model in every layout. On CUDA nothing here waits for the device.
+all ranks is the norm of the whole model in every layout. On CUDA nothing here waits for the device, but for fp16's vote:
+whether a step is taken decides what the host does next.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.utils import get_total_norm
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
+from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
 from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import Totals
@@ -31,7 +34,7 @@ class Update:
 
     parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's factor
     at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for the
-    largest element.
+    largest element. scale: the loss scale that gradients come with, in fp16.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Update:
         *,
         clip_norm: float | None,
         norm_kind: float,
+        scale: LossScale | None = None,
     ) -> None:
         self.store = store
         self.masters = masters
@@ -56,6 +60,7 @@ class Update:
         self.device = device
         self.clip_norm = clip_norm
         self.norm_kind = norm_kind
+        self.scale = scale
         self._factor = 1.0
         self._layout = store.num_layouts
 
@@ -65,15 +70,18 @@ class Update:
         return float(self.optimizer.defaults["lr"]) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
-        """Clips and steps.
+        """Clips and steps, or leaves weights, states and the learning rate's count as they are, on all ranks alike.
 
         loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; 0 for both
-        where the model does not end.
+        where the model does not end. The learning rate counts the steps that were taken.
         """
+        num_skipped = self.scale.num_skipped if self.scale else 0
+        self._factor = self.factor(step - num_skipped)
         totals = self._totals(loss, weight, stop)
+        if self.scale is not None and self._overflowed(step, totals, self.scale):
+            return totals
         if self.clip_norm is not None:
             self._clip(totals.grad_norm, self.clip_norm)
-        self._factor = self.factor(step)
         scale_learning_rate(self.optimizer, self._factor)
         self._follow()
         self.masters.take_gradients(self.store)
@@ -94,16 +102,34 @@ class Update:
     def _totals(self, loss: Tensor, weight: float, stop: bool) -> Totals:
         """Norm, loss and votes in one all-reduce over all ranks (two for the inf-norm), once per step."""
         everyone = self.groups["all"]
+        overflow = [self._unscale(1 / self.scale.value)] if self.scale else []
         norm = self._local_norm()
         host = torch.tensor([weight, float(stop)], dtype=torch.float64)
-        scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host)])
+        scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow])
         if math.isinf(self.norm_kind):
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
         if not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
-        return Totals(scalars[0], scalars[2], norm, scalars[3])
+        totals = Totals(scalars[0], scalars[2], norm, scalars[3])
+        return replace(totals, loss_scale=self.scale.value, overflows=scalars[4]) if self.scale else totals
+
+    def _unscale(self, factor: float) -> Tensor:
+        """Multiplies every gradient by `factor`; returns float64 [1]: 1 where one of this rank's was not finite, else 0."""
+        found = torch.zeros(1, device=self.device.torch_device)
+        inverse = torch.full((1,), factor, device=self.device.torch_device)
+        for tensors, _, _ in self.store.pieces():
+            # One pass for both, as in torch.amp.GradScaler, whose kernel it is.
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
+        return found.double()
+
+    def _overflowed(self, step: int, totals: Totals, scale: LossScale) -> bool:
+        """Reads the vote, the same on every rank, and moves the scale. Waits for the device."""
+        assert totals.overflows is not None, "a scale without a vote"
+        overflowed = bool(totals.overflows)
+        scale.update(step, overflowed=overflowed)
+        return overflowed
 
     def _local_norm(self) -> Tensor:
         """This rank's share: sum of |g|^p over what it owns, or the largest |g|; a float64 scalar, 0 without gradients."""

@@ -16,11 +16,12 @@ from sley_core.comm.groups import Group
 class BatchWeight:
     """The sum of `local` over `group`, the ranks of one stage; its all-reduce runs beside the first forward.
 
-    local: this rank's samples' share.
+    local: this rank's samples' share. scale: by which every gradient is multiplied until the step ends (fp16).
     """
 
-    def __init__(self, local: float, group: Group, device: Device) -> None:
+    def __init__(self, local: float, group: Group, device: Device, scale: float = 1.0) -> None:
         self.local = local
+        self.scale = scale
         self._total = torch.full((), local, dtype=torch.float64, device=device.torch_device)
         # The stage's ranks: one scalar per step and evaluation, the first collective of each.
         self._pending = all_reduce(self._total, group, what="the loss weight of the batch")
@@ -33,8 +34,8 @@ class BatchWeight:
         return self._total
 
     def inverse(self, like: Tensor) -> Tensor:
-        """One over the weight, in the dtype of the loss `like`; 0 where nothing in the batch counts."""
+        """The scale over the weight, in the dtype of the loss `like`; 0 where nothing in the batch counts."""
         if self._inverse is None:
             total = self.total
-            self._inverse = torch.where(total > 0, 1 / total, 0.0).to(like.dtype)
+            self._inverse = torch.where(total > 0, self.scale / total, 0.0).to(like.dtype)
         return self._inverse

@@ -15,8 +15,8 @@ from sley_core.topology import Topology
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
-ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp64": "fp64"}
-"""What this core computes in, and what it accumulates gradients in then; the plan's format knows more."""
+ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": "fp64"}
+"""What a plan can compute in, and what gradients are accumulated in then; the plan's format knows more."""
 
 AXES = {
     "sp": ("splitting sequences needs a [sequence] table", "sley-isp"),
@@ -28,9 +28,9 @@ AXES = {
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     """All problems of `plan` with `world` ranks, sorted by place; empty if it can run.
 
-    Codes: "layout", "layout-unsupported", "batch-does-not-divide", "precision-unsupported", "beyond-the-run",
-    "optimizer-layout", those of `check_handlers`, and those of the plugins' `sley_check_plan`, which are asked only where
-    the sizes fit. Raises PluginError if one of these hooks fails.
+    Codes: "layout", "layout-unsupported", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused",
+    "loss-scale-range", "beyond-the-run", "optimizer-layout", those of `check_handlers`, and those of the plugins'
+    `sley_check_plan`, which are asked only where the sizes fit. Raises PluginError if one of these hooks fails.
     """
     problems = [*_precision(plan), *_unsupported_axes(plan), *_beyond(plan), *_pipeline_is_there(plan)]
     found: list[Diagnostic] = []
@@ -78,20 +78,31 @@ def _unsupported_axes(plan: Plan) -> Iterator[Problem]:
 
 def _precision(plan: Plan) -> Iterator[Problem]:
     compute, gradients = plan.precision.compute, plan.precision.gradients
-    if compute not in ACCUMULATION:
-        message = f'`precision.compute` = "{compute}" is not supported by this core yet'
-        yield Problem(("precision", "compute"), message, 'use "bf16"', "precision-unsupported")
-    elif gradients != ACCUMULATION[compute]:
+    if gradients != ACCUMULATION[compute]:
         message = (
             f"gradients of what is computed in {compute} are accumulated in {ACCUMULATION[compute]}, not {gradients}"
         )
         hint = f'use "{ACCUMULATION[compute]}", or leave it out'
         yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
+    yield from _loss_scale(plan)
     config = plan.model.config
     if plan.precision.accumulation == "direct" and isinstance(config, ModelConfig) and config.compile:
         message = "a compiled layer cannot hand its weight gradients over itself"
         hint = 'use `accumulation = "autograd"`, or leave `compile` out'
         yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
+
+
+def _loss_scale(plan: Plan) -> Iterator[Problem]:
+    scale = plan.precision.loss_scale
+    path: KeyPath = ("precision", "loss_scale")
+    if scale is None:
+        return
+    if plan.precision.compute != "fp16":
+        message = f"only fp16 has a loss scale, and this plan computes in {plan.precision.compute}"
+        yield Problem(path, message, "leave `loss_scale` out", "loss-scale-unused")
+    elif scale.min_scale > scale.init_scale:
+        message = f"the loss scale would begin at {scale.init_scale:g}, below its minimum {scale.min_scale:g}"
+        yield Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
 
 
 def _beyond(plan: Plan) -> Iterator[Problem]:

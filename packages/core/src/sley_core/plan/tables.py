@@ -63,6 +63,29 @@ class BatchTable(Table):
 def _gradients(chosen: dict[str, Any]) -> GradientType:
     return "fp64" if chosen.get("compute") == "fp64" else "fp32"
 
+class LossScaleTable(Table):
+    """How fp16's loss scale moves; the rule and its names are torch.amp.GradScaler's."""
+
+    init_scale: PositiveFloat = 65536.0
+    """What the loss is multiplied by in the first step."""
+
+    growth_factor: Annotated[float, Field(gt=1)] = 2.0
+    """By how much the scale grows after `growth_interval` steps in a row without overflow."""
+
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """By how much it shrinks after a step that overflowed, which is skipped."""
+
+    growth_interval: Positive = 2000
+    """Steps in a row without overflow that it takes to grow."""
+
+    min_scale: PositiveFloat = 1.0
+    """It never gets smaller; a step that overflows even then ends the run."""
+
+
+def _loss_scale(chosen: dict[str, Any]) -> LossScaleTable | None:
+    return LossScaleTable() if chosen.get("compute") == "fp16" else None
+
+
 
 class PrecisionTable(Table):
     """The number formats of a run."""
@@ -79,6 +102,9 @@ class PrecisionTable(Table):
 
 class ParallelTable(Table):
     """How many ranks each axis has. `world = pp x dp x sp`, and `wdp = dp x sp / wp` follows."""
+    loss_scale: LossScaleTable | None = Field(default_factory=_loss_scale)
+    """How the loss is scaled where `compute` is fp16, and only there."""
+
 
     dp: Positive | Literal["auto"] = "auto"
     """Ranks that split the samples; `"auto"` is what the world leaves over, a number fixes the world."""
