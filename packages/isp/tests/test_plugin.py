@@ -1,0 +1,19 @@
+"""What the plugin tells before a run, and that this costs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_records_are_listed_without_torch():
+    """Statement 44: core and this package are enough."""
+    code = (
+        "import sys\n"
+        "from sley_core.loader import Loader\n"
+        "found = Loader().load('isp').records\n"
+        "print([*found['weight_communicators'], *found['memory_pools']])\n"
+        "print([name for name in sys.modules if name.startswith(('torch', 'sley_isp.pools', 'sley_pp', 'sley_dp'))])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['communicator', 'slots', 'fresh']", "[]"]
