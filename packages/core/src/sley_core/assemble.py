@@ -35,6 +35,7 @@ from sley_core.engine.stage import Stage, stage_of, tie_groups
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore, by_reduce_group, loose
+from sley_core.engine.timeline import StepTimeline
 from sley_core.engine.update import Update
 from sley_core.errors import PlanError, SleyError
 from sley_core.metrics.throughput import Meter
@@ -61,7 +62,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     """The run of `plan` on this rank of `world`; every rank calls it, and it communicates.
 
-    folder: the run's folder, in which rank 0's metrics writers and the profiler write; None writes nothing.
+    folder: the run's folder, in which rank 0's metrics writers and the profiler write; None, on all ranks, writes nothing.
     In a fake world nothing is allocated and no data is read: the run can be looked at, not stepped.
     Raises PlanError for whatever the plan's checks find, RunError where ranks disagree.
     """
@@ -222,6 +223,8 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
 def _open_outputs(plan: Plan, run: Run, folder: Path) -> None:
     if run.world.rank == 0:
         run.writers = [component.build(folder) for component in plan.metrics]
+    if plan.timeline is not None:
+        run.timeline = StepTimeline(plan.timeline.step, folder, run.stepper, run.topology, run.groups)
     if plan.profile is not None:
         first, last = plan.profile.steps
         run.profiler = StepProfiler(first, last, folder, run.world.rank, run.world.device)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sley_core.engine.profile import StepProfiler
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.store import GradientStore
+    from sley_core.engine.timeline import StepTimeline
     from sley_core.engine.totals import PendingTotals
     from sley_core.metrics.throughput import Meter
     from sley_core.model.layers import Layer
@@ -90,6 +91,7 @@ class Run(AbstractContextManager["Run"]):
         self.evaluation: Evaluation | None = None
         self.writers: Sequence[MetricsWriter] = ()
         self.profiler: StepProfiler | None = None
+        self.timeline: StepTimeline | None = None
         self.check_batch: Callable[[HostBatch], None] = lambda batch: None
         self.check_first_step: Callable[[], None] = _nothing
         self.was_stopped = False
@@ -201,6 +203,8 @@ class Run(AbstractContextManager["Run"]):
         number = self.num_steps_done + 1
         if self.profiler is not None:
             self.profiler.before_step(number)
+        if self.timeline is not None:
+            self.timeline.before_step(number, num_micros)
         with self.world.device.random_state_kept():
             totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
         if self.num_steps_done == 0:
@@ -208,12 +212,16 @@ class Run(AbstractContextManager["Run"]):
             self.check_first_step = _nothing
         if self.profiler is not None:
             self.profiler.after_step(number)
+        if self.timeline is not None:
+            self.timeline.after_step()
         self.num_steps_done = number
         tokens = self.meter.num_tokens(batch) * self.topology.dp
         return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s)
 
     def _emit(self, launched: _Launched) -> Row:
         result = launched.totals.read()
+        if self.timeline is not None:
+            self.timeline.write(launched.number)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if not result.is_finite and not result.skipped:
@@ -224,6 +232,8 @@ class Run(AbstractContextManager["Run"]):
             )
         self.was_stopped = result.wants_stop
         row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
+        if result.loss_scale is not None:
+            row |= {"loss_scale": result.loss_scale, "skipped": int(result.skipped)}
         row |= self.meter.measure(launched.tokens, seconds, launched.data_wait_s)
         if self._evaluates_after(launched):
             assert self.evaluation is not None
@@ -232,8 +242,6 @@ class Run(AbstractContextManager["Run"]):
         for writer in self.writers:
             writer.write(row)
         for listener in self.listeners:
-        if result.loss_scale is not None:
-            row |= {"loss_scale": result.loss_scale, "skipped": int(result.skipped)}
             listener(row)
         self._notify("sley_step_finished", run=self, row=row)
         return row

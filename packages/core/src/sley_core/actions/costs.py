@@ -52,7 +52,7 @@ class Costs:
     def measured(cls, timelines: Iterable[Timeline], placement: Placement) -> Costs:
         """The median time of each kind of action at each position, over `timelines` of one schedule; links are free.
 
-        A kind that never ran has no costs; one that ran at all must have run at every position.
+        A kind that never ran has no costs; one that ran elsewhere only takes no time.
         """
         found: dict[Kind, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for timeline in timelines:
@@ -60,6 +60,9 @@ class Costs:
                 position = placement.position(span.stage, span.action.chunk)
                 found[span.action.kind][position].append(span.end_s - span.start_s)
         positions = range(placement.num_positions)
-        seconds = {kind: tuple(median(at[position]) for position in positions) for kind, at in found.items()}
+        seconds = {
+            kind: tuple(median(at[position]) if position in at else 0.0 for position in positions)
+            for kind, at in found.items()
+        }
         none = (0,) * placement.num_positions
         return cls(seconds, (0.0,) * (placement.num_positions - 1), none, none, none[1:])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
+
+Moment = float | torch.cuda.Event
+"""A point in a device's work: a reading of the host's clock, or an event on the stream."""
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo", "meta": "fake"}
 
@@ -92,6 +96,28 @@ class Device:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+    def moment(self) -> Moment:
+        """Now, in the order of what the device was given to do; on CUDA it costs the host no wait."""
+        if not self.is_async:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        event.record()
+        return event
+
+    def wait_until(self, moment: Moment) -> None:
+        """Returns when the device has come to `moment`."""
+        if isinstance(moment, torch.cuda.Event):
+            moment.synchronize()
+
+    def seconds_between(self, first: Moment, last: Moment) -> float:
+        """Waits until the device has come to `last`, which is not before `first`."""
+        if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
+            self.wait_until(last)
+            return float(first.elapsed_time(last)) / 1e3
+        assert isinstance(first, float), first
+        assert isinstance(last, float), last
+        return last - first
 
     def move(self, tensor: Tensor) -> Tensor:
         """`tensor` on this device, without waiting for the copy: host memory is pinned on the way to CUDA."""

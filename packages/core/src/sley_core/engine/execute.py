@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Field
     from sley_core.engine.call import LayerCaller
+    from sley_core.engine.clock import ActionClock
     from sley_core.engine.crossing import Crossing
     from sley_core.engine.store import GradientStore
     from sley_core.engine.weight import BatchWeight
@@ -35,7 +36,8 @@ HostBatch = Mapping[str, Tensor]
 class Executor:
     """Executes lists over `chunks`, this rank's layers per model chunk.
 
-    crossing: how values get into chunks and out. fields: what the dataset declares of each batch field.
+    crossing: how values get into chunks and out. fields: what the dataset declares of each batch field. clock: notes when
+    actions run, while somebody wants to know.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Executor:
         self.device = device
         self.hooks = hooks
         self.queue = WeightQueue()
+        self.clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
@@ -139,6 +142,7 @@ class Executor:
         total: Tensor,
     ) -> None:
         place = action.chunk, action.micro
+        self._ready()
         match action.kind:
             case Kind.FORWARD:
                 held = self._held[place] = Held()
@@ -150,6 +154,13 @@ class Executor:
                     self._backward(micro, self._held[place], weight)
             case Kind.WEIGHT_GRADIENT:
                 self.queue.run(place)
+        if self.clock is not None:
+            self.clock.stop(action)
+
+    def _ready(self) -> None:
+        """What the running action takes is there."""
+        if self.clock is not None:
+            self.clock.start()
 
     def _forward(self, micro: MicroStep, held: Held, batch: HostBatch, num_micros: int, total: Tensor) -> None:
         fields = self._fields(batch, micro.micro, num_micros)
@@ -158,6 +169,7 @@ class Executor:
             held.description, tensors = self.crossing.bring("forward", micro.chunk, micro.micro)
             held.inputs, value = as_inputs(held.description, tensors)
             args = (value,)
+            self._ready()
         for hook in self.hooks:
             hook.before_forward(micro, args[0] if args else None)
         for layer in self.chunks[micro.chunk]:
@@ -189,6 +201,7 @@ class Executor:
             gradients = [weight.inverse(held.loss)]
         else:
             _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
+        self._ready()
         for hook in self.hooks:
             hook.before_backward(micro, gradients if held.loss is None else gradients[0])
         made = held.backward(gradients)

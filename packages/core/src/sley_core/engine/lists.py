@@ -20,7 +20,7 @@ class Lists:
         self.placement = placement
         self.stage = stage
         self._generate = generate
-        self.training = lru_cache(maxsize=64)(self._training)
+        self.of_all_stages = lru_cache(maxsize=64)(self._of_all_stages)
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
 
     @classmethod
@@ -32,8 +32,12 @@ class Lists:
         """Whether this stage's list has input and weight gradients apart."""
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))
 
-    def _training(self, micros: int) -> Lowered:
-        return lower(self._generate(micros), self.placement, micros)[self.stage]
+    def training(self, micros: int) -> Lowered:
+        """What this stage does in a training step."""
+        return self.of_all_stages(micros)[self.stage]
+
+    def _of_all_stages(self, micros: int) -> list[Lowered]:
+        return lower(self._generate(micros), self.placement, micros)
 
     def _evaluation(self, micros: int) -> Lowered:
         lists = [forward_only(actions) for actions in self._generate(micros)]

@@ -107,6 +107,9 @@ def _loss_scale(plan: Plan) -> Iterator[Problem]:
 
 def _beyond(plan: Plan) -> Iterator[Problem]:
     """An interval of evaluations may be longer than the run, which evaluates at its end in any case."""
+    if plan.timeline is not None and plan.timeline.step > plan.run.steps:
+        message = f"the run has {plan.run.steps} steps, so step {plan.timeline.step} cannot be drawn"
+        yield Problem(("timeline", "step"), message, f"the last step is {plan.run.steps}", "beyond-the-run")
     if plan.profile is None:
         return
     first, last = plan.profile.steps

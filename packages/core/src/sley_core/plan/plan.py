@@ -22,6 +22,7 @@ from sley_core.plan.tables import (
     PrecisionTable,
     ProfileTable,
     RunTable,
+    TimelineTable,
 )
 from sley_core.plan.types import RecordKind
 from sley_core.plan.write import digest, to_tables, to_toml
@@ -83,6 +84,7 @@ class Plan:
     limits: LimitsTable
     evaluation: EvaluationTable | None
     profile: ProfileTable | None
+    timeline: TimelineTable | None
     model: Component
     data: Component
     loss: Component

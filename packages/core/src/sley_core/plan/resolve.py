@@ -19,7 +19,7 @@ from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import references
-from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
+from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
 from sley_core.plan.types import Table
 from sley_core.plan.words import shown, suggestion
 from sley_core.plan.write import leaves
@@ -37,6 +37,7 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
     resolver = _Resolver(document, loader)
     tables = {name: resolver.table(name, model) for name, model in TABLES.items()}
     optional = {name: resolver.optional(name, model) for name, model in OPTIONAL.items()}
+    optional["timeline"] = optional["timeline"] or resolver.timeline(tables["run"])
     single = {spec.key: resolver.component(spec) for spec in COMPONENTS if not spec.many}
     many = {spec.key: resolver.components(spec, tables) for spec in COMPONENTS if spec.many}
     resolver.top_level()
@@ -72,6 +73,13 @@ class _Resolver:
     def optional(self, name: str, model: type[AnyTable]) -> AnyTable | None:
         """Core's table `name`, or None where the plan has none."""
         return self.table(name, model) if name in self.tables else None
+
+    def timeline(self, run: Table | None) -> Table | None:
+        """The table `timeline` of a pipeline whose plan has none."""
+        if not isinstance(run, RunTable) or "pipeline" not in self.tables or "timeline" in self.tables:
+            return None
+        self.written_in.add(("timeline", "step"))
+        return TimelineTable(step=min(DRAWN_STEP, run.steps))
 
     def component(self, spec: ComponentTable) -> Component | None:
         """The component of a table of which there is one; None also where an optional one is left out."""

@@ -14,6 +14,9 @@ from sley_core.plan.types import Array, Positive, PositiveFloat, Table, Words
 FORMAT = 1
 """The format of plans that this core reads."""
 
+DRAWN_STEP = 5
+"""The step of a pipeline that is drawn where the plan does not say which: the first ones make things ready."""
+
 SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder that the plan lies in."
 """What the key of this name means; the resolved plan of a run, which lies elsewhere, has it."""
 
@@ -60,9 +63,6 @@ class BatchTable(Table):
     """Samples per forward on one rank."""
 
 
-def _gradients(chosen: dict[str, Any]) -> GradientType:
-    return "fp64" if chosen.get("compute") == "fp64" else "fp32"
-
 class LossScaleTable(Table):
     """How fp16's loss scale moves; the rule and its names are torch.amp.GradScaler's."""
 
@@ -86,6 +86,9 @@ def _loss_scale(chosen: dict[str, Any]) -> LossScaleTable | None:
     return LossScaleTable() if chosen.get("compute") == "fp16" else None
 
 
+def _gradients(chosen: dict[str, Any]) -> GradientType:
+    return "fp64" if chosen.get("compute") == "fp64" else "fp32"
+
 
 class PrecisionTable(Table):
     """The number formats of a run."""
@@ -99,12 +102,12 @@ class PrecisionTable(Table):
     accumulation: Literal["auto", "autograd", "direct"] = "auto"
     """How linears' weight gradients reach their sums: by autograd and a copy, or multiplied straight into them."""
 
-
-class ParallelTable(Table):
-    """How many ranks each axis has. `world = pp x dp x sp`, and `wdp = dp x sp / wp` follows."""
     loss_scale: LossScaleTable | None = Field(default_factory=_loss_scale)
     """How the loss is scaled where `compute` is fp16, and only there."""
 
+
+class ParallelTable(Table):
+    """How many ranks each axis has. `world = pp x dp x sp`, and `wdp = dp x sp / wp` follows."""
 
     dp: Positive | Literal["auto"] = "auto"
     """Ranks that split the samples; `"auto"` is what the world leaves over, a number fixes the world."""
@@ -136,6 +139,13 @@ class ProfileTable(Table):
     """The first and the last step to record, counted from 1 as in `metrics.jsonl`."""
 
 
+class TimelineTable(Table):
+    """Draws when each action of one step ran, and when it should have; a pipeline's plan has it, others may."""
+
+    step: Positive
+    """The step to draw, counted from 1 as in `metrics.jsonl`; left out with the table, the fifth, or a shorter run's last."""
+
+
 class LimitsTable(Table):
     """How long a run waits before it calls something hung."""
 
@@ -162,5 +172,9 @@ TABLES: dict[str, type[Table]] = {
 }
 """Core's own tables that every resolved plan has, in its order."""
 
-OPTIONAL: dict[str, type[Table]] = {"evaluation": EvaluationTable, "profile": ProfileTable}
+OPTIONAL: dict[str, type[Table]] = {
+    "evaluation": EvaluationTable,
+    "profile": ProfileTable,
+    "timeline": TimelineTable,
+}
 """Core's own tables that a plan may have."""

@@ -1,0 +1,47 @@
+"""When this rank's actions run: from the moment that what an action takes is there to the end of what it computes.
+
+On CUDA a moment is an event on the stream, read when the step is over; the host waits for nothing in between.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from sley_core.actions.timeline import Span
+
+if TYPE_CHECKING:
+    from sley_core.actions.action import Action
+    from sley_core.comm.device import Device, Moment
+
+
+class ActionClock:
+    """Notes the actions of one step: `begin`, then `start` and `stop(action)` around each."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._noted: list[tuple[Action, Moment, Moment]] = []
+        self.zero_s = time.perf_counter()
+        """When it began, on the host's clock."""
+        self._zero = self._started = device.moment()
+
+    def begin(self) -> None:
+        """From here on seconds are counted; the device has nothing to do."""
+        self.zero_s = time.perf_counter()
+        self._zero = self._device.moment()
+
+    def start(self) -> None:
+        """The next action has what it takes."""
+        self._started = self._device.moment()
+
+    def stop(self, action: Action) -> None:
+        """It has computed all that it makes."""
+        self._noted.append((action, self._started, self._device.moment()))
+
+    def spans(self, stage: int) -> list[Span]:
+        """What was noted, in order; waits until the device has done it."""
+        seconds = self._device.seconds_between
+        return [
+            Span(stage, action, seconds(self._zero, start), seconds(self._zero, stop))
+            for action, start, stop in self._noted
+        ]

@@ -1,0 +1,115 @@
+"""`timeline.svg` and `timeline.json` in the run's folder: a measured step of all ranks, and the same lists in simulated time.
+
+before_step ──> after_step ──> write
+ all ranks meet,                gathers all ranks' spans to rank 0,
+ clocks start                   which simulates and draws
+
+The prediction takes for each action the median of what its kind took at its place in the measured step, and links that take
+nothing: what the schedule would give if no message took time and no action more than usual.
+
+Ranks of one machine read one clock. Those of another start theirs when they leave a gathering over `control`; as far apart as
+they leave it are their rows shifted, a fraction of a millisecond on a network that is not busy.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sley_core.actions.costs import Costs
+from sley_core.actions.draw_svg import draw_svg
+from sley_core.actions.draw_trace import chrome_trace
+from sley_core.actions.simulate import simulate
+from sley_core.actions.timeline import Timeline
+from sley_core.comm.collectives import gather_objects
+from sley_core.engine.clock import ActionClock
+
+if TYPE_CHECKING:
+    from sley_core.actions.timeline import Span
+    from sley_core.comm.groups import Groups
+    from sley_core.engine.stepper import Stepper
+    from sley_core.topology import Topology
+
+PICTURE = "timeline.svg"
+TRACE = "timeline.json"
+
+NUM_DRAWN = 4
+"""Replicas of the model that the picture shows; the trace has all."""
+
+
+class StepTimeline:
+    """Draws step `number` (counted from 1) into `folder`. Every rank has one and calls it alike."""
+
+    def __init__(self, number: int, folder: Path, stepper: Stepper, topology: Topology, groups: Groups) -> None:
+        self.number = number
+        self.folder = folder
+        self.stepper = stepper
+        self.topology = topology
+        self.groups = groups
+        self._clock: ActionClock | None = None
+        self._num_micros = 0
+
+    def before_step(self, number: int, num_micros: int) -> None:
+        """In the step to draw: waits until all ranks have come to it, and starts this rank's clock."""
+        if number != self.number:
+            return
+        device = self.stepper.device
+        clock = ActionClock(device)
+        device.wait_until(device.moment())
+        # The group `control` holds all ranks, and all take the same steps.
+        gather_objects(None, self.groups["control"], what="the start of the step that is drawn")
+        clock.begin()
+        self._clock = self.stepper.executor.clock = clock
+        self._num_micros = num_micros
+
+    def after_step(self) -> None:
+        """The clock stops; nothing is read from it yet."""
+        self.stepper.executor.clock = None
+
+    def write(self, number: int) -> None:
+        """Gathers what all ranks noted of step `number`, if it is the one to draw; rank 0 writes both files."""
+        if number != self.number or self._clock is None:
+            return
+        clock, self._clock = self._clock, None
+        noted = platform.node(), clock.zero_s, clock.spans(self.stepper.lists.stage)
+        # As above: every rank reads the rows of the same steps in the same order.
+        everyone = gather_objects(noted, self.groups["control"], what="the spans of the step that is drawn")
+        if self.groups["control"].coord == 0:
+            measured = self._replicas(_on_one_clock(everyone))
+            predicted = self._predicted(measured)
+            shown = dict(list(measured.items())[:NUM_DRAWN])
+            (self.folder / PICTURE).write_text(draw_svg({**shown, **predicted}), "utf-8")
+            (self.folder / TRACE).write_text(chrome_trace({**measured, **predicted}), "utf-8")
+
+    def _replicas(self, everyone: list[list[Span]]) -> dict[str, Timeline]:
+        """One timeline per copy of the model, made of one rank of each stage; spans are given by rank."""
+        size = self.topology.ranks_per_stage
+        found = {}
+        for place in range(size):
+            ranks = range(place, self.topology.world, size)
+            title = f"measured, step {self.number}"
+            if size > 1:
+                title += f", ranks {' '.join(map(str, ranks))}"
+            found[title] = Timeline.of(self.topology.pp, (span for rank in ranks for span in everyone[rank]))
+        return found
+
+    def _predicted(self, measured: dict[str, Timeline]) -> dict[str, Timeline]:
+        lists = self.stepper.lists
+        costs = Costs.measured(measured.values(), lists.placement)
+        predicted = simulate(lists.of_all_stages(self._num_micros), lists.placement, costs).timeline
+        return {"predicted: the median of each action, links take no time": predicted}
+
+
+def _on_one_clock(everyone: list[tuple[str, float, list[Span]]]) -> list[list[Span]]:
+    """Every rank's spans, counted from the beginning of the first rank's clock where that can be told.
+
+    everyone: of every rank the machine, when its clock began, and its spans.
+    """
+    machine, zero_s, _ = everyone[0]
+    found = []
+    for name, began_s, spans in everyone:
+        late_s = began_s - zero_s if name == machine else 0.0
+        found.append([replace(span, start_s=span.start_s + late_s, end_s=span.end_s + late_s) for span in spans])
+    return found

@@ -1,0 +1,67 @@
+"""One step of a run is drawn: every action of its list, in order, where it ran, beside the same list simulated."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from sley_core.actions.action import sequential
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError
+from sley_core.plan.load import plan_from_dict
+
+
+def train(tables, own, folder, num_steps):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world, folder=folder) as run:
+        return [run.step()["loss"] for _ in range(num_steps)]
+
+
+def spans(path):
+    """{timeline: {stage: [(name, start, end)]}} of a Chrome trace, in microseconds."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    found = {name: {} for name in names.values()}
+    for event in events:
+        if event["ph"] == "X":
+            row = found[names[event["pid"]]].setdefault(event["tid"], [])
+            row.append((event["name"], event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def test_a_step_without_a_pipeline(own, small, tmp_path):
+    train(small(timeline={"step": 2}), own, tmp_path, 3)
+    measured, predicted = spans(tmp_path / "timeline.json").values()
+    (rows,) = measured.values()
+    assert [name for name, _, _ in rows] == [str(action) for action in sequential(len(rows) // 2)]
+    for _, start, end in rows:
+        assert 0 < start < end
+    for (_, _, end), (_, start, _) in pairwise(rows):
+        assert end <= start
+    assert list(predicted) == [0]
+    assert predicted[0][0][1] == 0, "a simulated step waits for nothing"
+    assert "measured, step 2" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_every_replica_has_its_rows(ranks, own, small, tmp_path):
+    ranks(2)(train, small(timeline={"step": 1}), own, tmp_path, 2)
+    assert list(spans(tmp_path / "timeline.json"))[:2] == ["measured, step 1, ranks 0", "measured, step 1, ranks 1"]
+
+
+@pytest.mark.parametrize(("step", "taken"), [(2, 1), (None, 2)])
+def test_nothing_is_drawn_unless_asked_for_and_reached(own, small, tmp_path, step, taken):
+    tables = small() if step is None else small(timeline={"step": step})
+    train(tables, own, tmp_path, taken)
+    assert not list(tmp_path.glob("timeline*"))
+
+
+def test_drawing_changes_no_number(own, small, tmp_path):
+    assert train(small(timeline={"step": 2}), own, tmp_path, 3) == train(small(), own, None, 3)
+
+
+def test_a_step_beyond_the_run_is_refused(own, small):
+    steps = small()["run"]["steps"]
+    with pytest.raises(PlanError, match=f"so step {steps + 1} cannot be drawn"):
+        train(small(timeline={"step": steps + 1}), own, None, 1)
