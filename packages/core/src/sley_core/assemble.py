@@ -175,9 +175,9 @@ def _update(plan: Plan, run: Run) -> Update:
         run.world.device,
         clip_norm=config.clip_norm,
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
+        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
     )
 
-        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
 
 def _dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
     """The type of the working weights, and that of what the optimizer steps: fp32 at least."""
