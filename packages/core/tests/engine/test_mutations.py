@@ -59,8 +59,8 @@ def weigh_each_rank_for_itself(run):
     """A mean of means: ranks whose labels count less weigh as much as the others."""
 
     class Local(BatchWeight):
-        def __init__(self, local, group, device):
-            super().__init__(group.size * local, Group("own", (group.rank,), group.rank, {}), device)
+        def __init__(self, local, group, *rest):
+            super().__init__(group.size * local, Group("own", (group.rank,), group.rank, {}), *rest)
 
     sley_core.engine.stepper.BatchWeight = Local
 

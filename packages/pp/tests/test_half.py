@@ -1,0 +1,126 @@
+"""fp16 through a pipeline: one scale for all, and an overflow anywhere is a step that nobody takes (statement 38)."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import GRADIENTS, WEIGHTS, record
+
+PLAN = {
+    "run": {"name": "half", "steps": 4, "device": "cpu", "seed": 7},
+    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 24, "tie_embeddings": True},
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 12, "documents": "cut"},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
+    "learning_rate": {"use": "core.cosine", "warmup_steps": 2},
+    "precision": {"compute": "fp16"},
+}
+
+
+def plan(schedule=None, pp=1, dp=1, **tables):
+    if schedule:
+        tables |= {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
+    return PLAN | tables
+
+
+def batches(num):
+    made = []
+    for number in range(num):
+        tokens = torch.randint(0, 256, (8, 13), generator=torch.Generator().manual_seed(number))
+        made.append({"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "dp"),
+    [("pp.one_f_one_b", 2, 1), ("pp.interleaved", 2, 1), ("pp.zero_bubble_h1", 2, 2), ("pp.zero_bubble_v", 2, 1)],
+)
+def test_stages_are_the_one_process_run(ranks, schedule, pp, dp):
+    """Within fp16's rounding, whether weight gradients come in B or, multiplied later, in W."""
+    reference = record(plan(), 3, batches=batches(3))
+    layouts = ranks(pp * dp, 120)(record, plan(schedule, pp, dp), 3, batches=batches(3))
+    near, far = GRADIENTS["fp16"], WEIGHTS["fp16"]
+    for layout in layouts:
+        own = layout.gradients[0]
+        assert_close_gradients({name: reference.gradients[0][name] for name in own}, own, near, floor=1e-6)
+        assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, far)
+        assert [row["loss_scale"] for row in layout.rows] == [65536.0] * 3
+        for wanted, found in zip(reference.rows, layout.rows, strict=True):
+            for key in ("loss", "grad_norm"):
+                assert found[key] == pytest.approx(wanted[key], rel=near if wanted["step"] == 1 else far)
+
+
+def overflow(run, rank, step):
+    """A gradient of this rank's is infinite in the last micro-batch of `step`, which counts from 0."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    entry = next(entry for entry in run.book if "norm" in entry.name)
+
+    def spoil(gradient):
+        state = run.store.state
+        is_due = state.step == step and state.action.micro == state.num_micros - 1
+        return torch.full_like(gradient, math.inf) if is_due else gradient
+
+    entry.parameter.register_hook(spoil)
+
+
+def halve_after_the_first(run):
+    """As if the step after it had overflowed, which never came."""
+
+    def halve(row):
+        if row["step"] == 1:
+            scale = run.stepper.update.scale
+            scale.restore(scale.state() | {"value": scale.value / 2, "num_good": 0})
+
+    run.listeners.append(halve)
+
+
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_overflow_on_one_stage_of_one_replica_skips_everywhere(ranks, schedule, rank):
+    """Statement 38; and what follows is the run that never had this step, bit for bit.
+
+    Rank 0 is of the first stage and the first replica, rank 3 of the last and the last; no gradient of another stage is
+    infinite, so only the vote tells it.
+    """
+    every = batches(4)
+    tables = plan(schedule, 2, 2)
+    found = ranks(4, 120)(record, tables, 4, batches=every, prepare=partial(overflow, rank=rank, step=1))
+    never = ranks(4, 120)(record, tables, 3, batches=[every[0], *every[2:]], prepare=halve_after_the_first)
+    infinite = [not all(g.isfinite().all() for g in layout.gradients[1].values()) for layout in found]
+    assert infinite == [True, True, False, False] if rank == 0 else [False, False, True, True]
+    for one, other in zip(never, found, strict=True):
+        assert [row["skipped"] for row in other.rows] == [0, 1, 0, 0]
+        assert [row["loss_scale"] for row in other.rows] == [65536.0, 65536.0, 32768.0, 32768.0]
+        assert_same_bits(one.weights, other.weights)
+        for wanted, row in zip(one.rows, [other.rows[0], *other.rows[2:]], strict=True):
+            for key in ("loss", "grad_norm", "lr", "loss_scale", "skipped"):
+                assert row[key] == wanted[key], key
+
+
+def scale_state(run, seen):
+    run.listeners.append(lambda row: seen.append(run.stepper.update.scale.state()))
+
+
+def record_states(tables, **arguments):
+    seen = []
+    record(tables, 3, prepare=partial(scale_state, seen=seen), **arguments)
+    return seen
+
+
+def test_a_stage_without_gradients_votes_and_skips_too(ranks):
+    """Its weights are all frozen; the scale is far too large for the other stage, which says so."""
+    frozen = [{"match": "blocks.2.*", "freeze": True}, {"match": "blocks.3.*", "freeze": True}]
+    frozen += [{"match": "head.*", "freeze": True}]
+    tables = plan("pp.one_f_one_b", 2, model=PLAN["model"] | {"tie_embeddings": False})
+    tables |= {"optimizer": PLAN["optimizer"] | {"groups": frozen}, "partition": {"use": "pp.uniform"}}
+    tables |= {"precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**40}}}
+    first, last = ranks(2)(record_states, tables, batches=batches(3))
+    assert first == last
+    assert first[-1] == {"value": 2.0**37, "num_good": 0, "num_skipped": 3}
