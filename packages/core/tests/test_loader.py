@@ -237,6 +237,16 @@ def test_a_record_must_have_its_kinds_base() -> None:
     assert "no subclass of OptimizerConfig" in found.message
 
 
+def test_a_partitioner_that_wants_seconds_has_a_place_for_them() -> None:
+    class Plugin:
+        @hookimpl
+        def sley_partitioners(self) -> Any:
+            return [records.PartitionerRecord(name="own", config=Table, build="", costs="seconds")]
+
+    found = fault_of("zeta", Loader(plugins={"zeta": Plugin()}))
+    assert "a config without the key `layer_costs`" in found.message
+
+
 def test_an_unknown_record_is_the_plans_fault(install: Install) -> None:
     install("zeta")
     with pytest.raises(PlanError) as caught:

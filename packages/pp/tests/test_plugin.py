@@ -28,7 +28,7 @@ def test_every_schedule_is_built_from_its_defaults(name):
     )
 
 
-@pytest.mark.parametrize("name", ["uniform", "balanced"])
+@pytest.mark.parametrize("name", ["uniform", "balanced", "measured"])
 def test_every_partition_is_built_from_its_defaults(name):
     record = PP.records["partitioners"][name]
     assert PP.build_of(record)(record.config())([1.0] * 8, 4) == (0, 2, 4, 6, 8)

@@ -16,8 +16,10 @@ from sley_core.model.layers import MODEL, Model
 from sley_core.plan.plan import Plan
 
 
-def check_model(plan: Plan, world: int) -> None:
+def check_model(plan: Plan, world: int) -> list[str]:
     """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
+
+    Returns what a run would do otherwise.
 
     Raises PlanError or PluginError as `assemble` does, and PlanError "model-init" for a parameter that nobody
     initialises and RunError "no-device", which a run would find out only in its ranks.
@@ -28,11 +30,13 @@ def check_model(plan: Plan, world: int) -> None:
         raise plan.located(RunError("no-device", message, path=("run", "device"), hint=hint))
     with World.fake(0, world) as fake:
         try:
-            assemble(plan, fake).close()
+            with assemble(plan, fake) as run:
+                notes = list(run.notes)
             info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
             check_first_values(draft_model(plan, info))
         except SleyError as error:
             raise plan.located(error) from error.__cause__
+    return notes
 
 
 def check_first_values(model: Model) -> None:

@@ -22,6 +22,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
 from sley_core.data.vocabulary import check_tokens
+from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.crossing import Crossing
@@ -71,7 +72,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     topology = plan.topology(world.size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
-    stage = stage_of(plan, topology, world.rank, model)
+    costs, notes = _layer_costs(plan, world, model)
+    stage = stage_of(plan, topology, world.rank, model, costs)
     extra = tie_groups(stage, topology)
     groups = world.groups(topology, plan.limits.collective_timeout_s, extra)
     if not world.is_fake:
@@ -86,7 +88,11 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             device=world.device.torch_device,
             owned={layer.name for layer in stage.layers},
         )
-    return _run(plan, world, topology, groups, model, stage, book, dataset, folder)
+    run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
+    run.notes += notes
+    if layer_costs.are_timed(plan) and not world.is_fake:
+        run.found["partition", "layer_costs"] = costs
+    return run
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
@@ -97,6 +103,26 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     for name in frozen(book.names, optimizer):
         book[name].parameter.requires_grad_(False)
     return model
+
+
+def _check_positions(plan: Plan, model: Model) -> None:
+    if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
+        return
+    if not any(POSITIONS in layer.fields for layer in model.layers):
+        message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
+        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
+        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
+
+
+def _layer_costs(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
+    """What the partition goes by, and what is to be said about it."""
+    if not layer_costs.are_timed(plan):
+        return layer_costs.by_parameters(model), []
+    if world.is_fake:
+        assert plan.partition is not None, "a partition is timed"
+        name = plan.partition.name
+        return layer_costs.by_parameters(model), [f"`{name}` times layers in a run; here they are cut by parameters"]
+    return layer_costs.timed(plan, world, partial(draft_model, plan), _dtypes(plan)[0]), []
 
 
 def _run(

@@ -121,7 +121,7 @@ def sley_lr_schedules() -> Iterable[records.LRScheduleRecord]:  # type: ignore[e
 def sley_partitioners() -> Iterable[records.PartitionerRecord]:  # type: ignore[empty-body]
     """Ways to cut a list of layers into pipeline stages.
 
-    `build(config) -> partition(costs, num_chunks)`.
+    `build(config) -> partition(costs, num_chunks)`; the record says whether costs are parameters or seconds.
 
     Called: when the plan is resolved
     Ranks: all

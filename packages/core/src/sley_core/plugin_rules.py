@@ -111,6 +111,8 @@ def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
     base = BASES.get(kind, Table)
     if not (isinstance(record.config, type) and issubclass(record.config, base)):
         return f"gives `{record.name}` a config that is no subclass of {base.__name__}"
+    if getattr(record, "costs", None) == "seconds" and "layer_costs" not in record.config.model_fields:
+        return f"gives `{record.name}`, which wants seconds, a config without the key `layer_costs`"
     reserved = [key for key in RESERVED if key in record.config.model_fields]
     return f"gives `{record.name}` a config with the key `{reserved[0]}`, which every table has" if reserved else None
 

@@ -67,8 +67,16 @@ class LRScheduleRecord(Record):
     """`build(config, num_steps) -> Callable[[int], float]`: the factor on every group's `lr` at step 0, 1, ..."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class PartitionerRecord(Record):
-    """`build(config) -> (costs, num_chunks) -> boundaries`."""
+    """`build(config) -> (costs, num_chunks) -> boundaries`.
+
+    costs: what of each layer the result is called with: its parameters, or the seconds of a timed forward and backward. For
+        seconds the config has a key `layer_costs`, None by default: the run times the layers where it is None, and puts
+        what it found there in the plan of its folder.
+    """
+
+    costs: Literal["parameters", "seconds"] = "parameters"
 
 
 @dataclass(frozen=True, kw_only=True)

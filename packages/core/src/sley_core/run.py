@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.data.cut import count_micros
 from sley_core.errors import KeyPath, RunError, UsageError
@@ -58,8 +58,8 @@ class Run(AbstractContextManager["Run"]):
     """One rank's part of a run. All ranks call the same methods in the same order.
 
     plan, world, topology, groups: what it was assembled from. layers: this rank's. book: their parameters. store: the
-    accumulated gradients.  listeners: called with each row, on every rank. num_steps_done: optimizer
-    steps taken. `assemble` fills the rest in.
+    accumulated gradients.  listeners: called with each row, on every rank. notes: what a user should know. found: values of
+    the plan that only the run could tell. num_steps_done: optimizer steps taken. `assemble` fills the rest in.
     """
 
     stepper: Stepper
@@ -85,6 +85,8 @@ class Run(AbstractContextManager["Run"]):
         self.store = store
         self.caller = caller
         self.listeners: list[Callable[[Row], None]] = []
+        self.notes: list[str] = []
+        self.found: dict[KeyPath, Any] = {}
         self._notify = Notifier(plan)
         self.num_steps_done = 0
         self.feed: Feed | None = None
@@ -107,8 +109,8 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan with what only the run could tell: the ranks of the world, and how many samples an epoch has."""
-        found: dict[KeyPath, int] = {("parallel", "dp"): self.topology.dp}
+        """The plan with what only the run could tell: the ranks of the world, how many samples an epoch has, ..."""
+        found: dict[KeyPath, Any] = {**self.found, ("parallel", "dp"): self.topology.dp}
         if self.feed is not None and self.feed.num_samples is not None:
             found["data", "samples_per_epoch"] = self.feed.num_samples
         return with_values(self.plan, found)

@@ -77,6 +77,9 @@ class PoolUser(Table):
     where: PlanPath | None = None
     """A path."""
 
+    sizes: Array[float] | None = None
+    """No names at all."""
+
 
 class Handlers:
     """A plugin of gradient handlers of every role, and of an optimizer that looks at whole matrices."""

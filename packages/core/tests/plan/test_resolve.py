@@ -230,6 +230,12 @@ def test_plugins_are_those_of_every_record_reference_in_order(make: Make, loader
     assert plan.loader.record("memory_pools", "pools.arena").name == "arena"
 
 
+def test_numbers_are_no_references(make: Make) -> None:
+    plan = make(scheduler_hooks=[{"use": "handlers.borrower", "sizes": [1.0, 2.0]}])
+    assert plan.scheduler_hooks[0].config.sizes == (1.0, 2.0)
+    assert list(plan.plugins) == ["core", "handlers"]
+
+
 def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
     text += '[[scheduler_hooks]]\nuse = "handlers.borrower"\npool = "pools.arna"\nmore = ["nothing.x", "plain"]\n'
     assert messages(text, loader) == [

@@ -50,6 +50,13 @@ class BalancedConfig(Table):
     """What each layer costs, in any unit; left out, its number of parameters."""
 
 
+class MeasuredConfig(Table):
+    """Parts of which the slowest is as fast as can be, by a forward and backward of each layer that a run times first."""
+
+    layer_costs: Array[NonNegativeFloat] | None = None
+    """Seconds of each layer; left out, the run times the layers, and the plan in its folder has what it found."""
+
+
 class ExplicitConfig(Table):
     """Parts as written here."""
 

@@ -73,6 +73,13 @@ def sley_partitioners() -> list[PartitionerRecord]:
             summary="The heaviest part as light as can be, by parameters or by given costs.",
         ),
         PartitionerRecord(
+            name="measured",
+            config=config.MeasuredConfig,
+            build="sley_pp.partition.build:build_balanced",
+            costs="seconds",
+            summary="The slowest part as fast as can be, by a timed forward and backward of each layer.",
+        ),
+        PartitionerRecord(
             name="explicit",
             config=config.ExplicitConfig,
             build="sley_pp.partition.build:build_explicit",

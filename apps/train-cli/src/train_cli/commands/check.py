@@ -43,4 +43,5 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
     if model:
         from train_cli.model_check import check_model
 
-        check_model(plan, size)
+        for note in check_model(plan, size):
+            say(f"{path}: {note}")

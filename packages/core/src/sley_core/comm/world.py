@@ -8,11 +8,12 @@ World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, first_line, make_groups
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
+
+T = TypeVar("T")
 
 STORE = "SLEY_STORE"
 """The environment variable in which a local launch names its file store; else `env://` is used."""
@@ -80,6 +83,30 @@ class World(AbstractContextManager["World"]):
     @property
     def is_fake(self) -> bool:
         return not self.device.is_real
+
+    def from_first(self, make: Callable[[], T], what: str) -> T:
+        """What `make` returns on the first rank, given to all: for start-up, over the default group, before there are others.
+
+        what: the words for what `make` does. Raises on the first rank what `make` raises, RunError `start-failed` on others.
+        """
+        if self.size == 1:
+            return make()
+        box: list[tuple[T | None, str]] = [(None, "")]
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                box = [(make(), "")]
+            except Exception as error:
+                failure = error
+                box = [(None, f"{type(error).__name__}: {first_line(error)}")]
+        # The default group; all ranks assemble one plan, and are told before any of them makes a group.
+        dist.broadcast_object_list(box, src=0)
+        if failure is not None:
+            raise failure
+        value, fault = box[0]
+        if fault:
+            raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
+        return value  # type: ignore[return-value]  # without a fault it is what `make` returned
 
     def groups(self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = ()) -> Groups:
         """This rank's communicators, those of `extra` after the topology's; a collective over the world."""

@@ -39,8 +39,8 @@ class Stage:
         return ties(self.stages)
 
 
-def stage_of(plan: Plan, topology: Topology, rank: int, model: Model) -> Stage:
-    """The part of `model` (on meta) that `rank` holds.
+def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
+    """The part of `model` (on meta) that `rank` holds; `costs` are those of its layers.
 
     Raises PlanError: what the partitioner finds, and "handler-missing" where stages share a parameter and no handler of
     the plan sums its gradients.
@@ -53,7 +53,7 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model) -> Stage:
     number = topology.coordinates(rank).stage
     lists = Lists(lambda micros: schedule.lists(topology.pp, micros), placement, number)
     try:
-        boundaries = plan.partition.build()(_costs(model), placement.num_positions)
+        boundaries = plan.partition.build()(costs, placement.num_positions)
     except PlanError as error:
         raise plan.located(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
@@ -74,11 +74,6 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
         for stages in stage.ties
         for place in range(size)
     ]
-
-
-def _costs(model: Model) -> list[float]:
-    """The parameters of each layer; one that several layers hold costs each of them."""
-    return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
 
 
 def _check_ties(plan: Plan, stage: Stage) -> None:

@@ -37,7 +37,7 @@ def _within(annotation: Any, metadata: Sequence[Any], value: Any, path: KeyPath)
     elif get_origin(annotation) in (Union, types.UnionType):
         for arm in get_args(annotation):
             yield from _within(arm, (), value, path)
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, tuple | list) and get_args(annotation):
         for number, item in enumerate(value):
             yield from _within(get_args(annotation)[0], (), item, (*path, number))
     elif isinstance(value, dict) and get_args(annotation):

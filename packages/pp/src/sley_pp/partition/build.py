@@ -1,11 +1,11 @@
-"""From a table to a way of cutting models: `(costs, num_positions) -> boundaries`, costs being parameters per layer."""
+"""From a table to a way of cutting models: `(costs, num_positions) -> boundaries`, costs being what the record asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from sley_core.errors import PlanError
-from sley_pp.config import BalancedConfig, ExplicitConfig, UniformConfig
+from sley_pp.config import BalancedConfig, ExplicitConfig, MeasuredConfig, UniformConfig
 from sley_pp.partition.balanced import balanced
 from sley_pp.partition.boundaries import Boundaries
 from sley_pp.partition.explicit import explicit
@@ -18,7 +18,7 @@ def build_uniform(config: UniformConfig) -> Partition:
     return lambda costs, num_positions: uniform(len(costs), num_positions)
 
 
-def build_balanced(config: BalancedConfig) -> Partition:
+def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
     """By the costs in the table, else by those given. Raises PlanError "partition-length" if there is not one per layer."""
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
