@@ -88,7 +88,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             device=world.device.torch_device,
             owned={layer.name for layer in stage.layers},
         )
-    run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
+    run = _run(plan, world, topology, groups, model, stage, book, dataset, folder)
     run.notes += notes
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs
@@ -103,15 +103,6 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     for name in frozen(book.names, optimizer):
         book[name].parameter.requires_grad_(False)
     return model
-
-
-def _check_positions(plan: Plan, model: Model) -> None:
-    if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
-        return
-    if not any(POSITIONS in layer.fields for layer in model.layers):
-        message = f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
-        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
-        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
 
 
 def _layer_costs(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
