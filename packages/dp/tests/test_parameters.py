@@ -6,7 +6,7 @@ import pytest
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.runs import assert_parity, record, same_on_all
@@ -79,7 +79,7 @@ def step_all_frozen(tables, folder):
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         before = run.feed.state()
         set_trainable(run, "", False)
-        with pytest.raises(RuntimeError, match="does not require grad"):
+        with pytest.raises(RunError, match="depends on no parameter that is trained"):
             run.step()
         num_buckets = len(run.store.buffers)
         run.feed.restore(before)

@@ -148,6 +148,7 @@ def _run(
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, world.device):
         accumulate_directly(run.layers, run.book, run.store, executor.queue, all_types=splits)
+    store.watch()
     run.meter = Meter.of(run, model.layers, dataset.info)
     if not world.is_fake:
         _open_data(plan, run, model, dataset, executor)

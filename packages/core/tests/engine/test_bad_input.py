@@ -126,6 +126,18 @@ def test_a_loss_that_no_gradient_can_leave_is_refused(alone, small, how):
             run.step()
 
 
+def stepped(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_sparse_gradient_is_refused_with_its_name(ranks, own, small, num_ranks):
+    tables = small(model={"factory": "own_models:sparse"})
+    with pytest.raises(RunError, match=r"the gradient of the parameter 'embed\.weight' is sparse"):
+        ranks(num_ranks)(stepped, tables, own)
+
+
 def told(tables, folder):
     """What rank 1's impossible token does to both ranks."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:

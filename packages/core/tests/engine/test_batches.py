@@ -91,7 +91,8 @@ def test_gradients_are_ready_once_a_step_and_in_its_last_backward_only(ranks, ow
             assert_close_gradients(reference, values, 1e-9)
             for step, micros in enumerate(ready):
                 assert len(micros) == 19
-                assert set(micros) == ({None} if step == 0 else {last}), "the first step learns what to expect"
+                # The first step learns what to expect; and where nobody reduces, nobody watches the backward.
+                assert set(micros) == ({None} if step == 0 or num_ranks == 1 else {last})
 
 
 def test_a_restored_feed_gives_the_batches_that_would_have_come(alone, small):

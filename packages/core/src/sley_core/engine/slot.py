@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
+from sley_core.errors import RunError
 
 
 class GradientBuffer(FlatBuffer):
@@ -29,9 +30,21 @@ class Slot:
     first step, for a parameter that a backward reaches more than once (a module used twice under recomputation).
     keeps: whether `parameter.grad` may stay the view between contributions, so that autograd adds into it by itself;
     it does where parameter and view have one dtype, which is settled after the first layout.
+    is_quiet: no hook watches the parameter, so the gradient is complete at the end of the chunk and not before.
     """
 
-    __slots__ = ("chunks", "contributions", "entry", "expected", "final", "is_ready", "keeps", "parameter", "view")
+    __slots__ = (
+        "chunks",
+        "contributions",
+        "entry",
+        "expected",
+        "final",
+        "is_quiet",
+        "is_ready",
+        "keeps",
+        "parameter",
+        "view",
+    )
 
     def __init__(self, entry: Entry, view: Tensor, expected: int, *, keeps: bool) -> None:
         self.entry = entry
@@ -40,6 +53,7 @@ class Slot:
         self.view = view
         self.expected = expected
         self.keeps = keeps
+        self.is_quiet = False
         self.reset()
 
     def reset(self) -> None:
@@ -79,7 +93,8 @@ class Slot:
 class LooseSlot(Slot):
     """The gradient stays where autograd made it, if its dtype is the store's: nobody reduces it, so no buffer is needed.
 
-    Saves one pass over memory, and the buffer. The view is a new tensor in every step.
+    Saves one pass over memory, and the buffer. The view is a new tensor in every step. While it is quiet autograd sums in
+    `parameter.grad`, and `complete` takes that.
     """
 
     __slots__ = ("dtype", "nothing")
@@ -108,7 +123,40 @@ class LooseSlot(Slot):
         else:
             self.adopt(left.t() @ right)
 
+    def check_nothing_came_late(self) -> None:
+        """What a hook would have said of a contribution after `complete`."""
+        gradient = self.parameter.grad
+        is_late = self.is_quiet and self.is_ready and gradient is not None and gradient is not self.view
+        assert not is_late, f"{self.entry.name}: a contribution after its gradient was reported ready"
+
     def complete(self) -> None:
+        if self.is_quiet and self.parameter.grad is not None:
+            check_not_sharded(self.entry)
+            self.adopt(dense(self.parameter.grad, self.entry))
+            self.contributions += 1
+            self.parameter.grad = None
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
         self.is_ready = True
+
+
+def dense(gradient: Tensor, entry: Entry) -> Tensor:
+    """`gradient` of `entry`. Raises RunError `sparse-gradient` if it holds some rows only."""
+    if gradient.is_sparse:
+        raise RunError(
+            "sparse-gradient",
+            f"the gradient of the parameter {entry.name!r} is sparse, which no reducer and no norm takes",
+            hint="make its module with `sparse=False`",
+        )
+    return gradient
+
+
+def check_not_sharded(entry: Entry) -> None:
+    """Raises RunError `sharded-weight-read`: autograd came to a shard, which only its communicator may use."""
+    if entry.shard is not None:
+        raise RunError(
+            "sharded-weight-read",
+            f"the forward reads the parameter {entry.name!r}, of which this rank holds {entry.shard.own_rows} of "
+            f"{entry.shape[0]} rows, without its module",
+            hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded",
+        )

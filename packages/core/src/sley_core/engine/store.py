@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry, ParameterBook
-from sley_core.engine.slot import GradientBuffer, LooseSlot, Slot
+from sley_core.engine.slot import GradientBuffer, LooseSlot, Slot, check_not_sharded, dense
 from sley_core.engine.step_state import StepState
-from sley_core.errors import RunError
 
 Ready = Callable[[Entry], None]
 
@@ -74,6 +73,7 @@ class GradientStore:
         self._order: list[Slot] = []
         self._seen: list[Entry] = []
         self._next = 0
+        self._is_watching = False
         self._learned = False
         self._parameters: list[Tensor] = []
         self._laid_out_for: list[bool] = []
@@ -104,7 +104,22 @@ class GradientStore:
         self._laid_out_for = self._trainability()
         self.num_layouts += 1
         self._learned = self._learned and self._slots.keys() <= expected.keys()
+        if self._is_watching:
+            self.watch()
+
+    def watch(self) -> None:
+        """From now on parameters are hooked, in every layout; the first `begin_step` does it where it was not done.
+
+        Only when dtypes and products are settled is it known that a gradient needs no hook: where nobody reduces, nobody
+        waits for it, and what has the store's dtype autograd sums by itself. A Python call per parameter and backward
+        is saved.
+        """
+        self._is_watching = True
         for slot in self._order:
+            if isinstance(slot, LooseSlot):
+                slot.is_quiet = not self.buffers and slot.keeps and slot.parameter.dtype == self.dtype
+                if slot.is_quiet:
+                    continue
             accumulated = partial(self._accumulated, slot)
             hook = slot.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
@@ -140,6 +155,7 @@ class GradientStore:
         families: dict[tuple[str, int], list[Tensor]] = {}
         for slot in self._order:
             if isinstance(slot, LooseSlot):
+                slot.check_nothing_came_late()
                 family = (slot.entry.reduce_group, len(slot.entry.stages))
                 families.setdefault(family, []).append(slot.view)
         for (reduce_group, num_holders), tensors in families.items():
@@ -149,6 +165,8 @@ class GradientStore:
         """Forgets the step before, complete or not: the first contribution of this one overwrites."""
         if self._trainability() != self._laid_out_for:
             self.lay_out(self._planner)
+        if not self._is_watching:
+            self.watch()
         self._next = 0
         if not self._learned:
             self._seen = []
@@ -193,20 +211,16 @@ class GradientStore:
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
         """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself.
 
-        It fires without a gradient where all of it went through `add_product`. Raises RunError `sparse-gradient`.
+        It fires without a gradient where all of it went through `add_product`. Raises RunError `sparse-gradient`, and
+        `sharded-weight-read` where code used a shard as if it were the whole weight.
         """
         gradient = parameter.grad
         if gradient is None:
             assert not slot.keeps, f"{slot.entry.name}: the hook fired without a gradient"
             return
+        check_not_sharded(slot.entry)
         if gradient is not slot.view:
-            if gradient.is_sparse:
-                raise RunError(
-                    "sparse-gradient",
-                    f"the gradient of the parameter {slot.entry.name!r} is sparse, which no reducer and no norm takes",
-                    hint="make its module with `sparse=False`",
-                )
-            slot.adopt(gradient)
+            slot.adopt(dense(gradient, slot.entry))
             if gradient is not slot.view or not slot.keeps:
                 parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
         self._contributed(slot)
@@ -214,7 +228,7 @@ class GradientStore:
     def _contributed(self, slot: Slot) -> None:
         assert not slot.is_ready, f"{slot.entry.name}: a contribution after its gradient was reported ready"
         slot.contributions += 1
-        if not self.state.gradients_final(slot.chunks):
+        if slot.is_quiet or not self.state.gradients_final(slot.chunks):
             return
         slot.final += 1
         if not self._learned:

@@ -41,11 +41,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Callable[..., Ranks]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     """`ranks(n, timeout_s=60, init=True)` is a callable: `(function, *args, **kwargs) -> [result of rank 0, 1, ...]`.
 
     `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_core.testing.ranks`.
+    This process works with one thread meanwhile, as each rank does: a kernel's sums depend on how many there are.
     """
+    import torch
+
     from sley_core.testing.ranks import Ranks
 
     default: float = request.config.getoption("--rank-timeout")
@@ -53,7 +56,10 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., Ranks]:
     def make(size: int, timeout_s: float = default, *, init: bool = True) -> Ranks:
         return Ranks(size, timeout_s, init)
 
-    return make
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -127,3 +127,10 @@ class Poisoned(nn.Module):
 def poisoned(data: DataInfo, token: int, hidden: int = 8) -> Named:
     """The loss of a sample that starts with `token` is NaN."""
     return _around([Block(hidden), Poisoned(token)], data, hidden)
+
+
+def sparse(data: DataInfo, hidden: int = 8) -> Named:
+    """An embedding whose gradient holds the rows that were used, and no others."""
+    layers = plain(data, hidden)
+    layers[0][1].sparse = True
+    return layers
