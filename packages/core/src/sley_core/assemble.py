@@ -32,6 +32,7 @@ from sley_core.engine.execute import Executor
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
+from sley_core.engine.shards import AXIS, cut_on_meta, shards_of
 from sley_core.engine.stage import Stage, stage_of, tie_groups
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import GradientHandler, SchedulerHook, StageLink
+    from sley_core.protocols import GradientHandler, SchedulerHook, StageLink, WeightCommunicator
     from sley_core.topology import GroupEntry, Topology
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,8 +79,12 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     groups = world.groups(topology, plan.limits.collective_timeout_s, extra)
     if not world.is_fake:
         _agree(plan, [*topology.groups(), *extra], groups, dataset)
-    book = ParameterBook(stage.chunks, stage.stages)
-    if not world.is_fake:
+    communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
+    shards = shards_of(model.layers, communicator.takes, groups[AXIS]) if communicator else {}
+    book = ParameterBook(stage.chunks, stage.stages, shards)
+    if world.is_fake:
+        cut_on_meta(stage.layers, shards)
+    else:
         materialize(
             model.layers,
             seed=plan.run.seed,
@@ -87,8 +92,9 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             dtype=_dtypes(plan)[1],
             device=world.device.torch_device,
             owned={layer.name for layer in stage.layers},
+            cut={key: shard.cut for key, shard in shards.items()},
         )
-    run = _run(plan, world, topology, groups, model, stage, book, dataset, folder)
+    run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
     run.notes += notes
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs
@@ -125,6 +131,7 @@ def _run(
     stage: Stage,
     book: ParameterBook,
     dataset: AnyDataset,
+    communicator: WeightCommunicator | None,
     folder: Path | None,
 ) -> Run:
     state = StepState()
@@ -145,6 +152,9 @@ def _run(
     crossing = Crossing(stage.lists.placement, stage.lists.stage, link)
     executor = Executor(stage.chunks, crossing, caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
     run.stepper = Stepper(executor, stage.lists, store, handlers, _update(plan, run), groups, world.device)
+    if communicator is not None:
+        communicator.attach(run)
+        executor.weights = communicator
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, world.device):
         accumulate_directly(run.layers, run.book, run.store, executor.queue, all_types=splits)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from sley_core.actions.action import Transfer
+    from sley_core.actions.action import Action, Transfer
     from sley_core.engine.book import Entry
     from sley_core.engine.boundary import Description
-    from sley_core.engine.step_state import MicroStep, StepState
+    from sley_core.engine.step_state import MicroStep, Phase, StepState
     from sley_core.run import Run
 
 
@@ -101,19 +101,32 @@ class StageLink(Protocol):
 
 
 class WeightCommunicator(Protocol):
-    """Gathers the sharded weights of a layer just before they are used, and reduces their gradients after."""
+    """Gathers sharded weights just before they are used, and reduces their gradients over `wp` after.
 
-    def replace(self, layer: nn.Module, name: str) -> nn.Module:
-        """The layer with its weights sharded; called on meta, before the book is closed."""
+         takes* ──> attach ──> begin ──> during(action)* ─┐
+                                 ^                        │
+                                 └────────────────────────┘
+
+    Core cuts what it takes. Before it gathers any weight of a layer, the communicator awaits `run.caller.waits` of that
+    layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
+    """
+
+    def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
+        """Whether a parameter that `places` hold, and nothing else, can be sharded; asked on meta, on all ranks alike."""
         ...
 
-    def before_layer(self, name: str, micro: MicroStep) -> None:
-        """The weights of layer `name` are about to be used."""
+    def attach(self, run: Run) -> None:
+        """Called once, when weights are cut, handlers attached and the executor is there."""
+
+    def begin(self, actions: Sequence[Action], phase: Phase) -> None:
+        """A step, or an evaluation, is about to run `actions` in this order."""
+
+    def during(self, action: Action) -> AbstractContextManager[None]:
+        """Around `action`. When a chunk's last gradient action ends, all gradients of its weights are in the store."""
         ...
 
-    def after_layer(self, name: str, micro: MicroStep) -> None:
-        """The layer has run."""
-        ...
+    def detach(self) -> None:
+        """The run closes."""
 
 
 class MemoryPool(Protocol):

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from sley_core.comm.groups import Group
 from sley_core.errors import RunError
+from sley_core.topology import DEFAULT_LANE
 
 Op = Literal["sum", "max", "min"]
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Renamed in torch 2.13."""
 
 
@@ -82,13 +83,13 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str) -> Pe
     return Pending(work, "all-to-all", group, what)
 
 
-def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str) -> Pending:
+def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
     """Starts gathering the ranks' `tensor`, in the order of `group`, along dim 0 of `output`; both are contiguous."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending(None, "all-gather", group, what)
     work = guarded(
-        lambda: _all_gather_single(output, tensor, group=group.lane(), async_op=True), "all-gather", group, what
+        lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), "all-gather", group, what
     )
     return Pending(work, "all-gather", group, what)
 

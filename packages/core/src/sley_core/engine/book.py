@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
+
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
@@ -41,7 +43,8 @@ class Entry:
         where that layer belongs to another stage. shape: of the whole parameter, in every layout.
     aliases: its other names on this rank (ties). stages: those that hold it; more than one is a tie across stages.
     decays: whether weight decay applies (matrices do; norms, biases and other vectors do not).
-    reduce_group: the axis over which its accumulated gradient is still a partial sum.
+    reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: which part of it this rank
+        holds; None where it holds all.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Entry:
     aliases: list[str] = field(default_factory=list)
     decays: bool = True
     reduce_group: str = "stage"
+    shard: Shard | None = None
     stages: tuple[int, ...] = (0,)
     index: int = 0
 
@@ -77,6 +81,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
+        """Of what this rank holds, a shard's padding included."""
         return self.parameter.numel()
 
     @property
@@ -91,10 +96,15 @@ class ParameterBook:
     """The entries of this rank's layers, in the order in which the model names them.
 
     chunks: this rank's layers, per model chunk. stages: all layers of the model, per stage, on meta; left out, this rank
-    has all of them.
+    has all of them. shards: which parameters are cut, and how.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Sequence[Sequence[Layer]] | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[Layer]],
+        stages: Sequence[Sequence[Layer]] | None = None,
+        shards: Shards | None = None,
+    ) -> None:
         self.entries: list[Entry] = []
         known: dict[int, Entry] = {}
         names, holders = _across(stages or [[layer for layers in chunks for layer in layers]])
@@ -109,6 +119,8 @@ class ParameterBook:
                         entry.stages = tuple(sorted(holders[id(parameter)]))
                         entry.aliases = [name] if name != first else []
                         entry.decays = parameter.ndim >= 2 and not is_norm(holder.module)
+                        entry.shard = (shards or {}).get(id(parameter))
+                        entry.reduce_group = "stage" if entry.shard is None else REDUCE_GROUP
                         self.entries.append(entry)
                     else:
                         entry.aliases.append(name)
@@ -135,8 +147,8 @@ class ParameterBook:
 
     @property
     def num_parameters(self) -> int:
-        """Elements on this rank; a tied weight counts once."""
-        return sum(entry.numel for entry in self.entries)
+        """Elements on this rank, without padding; a tied weight counts once."""
+        return sum(entry.numel - (entry.shard.padding if entry.shard else 0) for entry in self.entries)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -58,13 +58,17 @@ def accumulate_directly(
 ) -> list[nn.Linear]:
     """Makes every plain `nn.Linear` of `layers` hand its weight gradient to `store`; returns them, for `undo`.
 
+    A sharded one is its communicator's.
+
     queue: takes the products instead while a D runs. Only where weight and store have one dtype, unless `all_types`: a
     product of bf16 does not go into fp32 in one call everywhere.
     """
     found: list[nn.Linear] = []
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if type(module) is nn.Linear and (all_types or module.weight.dtype == store.dtype):
+            if type(module) is not nn.Linear or book[f"{name}.weight"].shard is not None:
+                continue
+            if all_types or module.weight.dtype == store.dtype:
                 sink = Handover(partial(store.add_product, book[f"{name}.weight"]), queue)
                 module.forward = partial(_forward, module, sink)  # type: ignore[method-assign]
                 store.expect_products(book[f"{name}.weight"])

@@ -7,6 +7,7 @@ and is dropped after its last action. Between forward and backward a chunk holds
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from sley_core.engine.store import GradientStore
     from sley_core.engine.weight import BatchWeight
     from sley_core.model.layers import Layer
-    from sley_core.protocols import Loss, SchedulerHook
+    from sley_core.protocols import Loss, SchedulerHook, WeightCommunicator
 
 HostBatch = Mapping[str, Tensor]
 
@@ -58,6 +59,7 @@ class Executor:
         self.device = device
         self.hooks = hooks
         self.queue = WeightQueue()
+        self.weights: WeightCommunicator | None = None
         self.clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)
@@ -78,8 +80,8 @@ class Executor:
         weight: the loss weight of the global batch, by which every gradient is divided once; only where the loss is.
         Returns the sum of the loss over this rank's samples: a float64 scalar on the device.
         """
-        total = self._begin(batch, state, Phase.TRAIN)
         actions = actions_of(steps)
+        total = self._begin(batch, state, Phase.TRAIN, actions)
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         for step in steps:
@@ -91,7 +93,8 @@ class Executor:
                 continue
             micro = state.micro_step(step, Phase.TRAIN)
             state.enter(step)
-            self._act(step, micro, batch, state, weight, total)
+            with self._weights_of(step):
+                self._act(step, micro, batch, state, weight, total)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
                 # Only now: what D put off for W may still be a view of a received message.
@@ -106,22 +109,28 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, steps: Lowered, batch: HostBatch, state: StepState) -> Tensor:
         """Runs a forward-only list, saving nothing and touching no gradient; returns the sum of the loss."""
-        total = self._begin(batch, state, Phase.EVALUATE)
+        total = self._begin(batch, state, Phase.EVALUATE, actions_of(steps))
         for step in steps:
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
             micro = state.micro_step(step, Phase.EVALUATE)
-            self._forward(micro, Held(), batch, state.num_micros, total)
+            with self._weights_of(step):
+                self._forward(micro, Held(), batch, state.num_micros, total)
             self.crossing.release("forward", step.chunk, step.micro)
             self._micros.pop(step.micro, None)
         self.crossing.end()
         return total
 
-    def _begin(self, batch: HostBatch, state: StepState, phase: Phase) -> Tensor:
+    def _weights_of(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self.weights is None else self.weights.during(action)
+
+    def _begin(self, batch: HostBatch, state: StepState, phase: Phase, actions: Sequence[Action]) -> Tensor:
         self._micros.clear()
         self._held.clear()
         self.queue.clear()
+        if self.weights is not None:
+            self.weights.begin(actions, phase)
         self.crossing.begin(self._keys(batch, state.num_micros, phase))
         return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
 

@@ -82,6 +82,8 @@ class Stepper:
     def close(self) -> None:
         for handler in reversed(self.handlers):
             handler.detach()
+        if self.executor.weights is not None:
+            self.executor.weights.detach()
         self.store.close()
 
     def _gradient_ready(self, entry: Entry) -> None:

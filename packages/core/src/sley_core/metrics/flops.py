@@ -7,7 +7,7 @@ so that the same tokens per second give the same utilisation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -70,20 +70,23 @@ def flops_per_token(num_matmul_parameters: int, attention_width: int, sequence: 
     return 6.0 * num_matmul_parameters + 6.0 * attention_width * sequence
 
 
-def model_flops_per_token(layers: Iterable[nn.Module], sequence: int) -> float:
+def model_flops_per_token(layers: Iterable[nn.Module], sequence: int, whole: Mapping[int, int] | None = None) -> float:
     """`flops_per_token` of any model, from its modules, on meta too.
 
     A matrix counts where it is the own `weight`, of two dims or more, of a module that is no embedding: linears,
     convolutions of stride 1, and a tied head, whose weight works once more there. Attention counts where a module
     declares `attention_width = heads * head_dim`; a model that does not declare it is counted without its attention.
+
+    whole: the elements of parameters that are there as shards, by id.
     """
+    whole = whole or {}
     num_parameters = 0
     attention_width = 0
     for layer in layers:
         for module in layer.modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, torch.Tensor) and weight.ndim >= 2 and not isinstance(module, _LOOK_UP):
-                num_parameters += weight.numel()
+                num_parameters += whole.get(id(weight), weight.numel())
             attention_width += getattr(module, "attention_width", 0)
     return flops_per_token(num_parameters, attention_width, sequence)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +50,11 @@ class Meter:
         return cls(
             device,
             info,
-            flops_per_token=model_flops_per_token((layer.module for layer in layers), info.sequence or 0),
+            flops_per_token=model_flops_per_token(
+                (layer.module for layer in layers),
+                info.sequence or 0,
+                {id(entry.parameter): prod(entry.shape) for entry in run.book if entry.shard},
+            ),
             peak_flops=None if peak is None else peak * run.world.size,
         )
 

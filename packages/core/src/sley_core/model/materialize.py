@@ -16,7 +16,7 @@ belongs to the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -51,11 +51,13 @@ def materialize(
     dtype: torch.dtype,
     device: torch.device,
     owned: Collection[str] | None = None,
+    cut: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
     """Every parameter of the owned layers is real, `dtype`, on `device`, initialised, and tied as it was built.
 
     layers: all layers of the model, as `build_on_meta` gave them, owned or not: they say who shares what.
-    owned: names of the layers to materialise, None for all; the others stay on meta.
+    owned: names of the layers to materialise, None for all; the others stay on meta. cut: by id of a parameter on meta, what
+        this rank keeps of its values.
     Buffers of owned layers are moved to `device`; a floating-point one is widened to `dtype` but never narrowed.
     A rank that does not own the first holder of a tied parameter draws that layer too, for the moment.
     Raises PlanError "model-init" with the name of a parameter that nobody initialises.
@@ -70,10 +72,14 @@ def materialize(
         values = drawing.draw(layer)
         for slot in drawing.slots[layer.name]:
             if layer.name not in owned:
-                setattr(slot.module, slot.attribute, slot.meta)
+                # The module itself may be shared with an owned layer.
+                setattr(slot.module, slot.attribute, final.get(id(slot.meta), slot.meta))
                 continue
             if id(slot.meta) not in final:
-                final[id(slot.meta)] = like(slot.meta, values.pop(id(slot.meta)).to(device=device, dtype=dtype))
+                value = values.pop(id(slot.meta))
+                if cut and id(slot.meta) in cut:
+                    value = cut[id(slot.meta)](value)
+                final[id(slot.meta)] = like(slot.meta, value.to(device=device, dtype=dtype))
             setattr(slot.module, slot.attribute, final[id(slot.meta)])
         if layer.name in owned:
             _move_buffers(layer.module, dtype, device, buffers)

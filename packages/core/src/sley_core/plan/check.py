@@ -20,7 +20,6 @@ ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": "fp64"}
 
 AXES = {
     "sp": ("splitting sequences needs a [sequence] table", "sley-isp"),
-    "wp": ("splitting weights needs a [weights] table", "sley-isp"),
 }
 """What an axis larger than one will need, and who has it."""
 
@@ -32,7 +31,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     "loss-scale-range", "beyond-the-run", "optimizer-layout", those of `check_handlers`, and those of the plugins'
     `sley_check_plan`, which are asked only where the sizes fit. Raises PluginError if one of these hooks fails.
     """
-    problems = [*_precision(plan), *_unsupported_axes(plan), *_beyond(plan), *_pipeline_is_there(plan)]
+    problems = [*_precision(plan), *_unsupported_axes(plan), *_beyond(plan), *_pipeline_is_there(plan), *_weights(plan)]
     found: list[Diagnostic] = []
     try:
         topology = plan.topology(world)
@@ -51,6 +50,20 @@ def _pipeline_is_there(plan: Plan) -> Iterator[Problem]:
     if plan.parallel.pp > 1 and plan.pipeline is None:
         message = f"`pp = {plan.parallel.pp}` needs a [pipeline] table that names a schedule"
         yield Problem(("parallel", "pp"), message, 'add [pipeline] with `use = "pp.one_f_one_b"`', "pipeline-missing")
+
+
+def _weights(plan: Plan) -> Iterator[Problem]:
+    """Somebody gathers what is sharded, and nothing reads it without being asked."""
+    if plan.parallel.wp == 1:
+        return
+    if plan.weights is None:
+        message = f"`wp = {plan.parallel.wp}` needs a [weights] table that names a weight communicator"
+        hint = 'add [weights] with `use = "isp.communicator"`, of sley-isp'
+        yield Problem(("parallel", "wp"), message, hint, "weights-missing")
+    config = plan.model.config
+    if isinstance(config, ModelConfig) and config.compile:
+        message = "a compiled layer cannot gather its weights"
+        yield Problem(("model", "compile"), message, "leave `compile` out, or `wp = 1`", "weights-compiled")
 
 
 def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:

@@ -116,6 +116,12 @@ COMPONENTS = (
         only_with="pipeline",
     ),
     ComponentTable(
+        "weights",
+        "weight_communicators",
+        "How weights are sharded and gathered; needed where `parallel.wp` is above 1.",
+        only_with="weights",
+    ),
+    ComponentTable(
         "gradient_handlers",
         "gradient_handlers",
         "What works on accumulated gradients; this order is the order of collectives on every rank. Left out, it is "

@@ -93,6 +93,7 @@ class Plan:
     activations: Component
     pipeline: Component | None
     partition: Component | None
+    weights: Component | None
     gradient_handlers: tuple[Component, ...]
     scheduler_hooks: tuple[Component, ...]
     metrics: tuple[Component, ...]
@@ -100,6 +101,15 @@ class Plan:
     loader: Loader = field(compare=False, repr=False)
     plugins: Mapping[str, Plugin] = field(compare=False, repr=False)
     origins: Mapping[KeyPath, Origin] = field(compare=False, repr=False)
+
+    def build_named(self, kind: RecordKind, name: str, *args: Any) -> Any:
+        """The live object of the record `name` with its defaults: what a field of a table refers to.
+
+        Raises PluginError for a plugin's code that cannot be imported.
+        """
+        plugin = self.loader.load(name.partition(".")[0])
+        record = self.loader.record(kind, name)
+        return plugin.build_of(record)(record.config(), *args)
 
     @property
     def folder(self) -> Path | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.shards import whole
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
@@ -68,16 +69,22 @@ def record(
             if batches is not None:
                 own = {name: value[run.rows] for name, value in batches[number].items()}
             recorded.rows.append(run.step(own))
-            recorded.gradients.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+            recorded.gradients.append(gradients(run))
         recorded.weights = weights(run)
         if run.evaluation is not None:
             recorded.held_out = run.evaluate()
     return recorded
 
 
+def gradients(run: Run) -> Tensors:
+    """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole."""
+    present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
+    return {entry.name: whole(entry, run.store.gradient(entry), run.groups) for entry in run.book if entry in present}
+
+
 def weights(run: Run) -> Tensors:
-    """Copies of this rank's parameters and buffers, by name."""
-    found = {entry.name: entry.parameter.detach().clone().cpu() for entry in run.book}
+    """Copies of this rank's parameters and buffers, by name; sharded ones are gathered whole."""
+    found = {entry.name: whole(entry, entry.parameter, run.groups).cpu() for entry in run.book}
     for layer in run.layers:
         found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
     return found

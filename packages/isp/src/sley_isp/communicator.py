@@ -1,0 +1,184 @@
+"""`isp.communicator`: linears and embeddings of any model, sharded over `wp`, gathered just before they are used.
+
+    LayerCaller ──> layer ──> linear's site ──> use ──> Prefetch decides ──> gathers start, buffers go back
+                                                           ^
+    Executor ──> begin, during(action) ────────────────────┘
+
+The phase is what core's list of actions says is running when a site is called: a forward within a backward action is a
+recomputation. Outside a run (a model called by hand) weights are gathered for the call and dropped after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind
+from sley_core.engine.shards import AXIS
+from sley_core.engine.step_state import Phase
+from sley_core.engine.weight_queue import Handover
+from sley_core.protocols import WeightCommunicator
+from sley_isp.prefetch import Decision, Prefetch
+from sley_isp.reductions import Reductions
+from sley_isp.sites import Site, embedding_gradients, install, is_plain, linear_gradients, uninstall
+from sley_isp.units import Gathered, Unit
+
+if TYPE_CHECKING:
+    from sley_core.model.layers import Layer
+    from sley_core.protocols import MemoryPool
+    from sley_core.run import Run
+    from sley_isp.config import CommunicatorConfig
+
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+
+
+class Communicator(WeightCommunicator):
+    """The only one that gathers; `prefetch`, `reductions` and `pool` hold its counters."""
+
+    pool: MemoryPool
+    reductions: Reductions
+
+    def __init__(self, config: CommunicatorConfig) -> None:
+        self.config = config
+        self.prefetch = Prefetch(config.ahead if config.overlap else 0)
+        self.sites: list[Site] = []
+        self.units: list[Unit] = []
+        self._gathered: dict[Unit, Gathered] = {}
+        self._action: Action | None = None
+
+    def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
+        return all(is_plain(module, attribute) for module, attribute in places)
+
+    def attach(self, run: Run) -> None:
+        self._run = run
+        self._group = run.groups[AXIS]
+        self._waits = run.caller.waits
+        self._state = run.store.state
+        self._queue = run.stepper.executor.queue
+        self.pool = run.plan.build_named("memory_pools", self.config.pool)
+        bound = self.config.reductions if self.config.overlap else 0
+        self.reductions = Reductions(bound, run.store, self.pool, self._group)
+        for layer in run.layers:
+            self._take(layer)
+
+    def begin(self, actions: Sequence[Action], phase: Phase) -> None:
+        self._action = None
+        passes = [(phase, action.kind, action.chunk) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT]
+        self.prefetch.begin(passes)
+        self._drop(list(self._gathered))
+        self.reductions.forget()
+
+    def during(self, action: Action) -> AbstractContextManager[None]:
+        return self._during(action)
+
+    @contextmanager
+    def _during(self, action: Action) -> Iterator[None]:
+        """Reductions may outlive an action, but not the one that completes a gradient, and none enters it from before."""
+        is_last = action.kind in GRADIENT_KINDS and self._state.gradients_final(frozenset({action.chunk}))
+        if is_last:
+            self.reductions.finish()
+        is_pass = action.kind is not Kind.WEIGHT_GRADIENT
+        if is_pass:
+            self.prefetch.enter()
+        self._action = action
+        try:
+            yield
+        finally:
+            self._action = None
+        if is_pass:
+            self._apply(self.prefetch.leave())
+        if is_last:
+            self.reductions.finish()
+
+    def detach(self) -> None:
+        for site in self.sites:
+            uninstall(site)
+        self.sites.clear()
+
+    # -- what sites ask for
+
+    def is_recomputing(self) -> bool:
+        """Whether a forward that runs now is one within a backward."""
+        return self._action is not None and self._action.kind in BACKWARDS
+
+    def use(self, unit: Unit, *, pins: int, launches: bool) -> Gathered:
+        """The weights of `unit`, on their way or there; what comes next may be started."""
+        if self._action is None:
+            return self._gather(unit)
+        known = self._gathered.get(unit)
+        if known is not None and known.stamp != unit.stamp:
+            self._drop([unit])
+            self.prefetch.forget(unit)
+        self._apply(self.prefetch.use(unit, pins=pins, launches=launches))
+        return self._gathered[unit]
+
+    def done(self, gathered: Gathered) -> None:
+        """A use is over."""
+        if self._action is None:
+            gathered.release()
+
+    # -- the machine's decisions
+
+    def _apply(self, decision: Decision) -> None:
+        self._drop(decision.drop)
+        for unit in decision.gather:
+            assert isinstance(unit, Unit), unit
+            self._gathered[unit] = self._gather(unit)
+
+    def _gather(self, unit: Unit) -> Gathered:
+        for wait in self._waits.get(unit.layer, ()):
+            wait()
+        gathered = Gathered(unit, self.pool, self._group)
+        if not self.config.overlap:
+            gathered.wait()
+        return gathered
+
+    def _drop(self, units: Sequence[object]) -> None:
+        for unit in units:
+            assert isinstance(unit, Unit), unit
+            self._gathered.pop(unit).release()
+
+    # -- the model
+
+    def _take(self, layer: Layer) -> None:
+        """Finds the sharded modules of `layer`, puts them into units, and installs their forwards."""
+        book = self._run.book
+        sites: dict[str, Site] = {}
+        unit = Unit(layer.name, layer.name)
+        known = {id(site.module) for site in self.sites}
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            if id(module) in known:
+                continue
+            held = {
+                attribute: book[f"{name}.{attribute}"]
+                for attribute, parameter in module._parameters.items()
+                if parameter is not None and book[f"{name}.{attribute}"].shard is not None
+            }
+            if not held:
+                continue
+            if self.config.unit == "module":
+                unit = Unit(name, layer.name)
+            unit.entries += [entry for entry in held.values() if entry not in unit.entries]
+            if unit not in self.units:
+                self.units.append(unit)
+            site = Site(self, unit, module, held.get("weight"), held.get("bias"))
+            site.sink = Handover(partial(self._reduce, site), self._queue)
+            sites[name.removeprefix(f"{layer.name}.")] = site
+            for entry in held.values():
+                self._run.store.expect_products(entry)
+            install(site)
+        matching = [site for name, site in sites.items() if fnmatchcase(name, self.config.launch)]
+        for site in matching if matching and self.config.unit == "layer" else sites.values():
+            site.launches = True
+        self.sites += sites.values()
+
+    @torch.no_grad()
+    def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
+        write = embedding_gradients if isinstance(site.module, nn.Embedding) else linear_gradients
+        self.reductions.start(site.trained, lambda wholes: write(site, rows, inputs, wholes), site.unit.name)

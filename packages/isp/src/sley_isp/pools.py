@@ -1,0 +1,103 @@
+"""`isp.slots`, a pool that keeps buffers by size, and `isp.fresh`, which keeps none.
+
+lease ──> with ... as buffer ──> back in the pool ──> lent again
+                 ^ a second `with` of one lease raises: its buffer may be somebody else's by then
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.protocols import MemoryPool
+
+if TYPE_CHECKING:
+    from sley_isp.config import FreshConfig, SlotsConfig
+
+Size = tuple[tuple[int, ...], torch.dtype, torch.device]
+
+
+class Lease:
+    """A buffer for the length of a `with` block."""
+
+    def __init__(self, pool: Slots, size: Size) -> None:
+        self._pool = pool
+        self._size = size
+        self._buffer: Tensor | None = None
+        self._is_used = False
+
+    def __enter__(self) -> Tensor:
+        assert not self._is_used, f"a lease of {self._size} is used twice"
+        self._is_used = True
+        self._buffer = self._pool._take(self._size)
+        return self._buffer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._buffer is not None, f"a lease of {self._size} ends before it began"
+        self._pool._give(self._size, self._buffer)
+        self._buffer = None
+
+
+class Slots(MemoryPool):
+    """Lends buffers of the exact shape, dtype and device, keeps them when they come back, and grows when none is there.
+
+    num_allocations: since the beginning. num_lent, max_lent: buffers out now, and at most. num_bytes: of all, lent or not.
+    """
+
+    keeps = True
+
+    def __init__(self, config: SlotsConfig | FreshConfig) -> None:
+        self.config = config
+        self.num_allocations = 0
+        self.num_lent = 0
+        self.max_lent = 0
+        self.num_bytes = 0
+        self._free: dict[Size, list[Tensor]] = {}
+        self._lent: set[int] = set()
+
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Lease:
+        """A buffer of this kind, with whatever values it had; uninitialised the first time."""
+        return Lease(self, (tuple(shape), dtype, device))
+
+    def trim(self) -> int:
+        """Lets go of every buffer that is not lent; returns how many bytes that were."""
+        free = [buffer for buffers in self._free.values() for buffer in buffers]
+        self._free.clear()
+        num_bytes = sum(buffer.nbytes for buffer in free)
+        self.num_bytes -= num_bytes
+        return num_bytes
+
+    def _take(self, size: Size) -> Tensor:
+        free = self._free.get(size)
+        if free:
+            buffer = free.pop()
+        else:
+            shape, dtype, device = size
+            buffer = torch.empty(shape, dtype=dtype, device=device)
+            self.num_allocations += 1
+            self.num_bytes += buffer.nbytes
+        assert id(buffer) not in self._lent, f"the buffer of {size} is lent already"
+        self._lent.add(id(buffer))
+        self.num_lent += 1
+        self.max_lent = max(self.max_lent, self.num_lent)
+        return buffer
+
+    def _give(self, size: Size, buffer: Tensor) -> None:
+        self._lent.remove(id(buffer))
+        self.num_lent -= 1
+        if self.keeps:
+            self._free.setdefault(size, []).append(buffer)
+        else:
+            self.num_bytes -= buffer.nbytes
+
+
+class Fresh(Slots):
+    """Allocates every buffer, and lets go of it when it comes back."""
+
+    keeps = False

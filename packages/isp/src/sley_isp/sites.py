@@ -1,0 +1,187 @@
+"""A linear or an embedding whose weights are sharded: what its forward and its backward do.
+
+    forward    whole = gathered        y = x W^T + b        only x is kept
+    backward   whole = gathered again, dW = g^T x -> reduced in the background -> store,    dx = g W meanwhile
+    D, W       D: dx, and (g, x) is put off;    W: dW and its reduction
+
+Autograd sees the shard as an input, so that a gradient comes by, and gets None for it: no placeholder is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
+    from sley_isp.units import Gathered, Unit
+
+Sink = Callable[[Tensor, Tensor], None]
+"""Takes the output gradient [n, out] and the input, and reduces the weight's gradient, now or when W runs."""
+
+
+class Host(Protocol):
+    """What a site needs of its communicator."""
+
+    def use(self, unit: Unit, *, pins: int, launches: bool) -> Gathered: ...
+    def done(self, gathered: Gathered) -> None: ...
+    def is_recomputing(self) -> bool: ...
+
+
+class Site:
+    """One module. weight, bias: its entries, None where that is not sharded (or not there). unit: where they are gathered."""
+
+    def __init__(self, host: Host, unit: Unit, module: nn.Module, weight: Entry | None, bias: Entry | None) -> None:
+        self.host = host
+        self.unit = unit
+        self.module = module
+        self.weight = weight
+        self.bias = bias
+        self.launches = False
+        self.sink: Sink
+
+    @property
+    def trained(self) -> list[Entry]:
+        """The sharded entries that have a gradient."""
+        return [entry for entry in (self.weight, self.bias) if entry is not None and entry.trainable]
+
+    def use(self, *, pins: int = 0, launches: bool | None = None) -> Gathered:
+        """The unit's weights, which are there or on their way."""
+        return self.host.use(self.unit, pins=pins, launches=self.launches if launches is None else launches)
+
+    def held(self, gathered: Gathered, attribute: str) -> Tensor | None:
+        """The whole of a parameter: gathered, or the module's own where it is not sharded."""
+        entry = self.weight if attribute == "weight" else self.bias
+        return gathered.whole(entry) if entry is not None else self.module._parameters[attribute]
+
+
+def linear_forward(site: Site, x: Tensor) -> Tensor:
+    """The forward of a sharded `nn.Linear`."""
+    parameters = site.module._parameters
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not torch.is_grad_enabled():
+        gathered = site.use()
+        gathered.wait()
+        result = _linear(site, gathered, x)
+        site.host.done(gathered)
+        return result
+    out: Tensor = _Linear.apply(x, parameters["weight"], parameters["bias"], site)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+def _linear(site: Site, gathered: Gathered, x: Tensor) -> Tensor:
+    weight, bias = site.held(gathered, "weight"), site.held(gathered, "bias")
+    assert weight is not None, site.unit
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, site: Site) -> Tensor:
+        has_backward = ctx.needs_input_grad[0]
+        gathered = site.use(pins=int(has_backward and site.host.is_recomputing()))
+        gathered.wait()
+        ctx.site = site
+        ctx.save_for_backward(x if site.trained else None)
+        result = _linear(site, gathered, x)
+        site.host.done(gathered)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        site: Site = ctx.site
+        (x,) = ctx.saved_tensors
+        # Started first, so that it travels while the weight's gradient is computed.
+        gathered = site.use(pins=-1, launches=True) if ctx.needs_input_grad[0] else None
+        if site.trained:
+            assert x is not None, f"{site.unit} was unfrozen between a forward and its backward"
+            site.sink(gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1]))
+        if gathered is None:
+            return None, None, None, None
+        gathered.wait()
+        weight = site.held(gathered, "weight")
+        assert weight is not None, site.unit
+        of_input = gradient @ weight.to(gradient.dtype)
+        site.host.done(gathered)
+        return of_input, None, None, None
+
+
+def linear_gradients(site: Site, rows: Tensor, inputs: Tensor, wholes: list[Tensor]) -> None:
+    """Writes the weight's gradient rows^T inputs, the bias's, or both, into `wholes`, in the order of `site.trained`."""
+    for entry, whole in zip(site.trained, wholes, strict=True):
+        if entry is site.bias:
+            torch.sum(rows, 0, dtype=whole.dtype, out=whole)
+        elif rows.dtype == whole.dtype:
+            torch.mm(rows.t(), inputs, out=whole)
+        else:
+            whole.copy_(rows.t() @ inputs)
+
+
+def embedding_forward(site: Site, tokens: Tensor) -> Tensor:
+    """The forward of a sharded `nn.Embedding`. Its backward needs no weight, so it gathers none."""
+    if not torch.is_grad_enabled():
+        return _embedding(site, tokens)
+    weight = site.module._parameters["weight"]
+    out: Tensor = _Embedding.apply(tokens, weight, site)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+def _embedding(site: Site, tokens: Tensor) -> Tensor:
+    gathered = site.use()
+    gathered.wait()
+    weight = site.held(gathered, "weight")
+    assert weight is not None, site.unit
+    result = F.embedding(tokens, weight)
+    site.host.done(gathered)
+    return result
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, _weight: Tensor, site: Site) -> Tensor:
+        ctx.site = site
+        ctx.save_for_backward(tokens)
+        return _embedding(site, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        if ctx.site.trained:
+            ctx.site.sink(gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1))
+        return None, None, None
+
+
+def embedding_gradients(site: Site, rows: Tensor, tokens: Tensor, wholes: list[Tensor]) -> None:
+    """Writes the table's gradient: each token's row of `rows`, added where the table was read."""
+    (whole,) = wholes
+    module = site.module
+    assert isinstance(module, nn.Embedding), module
+    padding = -1 if module.padding_idx is None else module.padding_idx
+    whole.copy_(torch.ops.aten.embedding_dense_backward(rows, tokens, whole.shape[0], padding, False))
+
+
+def is_plain(module: nn.Module, attribute: str) -> bool:
+    """Whether `attribute` of `module` is a parameter that a site can stand in for: of a linear, or of an embedding."""
+    if type(module) is nn.Embedding:
+        return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return type(module) is nn.Linear and attribute in ("weight", "bias")
+
+
+def install(site: Site) -> None:
+    """The module's forward becomes the site's."""
+    forward = embedding_forward if isinstance(site.module, nn.Embedding) else linear_forward
+    site.module.forward = partial(forward, site)  # type: ignore[method-assign]
+
+
+def uninstall(site: Site) -> None:
+    """The module's own forward again; its parameters stay shards."""
+    del site.module.__dict__["forward"]

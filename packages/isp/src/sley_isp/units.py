@@ -1,0 +1,96 @@
+"""A unit: sharded weights that are gathered together into one buffer, and where each of them lies in it.
+
+flat buffer   | query.weight, whole | key.weight, whole | query.bias, whole | ...       aligned, padding rows included
+                own rows copied, the others' received straight into their places
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sley_core.comm.rows import gather_rows
+from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+    from sley_core.engine.book import Entry
+    from sley_core.engine.shards import Shard
+    from sley_core.protocols import MemoryPool
+
+
+def shard_of(entry: Entry) -> Shard:
+    """The shard of an entry that has one."""
+    assert entry.shard is not None, f"{entry.name} is not sharded"
+    return entry.shard
+
+
+def padded(entry: Entry) -> tuple[int, ...]:
+    """The shape of the whole parameter, padding rows included."""
+    shard = shard_of(entry)
+    return (shard.count * shard.rows, *shard.shape[1:])
+
+
+@dataclass(eq=False)
+class Unit:
+    """The sharded entries of layer `layer`, or of one of its modules; each once, however many modules hold it."""
+
+    name: str
+    layer: str
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def stamp(self) -> int:
+        """Changes whenever somebody writes one of the shards."""
+        return sum(entry.parameter._version for entry in self.entries)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name})"
+
+
+class Gathered:
+    """The whole weights of `unit`, on their way until `wait`. The buffer is leased from `pool` until `release`."""
+
+    def __init__(self, unit: Unit, pool: MemoryPool, group: Group) -> None:
+        parameters = [entry.parameter.detach() for entry in unit.entries]
+        dtype, device = parameters[0].dtype, parameters[0].device
+        starts, numel = layout(unit.entries, dtype.itemsize)
+        self.stamp = unit.stamp
+        self._stack = ExitStack()
+        flat = self._stack.enter_context(pool.lease((numel,), dtype, device))
+        views = views_of(flat, unit.entries, starts)
+        # The unit's own order of entries, the same on all ranks of `wp`, which gather the same units in one order.
+        self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}")
+        self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
+
+    def wait(self) -> None:
+        """Returns when the weights are there."""
+        self._exchange.wait()
+
+    def whole(self, entry: Entry) -> Tensor:
+        """The whole parameter, without padding; valid until `release`."""
+        return self._wholes[entry]
+
+    def release(self) -> None:
+        """Gives the buffer back; what is still on its way into it is awaited first."""
+        self._exchange.wait()
+        self._stack.close()
+        self._wholes = {}
+
+
+def layout(entries: Sequence[Entry], itemsize: int) -> tuple[list[int], int]:
+    """Where the padded whole of each entry starts in a flat buffer, and how many elements that has."""
+    return offsets([padded(entry) for entry in entries], ALIGNMENT_BYTES // itemsize)
+
+
+def views_of(flat: Tensor, entries: Sequence[Entry], starts: Sequence[int]) -> list[Tensor]:
+    """The padded whole of each entry, as a view of `flat`."""
+    return [
+        flat[start : start + prod(padded(entry))].view(padded(entry))
+        for entry, start in zip(entries, starts, strict=True)
+    ]
