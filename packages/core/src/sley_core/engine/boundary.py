@@ -50,26 +50,7 @@ class Description:
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     """The tensors of `value` in order, and its structure. Raises RunError `boundary-type` for anything else in it."""
     leaves: list[Tensor] = []
-
-    def walk(part: Any) -> Structure:
-        if part is None:
-            return None
-        if isinstance(part, Tensor):
-            leaves.append(part)
-            return len(leaves) - 1
-        if isinstance(part, tuple):
-            return {"tuple": [walk(each) for each in part]}
-        if isinstance(part, list):
-            return [walk(each) for each in part]
-        if isinstance(part, dict) and all(isinstance(key, str) for key in part):
-            return {"dict": {key: walk(each) for key, each in part.items()}}
-        raise RunError(
-            "boundary-type",
-            f"a layer's output holds a {type(part).__name__}, which cannot be sent to the next stage",
-            hint="send tensors, None, and tuples, lists and dicts (with string keys) of them",
-        )
-
-    return leaves, walk(value)
+    return leaves, _structure(value, leaves)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
@@ -88,3 +69,26 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
 def gradients_of(description: Description) -> Description:
     """What comes back for a boundary's tensors: one gradient for each that has one, in order."""
     return Description(tuple(leaf for leaf in description.leaves if leaf.has_gradient), None)
+
+
+def _structure(part: Any, leaves: list[Tensor]) -> Structure:
+    """Puts the tensors of `part` into `leaves`.
+
+    No function within `flatten`: one that calls itself is a cycle, which would keep the tensors until the next collection.
+    """
+    if part is None:
+        return None
+    if isinstance(part, Tensor):
+        leaves.append(part)
+        return len(leaves) - 1
+    if isinstance(part, tuple):
+        return {"tuple": [_structure(each, leaves) for each in part]}
+    if isinstance(part, list):
+        return [_structure(each, leaves) for each in part]
+    if isinstance(part, dict) and all(isinstance(key, str) for key in part):
+        return {"dict": {key: _structure(each, leaves) for key, each in part.items()}}
+    raise RunError(
+        "boundary-type",
+        f"a layer's output holds a {type(part).__name__}, which cannot be sent to the next stage",
+        hint="send tensors, None, and tuples, lists and dicts (with string keys) of them",
+    )

@@ -1,0 +1,232 @@
+"""What a rank holds, counted from live objects while it runs, is what the simulator says (DESIGN 13.5).
+
+A run is watched from outside, by weak references that keep nothing alive. Every tensor that a forward saves is wrapped, and
+the wrapper belongs to the graph alone; every closure that a D puts off for its W belongs to the queue alone. A chunk's
+pair with a micro-batch is held while any of these lives; outputs must be gone as soon as they are sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from sley_core.actions.costs import Costs
+from sley_core.actions.lower import lower
+from sley_core.actions.simulate import simulate
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.engine.boundary import flatten
+from sley_core.plan.load import plan_from_dict
+from sley_core.protocols import SchedulerHook
+
+WIDTH = 4
+LAYERS = 12
+MICROS = (1, 2, 3, 4, 5, 7, 8, 11, 16)
+SCHEDULES = {
+    "gpipe": {"use": "pp.gpipe"},
+    "one_f_one_b": {"use": "pp.one_f_one_b"},
+    "interleaved 2": {"use": "pp.interleaved"},
+    "interleaved 3": {"use": "pp.interleaved", "chunks": 3},
+    "zero_bubble_h1": {"use": "pp.zero_bubble_h1"},
+    "zero_bubble_v": {"use": "pp.zero_bubble_v"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+
+def layers():
+    return [Block() for _ in range(LAYERS)]
+
+
+class Rows:
+    info = DataInfo({"x": Field("float32")})
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return {"x": torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))}
+
+
+class Squares:
+    fields = ()
+
+    def weight(self, batch):
+        return float(len(batch["x"]))
+
+    def loss(self, output, batch):
+        return output.square().sum()
+
+
+class Saved:
+    """A tensor that a graph holds."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Watch(SchedulerHook):
+    """`most` are the largest numbers of pairs, and of graphs among them, since `take` was called."""
+
+    def __init__(self, run):
+        self.saved = defaultdict(weakref.WeakSet)
+        self.queued = defaultdict(weakref.WeakSet)
+        self.outputs = defaultdict(weakref.WeakSet)
+        self.most = (0, 0)
+        self._hooks = None
+        queue = run.stepper.executor.queue
+        put = queue.put
+
+        def watched_put(work):
+            self.queued[queue._open].add(work)
+            put(work)
+
+        queue.put = watched_put
+        run.stepper.executor.hooks.append(self)
+
+    def before_forward(self, micro, inputs):
+        self._look()
+        self._enter(micro)
+
+    def after_forward(self, micro, output):
+        self._leave()
+        self.outputs[micro.chunk, micro.micro].update(flatten(output)[0])
+
+    def before_loss(self, micro, output):
+        self.outputs.pop((micro.chunk, micro.micro))  # the loss may save it
+        self._enter(micro)
+
+    def after_loss(self, micro, loss):
+        self._leave()
+
+    def before_backward(self, micro, output_gradient):
+        self._look()
+
+    def after_backward(self, micro, input_gradient):
+        self._look()
+
+    def take(self):
+        """The peaks since the last call; nothing may be left of what was counted."""
+        assert self.graphs() == set(), "graphs outlive the step"
+        assert self.pairs() == set(), "what was put off outlives the step"
+        most, self.most = self.most, (0, 0)
+        return most
+
+    def graphs(self):
+        return {place for place, live in self.saved.items() if len(live)}
+
+    def pairs(self):
+        return self.graphs() | {place for place, live in self.queued.items() if len(live)}
+
+    def _enter(self, micro):
+        place = micro.chunk, micro.micro
+
+        def pack(tensor):
+            saved = Saved(tensor.detach())  # an output among them would hold its own graph
+            self.saved[place].add(saved)
+            return saved
+
+        self._hooks = saved_tensors_hooks(pack, lambda saved: saved.tensor)
+        self._hooks.__enter__()
+
+    def _leave(self):
+        self._hooks.__exit__()
+        self._count()
+
+    def _count(self):
+        self.most = max(self.most[0], len(self.pairs())), max(self.most[1], len(self.graphs()))
+
+    def _look(self):
+        """Between two actions, or at the end of one: nobody holds an output."""
+        self._count()
+        assert not any(len(live) for live in self.outputs.values()), "outputs outlive their send"
+
+
+def tables(pipeline, stages):
+    return {
+        "run": {"name": "live", "steps": 1000, "device": "cpu"},
+        "model": {"factory": "test_live:layers"},
+        "data": {"factory": "test_live:Rows"},
+        "loss": {"factory": "test_live:Squares"},
+        "batch": {"global_size": 4, "micro_size": 1},
+        "optimizer": {"use": "core.sgd", "lr": 0.01},
+        "parallel": {"pp": stages, "dp": 1},
+        "pipeline": pipeline,
+        "partition": {"use": "pp.uniform"},
+    }
+
+
+def peaks(pipelines, stages, here):
+    """{schedule: {micro-batches: (pairs, graphs)}} of this rank, as watched."""
+    found = {}
+    for name, pipeline in pipelines.items():
+        plan = plan_from_dict(tables(pipeline, stages), here)
+        with World.join("cpu") as world, assemble(plan, world) as run:
+            watch = Watch(run)
+            found[name] = {}
+            for micros in (*MICROS, MICROS[0]):
+                run.step({"x": torch.randn(micros, WIDTH, generator=torch.Generator().manual_seed(micros))})
+                found[name][micros] = watch.take()
+    return found
+
+
+def simulated(pipeline, stages, micros):
+    """[(pairs, graphs)] of every stage."""
+    schedule = plan_from_dict(tables(pipeline, stages)).pipeline.build()
+    placement = schedule.placement(stages)
+    lists = lower(schedule.lists(stages, micros), placement, micros)
+    return [(held.pairs, held.graphs) for held in simulate(lists, placement, Costs.even(placement.num_positions)).held]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_peaks_are_the_simulator_s(ranks, stages, request):
+    everyone = ranks(stages, 180)(peaks, SCHEDULES, stages, request.path.parent)
+    wrong = []
+    for name, pipeline in SCHEDULES.items():
+        for micros in MICROS:
+            wanted, found = simulated(pipeline, stages, micros), [rank[name][micros] for rank in everyone]
+            if wanted != found:
+                wrong.append((name, micros, wanted, found))
+    assert not wrong, wrong[:5]
+
+
+class Keeper(SchedulerHook):
+    """Keeps every output: what a leak would do."""
+
+    def __init__(self):
+        self.kept = []
+
+    def after_forward(self, micro, output):
+        self.kept.append(output)
+
+    def before_forward(self, micro, inputs): ...
+    def before_loss(self, micro, output): ...
+    def after_loss(self, micro, loss): ...
+    def before_backward(self, micro, output_gradient): ...
+    def after_backward(self, micro, input_gradient): ...
+
+
+def leaks(here):
+    plan = plan_from_dict(tables(SCHEDULES["zero_bubble_v"], 1), here)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        Watch(run)
+        run.stepper.executor.hooks.append(Keeper())
+        run.step({"x": torch.randn(4, WIDTH)})
+
+
+def test_the_watch_sees_a_leak(ranks, request):
+    with pytest.raises(AssertionError, match="outputs outlive their send"):
+        ranks(1)(leaks, request.path.parent)
