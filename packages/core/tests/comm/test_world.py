@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.topology import Topology
+from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
 
 
 def test_without_a_launcher_one_process_is_the_world():
@@ -43,6 +43,26 @@ def leave_it():
     with World.join("cpu", environ={"RANK": "5", "WORLD_SIZE": "7"}) as world:
         assert (world.rank, world.size) == (before, 2)
     return dist.is_initialized()
+
+
+def sums_over_overlapping_groups():
+    """Rank 2 is in two of the groups, rank 3 in one, rank 0 in none."""
+    extra = [GroupEntry(f"tie{list(pair)}", DEFAULT_LANE, pair) for pair in ((1, 2), (2, 3))]
+    with World.join("cpu", timeout_s=20) as world:
+        found = {}
+        for _ in range(2):  # a program may assemble twice
+            groups = world.groups(Topology.of(4), 20, extra)
+            for axis in sorted(axis for axis in groups if axis.startswith("tie")):
+                value = torch.ones(())
+                all_reduce(value, groups[axis], what="a test").wait()
+                found[axis] = found.get(axis, 0.0) + value.item()
+    return found
+
+
+def test_groups_may_overlap_however_they_are_shared_out(ranks):
+    """Torch numbers groups by how many a rank has made before: no rank may count other than its peers."""
+    low, high = {"tie[1, 2]": 4.0}, {"tie[2, 3]": 4.0}
+    assert ranks(4, init=False)(sums_over_overlapping_groups) == [{}, low, low | high, high]
 
 
 def test_a_default_group_that_is_up_is_used_and_left_open(ranks):

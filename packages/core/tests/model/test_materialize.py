@@ -267,3 +267,28 @@ def test_values_may_follow_from_other_layers_values(real: Real) -> None:
         found = values(real(chain_of_ties, owned=owned))
         assert {name.split(".")[0] for name in found} == owned
         assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
+class Uses(nn.Module):
+    """Holds modules that other layers may hold too."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_module_shared_with_a_layer_of_another_rank_stays(real: Real) -> None:
+    """The middle layer is drawn for what the last shares with it, and leaves what it shares with the first as it was."""
+
+    def overlapping(_: DataInfo) -> list[nn.Module]:
+        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+        return [Embed(), Uses(one), Uses(one, two), Uses(two)]
+
+    whole = values(real(overlapping))
+    for owned in subsets(["0", "1", "2", "3"]):
+        for name, value in values(real(overlapping, owned=owned)).items():
+            assert torch.equal(value, whole[name]), (name, owned)
+            assert name.split(".")[0] in owned or "parts" in name

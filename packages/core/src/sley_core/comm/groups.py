@@ -79,37 +79,46 @@ def make_groups(
 ) -> Groups:
     """Joins every line of the table that names `rank`; every rank of the world calls this once, with equal tables.
 
+    Lines that do not name it are walked too, at 12 us each: torch names a group by how many there were before it. Named
+    by the members alone (`use_local_synchronization`) it still counts, and waits for ever where one member has joined
+    more groups than another, as with ties of stages (1, 2) and (2, 3).
+
     backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
     communicator: what runs on them is issued in one order by all members anyway.
     Raises RunError `group-failed` where a member does not come within `timeout`.
     """
     lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
     members: dict[str, tuple[int, ...]] = {}
-    shared: dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup] = {}
+    shared: dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup | None] = {}
     for entry in [*topology.groups(), *extra]:
-        if rank not in entry.ranks:
+        is_member = rank in entry.ranks
+        if is_member:
+            members[entry.axis] = entry.ranks
+        elif backend == "fake":  # nobody else is there to count with
             continue
-        members[entry.axis] = entry.ranks
         if len(entry.ranks) == 1:
             continue
         used = "gloo" if entry.backend == "gloo" and backend != "fake" else backend
         key = (entry.ranks, entry.lane, used)
         if key not in shared:
             shared[key] = _new_group(entry, rank, used, timeout)
-        lanes.setdefault(entry.axis, {})[entry.lane] = shared[key]
+        joined = shared[key]
+        assert (joined is not None) == is_member, f"rank {rank} of {entry.label}: {joined}"
+        if joined is not None:
+            lanes.setdefault(entry.axis, {})[entry.lane] = joined
     for axis in AXES:
         members.setdefault(axis, (rank,))
     return Groups({axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()})
 
 
-def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group, or None on a rank outside of it."""
     try:
         group = dist.new_group(
             list(entry.ranks),
             backend=backend,
             timeout=timeout,
             group_desc=entry.label,
-            use_local_synchronization=backend != "fake",
         )
     except RuntimeError as error:
         raise RunError(
@@ -117,8 +126,7 @@ def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -
             f"the group {entry.label} could not be made on rank {rank}: {first_line(error)}",
             hint="another rank of the group stopped, or did not come within [limits] collective_timeout_s",
         ) from error
-    assert isinstance(group, dist.ProcessGroup), f"{entry.label} was not made on a rank that it names"
-    return group
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
@@ -16,6 +16,9 @@ from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
+
+Stages: TypeAlias = "Sequence[tuple[int, Sequence[Layer]]]"
+"""Parts of the model in its own order, each with the stage that holds it; a stage may hold several."""
 
 NORM_CLASSES = (
     nn.modules.batchnorm._NormBase,
@@ -95,30 +98,30 @@ class Entry:
 class ParameterBook:
     """The entries of this rank's layers, in the order in which the model names them.
 
-    chunks: this rank's layers, per model chunk. stages: all layers of the model, per stage, on meta; left out, this rank
-    has all of them. shards: which parameters are cut, and how.
+    chunks: this rank's layers, per model chunk. stages: all layers of the model, on meta; left out, this rank has all of
+    them. shards: which parameters are cut, and how.
     """
 
     def __init__(
         self,
         chunks: Sequence[Sequence[Layer]],
-        stages: Sequence[Sequence[Layer]] | None = None,
+        stages: Stages | None = None,
         shards: Shards | None = None,
     ) -> None:
         self.entries: list[Entry] = []
         known: dict[int, Entry] = {}
-        names, holders = _across(stages or [[layer for layers in chunks for layer in layers]])
+        firsts, holders = _across(stages or [(0, layers) for layers in chunks])
         for chunk, layers in enumerate(chunks):
             for layer in layers:
                 for name, holder in _held(layer, chunk):
                     parameter = getattr(holder.module, holder.attribute)
                     entry = known.get(id(parameter))
                     if entry is None:
-                        first = names[id(parameter)]
+                        first, decays = firsts[id(parameter)]
                         entry = known[id(parameter)] = Entry(first, tuple(parameter.shape), [], index=len(self.entries))
                         entry.stages = tuple(sorted(holders[id(parameter)]))
                         entry.aliases = [name] if name != first else []
-                        entry.decays = parameter.ndim >= 2 and not is_norm(holder.module)
+                        entry.decays = decays
                         entry.shard = (shards or {}).get(id(parameter))
                         entry.reduce_group = "stage" if entry.shard is None else REDUCE_GROUP
                         self.entries.append(entry)
@@ -161,23 +164,27 @@ def tie_axis(stages: Sequence[int]) -> str:
     return f"tie[{','.join(str(stage) for stage in stages)}]"
 
 
-def ties(stages: Sequence[Sequence[Layer]]) -> list[tuple[int, ...]]:
+def ties(stages: Stages) -> list[tuple[int, ...]]:
     """The sets of stages that share a parameter, each once, in ascending order."""
     _, holders = _across(stages)
     return sorted({tuple(sorted(found)) for found in holders.values() if len(found) > 1})
 
 
-def _across(stages: Sequence[Sequence[Layer]]) -> tuple[dict[int, str], dict[int, set[int]]]:
-    """By id of a parameter: its first name in the model's order of layers, and the stages that hold it."""
-    names: dict[int, str] = {}
+def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]]]:
+    """By id of a parameter: what holds where it comes first in the model, and the stages that hold it.
+
+    The former is its name and whether it decays there: the same on every stage, so that copies of a tie stay alike.
+    """
+    firsts: dict[int, tuple[str, bool]] = {}
     holders: dict[int, set[int]] = {}
-    for stage, layers in enumerate(stages):
+    for stage, layers in stages:
         for layer in layers:
             for name, holder in _held(layer, 0):
-                key = id(getattr(holder.module, holder.attribute))
-                names.setdefault(key, name)
+                parameter = getattr(holder.module, holder.attribute)
+                key = id(parameter)
+                firsts.setdefault(key, (name, parameter.ndim >= 2 and not is_norm(holder.module)))
                 holders.setdefault(key, set()).add(stage)
-    return names, holders
+    return firsts, holders
 
 
 def _held(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from sley_core.engine.book import tie_axis, ties
+from sley_core.engine.book import Stages, tie_axis, ties
 from sley_core.engine.lists import Lists
 from sley_core.errors import PlanError
 from sley_core.records import GradientHandlerRecord
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's part of the model. stages: the layers of every stage; chunks: this one's, per chunk."""
+    """One rank's part of the model. stages: all of it, in its order, by who holds what; chunks: this stage's, per chunk."""
 
     lists: Lists
-    stages: Sequence[Sequence[Layer]]
+    stages: Stages
     chunks: Sequence[Sequence[Layer]]
 
     @property
@@ -46,7 +46,7 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
     the plan sums its gradients.
     """
     if plan.pipeline is None:
-        return Stage(Lists.alone(), [model.layers], [model.layers])
+        return Stage(Lists.alone(), [(0, model.layers)], [model.layers])
     assert plan.partition is not None, "a pipeline has a partition"
     schedule = plan.pipeline.build()
     placement = schedule.placement(topology.pp)
@@ -57,11 +57,9 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
     except PlanError as error:
         raise plan.located(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
-    held = [
-        [positions[placement.position(stage, chunk)] for chunk in range(placement.chunks)]
-        for stage in range(topology.pp)
-    ]
-    found = Stage(lists, [[layer for chunk in chunks for layer in chunk] for chunks in held], held[number])
+    stages = [(placement.holder(at).stage, layers) for at, layers in enumerate(positions)]
+    chunks = [positions[placement.position(number, chunk)] for chunk in range(placement.chunks)]
+    found = Stage(lists, stages, chunks)
     _check_ties(plan, found)
     return found
 

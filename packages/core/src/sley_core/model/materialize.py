@@ -66,14 +66,16 @@ def materialize(
     drawing = _Drawing(layers, seed, init_weights)
     final: dict[int, nn.Parameter] = {}
     buffers: dict[int, _Moved] = {}
+    real = {id(module) for layer in layers if layer.name in owned for module in layer.module.modules()}
     for layer in layers:
         if layer.name not in owned and not drawing.is_needed_by(layer.name, owned):
             continue
         values = drawing.draw(layer)
         for slot in drawing.slots[layer.name]:
             if layer.name not in owned:
-                # The module itself may be shared with an owned layer.
-                setattr(slot.module, slot.attribute, final.get(id(slot.meta), slot.meta))
+                # A module that an owned layer before it has too keeps what that layer got.
+                known = final.get(id(slot.meta)) if id(slot.module) in real else None
+                setattr(slot.module, slot.attribute, slot.meta if known is None else known)
                 continue
             if id(slot.meta) not in final:
                 value = values.pop(id(slot.meta))

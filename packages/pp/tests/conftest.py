@@ -1,0 +1,101 @@
+"""What the tests of `pp` share: a small plan over parts of their own, and its comparison with the one-process run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.ranks import Ranks
+from sley_core.testing.runs import GRADIENTS, WEIGHTS, Recorded, record
+
+OWN = Path(__file__).parent / "own"
+PLAN: dict[str, Any] = {
+    "run": {"name": "pp", "steps": 3, "device": "cpu", "seed": 3},
+    "model": {"factory": "pp_parts:chain"},
+    "data": {"factory": "pp_parts:Rows"},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 1e-2, "clip_norm": 0.5},
+    "precision": {"compute": "fp64"},
+}
+
+Tables = dict[str, Any]
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    monkeypatch.syspath_prepend(OWN)
+    return OWN
+
+
+@pytest.fixture
+def small(own: Path) -> Callable[..., Tables]:
+    """`small("pp.gpipe", 2, table__key=value)`: the small plan, cut into stages where a schedule is named."""
+
+    def small(schedule: str | None = None, pp: int = 1, dp: int = 1, **changes: Any) -> Tables:
+        tables = deepcopy(PLAN)
+        for path, value in changes.items():
+            table, _, key = path.partition("__")
+            if key:
+                tables.setdefault(table, {})[key] = value
+            else:
+                tables[table] = value
+        if schedule:
+            tables |= {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
+        return tables
+
+    return small
+
+
+def records(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any) -> list[Recorded]:
+    """One after the other in the same ranks: starting them takes longer than a small run."""
+    return [record(tables, num_steps, folder=folder, batches=batches) for tables in plans]
+
+
+@pytest.fixture
+def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[Recorded]]]:
+    """`compared(size, plans)`: each plan on `size` ranks equals its one-process run, as DESIGN 13.1 asks.
+
+    Loss, norm, gradients, the first weights bit for bit and the last ones; every parameter is on some rank. Returns, for
+    each plan, what the ranks saw.
+    """
+
+    def compared(
+        size: int, plans: Sequence[Tables], num_steps: int = 3, folder: Path = own, batches: Any = None
+    ) -> list[list[Recorded]]:
+        by_rank = ranks(size, 120)(records, plans, num_steps, folder, batches)
+        by_plan = [list(layouts) for layouts in zip(*by_rank, strict=True)]
+        known: dict[str, Recorded] = {}
+        for tables, layouts in zip(plans, by_plan, strict=True):
+            alone = {key: value for key, value in tables.items() if key not in ("pipeline", "parallel", "partition")}
+            alone.pop("gradient_handlers", None)
+            if str(alone) not in known:
+                known[str(alone)] = record(alone, num_steps, folder=folder, batches=batches)
+            assert_equal(known[str(alone)], layouts, tables["precision"]["compute"])
+        return by_plan
+
+    return compared
+
+
+def assert_equal(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+    near, far = GRADIENTS[precision], WEIGHTS[precision]
+    for layout in layouts:
+        assert_same_bits(part(reference.first, layout.first), layout.first)
+        own = layout.gradients[0]
+        assert_close_gradients(part(reference.gradients[0], own), own, near, floor=1e-6)
+        assert_close_gradients(part(reference.weights, layout.weights), layout.weights, far)
+        for wanted, found in zip(reference.rows, layout.rows, strict=True):
+            for key in ("loss", "grad_norm"):
+                assert found[key] == pytest.approx(wanted[key], rel=near if wanted["step"] == 1 else far), key
+        if reference.held_out is not None:
+            assert layout.held_out == pytest.approx(reference.held_out, rel=far)
+    assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
+
+
+def part(whole: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: whole[name] for name in of}

@@ -1,0 +1,145 @@
+"""Models and data of the tests' plans: `factory = "pp_parts:chain"`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataInfo, Field
+
+VOCAB = 16
+LENGTH = 6
+Named = list[tuple[str, nn.Module]]
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    """Tokens, and labels of which some count and others do not: no two samples weigh alike."""
+    generator = torch.Generator().manual_seed(index)
+    tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=generator)
+    labels = tokens[1:].clone()
+    labels[: index % (LENGTH - 1)] = -100
+    return {"tokens": tokens[:-1].clone(), "labels": labels}
+
+
+class Rows:
+    """Samples by their number; held-out ones are the same."""
+
+    info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(index)
+
+
+class Embed(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+class Head(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+class Widen(nn.Module):
+    """[b, s, n] -> [b, s, m]."""
+
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(n)
+        self.inner = nn.Linear(n, m)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.inner(self.norm(hidden)))
+
+
+def chain(data: DataInfo, widths: Sequence[int] = (4, 4, 4, 4, 4)) -> Named:
+    """A block between any two widths; nothing tied."""
+    blocks = [(f"blocks.{at}", Widen(*pair)) for at, pair in enumerate(pairwise(widths))]
+    return [("embed", Embed(VOCAB, widths[0])), *blocks, ("head", Head(widths[-1], VOCAB))]
+
+
+class Block(nn.Module):
+    """Two linears and a gain, any of which may be shared with another block."""
+
+    def __init__(self, hidden: int, order: Sequence[str]) -> None:
+        super().__init__()
+        for name in order:
+            self.add_module(name, nn.Linear(hidden, hidden))
+        self.gain = nn.Parameter(torch.empty(hidden))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.gain * self.two(F.gelu(self.one(hidden)))
+
+
+class Sometimes(Block):
+    """Uses what it has where the micro-batch's first token is even, and passes on what it gets where it is odd."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return hidden if int(tokens[0, 0]) % 2 else super().forward(hidden)
+
+
+def tied(
+    data: DataInfo,
+    ties: Sequence[tuple[str, Sequence[int]]] = (),
+    num_blocks: int = 4,
+    hidden: int = 4,
+    reverse: Sequence[int] = (),
+    sometimes: Sequence[int] = (),
+    ends: bool = False,
+) -> Named:
+    """Blocks of which each tie, (what, which blocks), makes one thing; `ends` ties the embedding and the head.
+
+    reverse: blocks that declare their linears in the opposite order. sometimes: blocks that may do nothing.
+    """
+    blocks: list[Any] = []
+    for at in range(num_blocks):
+        kind = Sometimes if at in sometimes else Block
+        blocks.append(kind(hidden, ("two", "one") if at in reverse else ("one", "two")))
+    for what, (first, *others) in ties:
+        *path, attribute = what.split(".")
+        for other in others:
+            owner, shared = blocks[other], blocks[first]
+            for part in path:
+                owner, shared = getattr(owner, part), getattr(shared, part)
+            setattr(owner, attribute, getattr(shared, attribute))
+    embed, head = Embed(VOCAB, hidden), Head(hidden, VOCAB, bias=False)
+    if ends:
+        head.weight = embed.weight
+    return [("embed", embed), *((f"blocks.{at}", block) for at, block in enumerate(blocks)), ("head", head)]
+
+
+class NormalHead(nn.Module):
+    """Normalises, then multiplies by a matrix: named as a norm is, of which nothing decays."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.projection = ScaledNorm(weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.projection(hidden)
+
+
+class ScaledNorm(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(F.layer_norm(hidden, hidden.shape[-1:]), self.weight)
+
+
+def in_a_norm_too(data: DataInfo) -> Named:
+    """The embedding's matrix, once more in a module that the optimizer's rule takes for a norm."""
+    embed = Embed(VOCAB, 4)
+    return [("embed", embed), ("block", Widen(4, 4)), ("head", NormalHead(embed.weight))]

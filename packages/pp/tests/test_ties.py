@@ -1,0 +1,218 @@
+"""Parameters that several stages hold stay one parameter, however many there are and in whatever order (statements 28-32)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.recorder import collectives
+from sley_core.testing.runs import record
+
+BY_STAGE = {"use": "pp.explicit", "layers": [2, 1, 1, 2]}
+"""Four blocks on four stages, the embedding and the head at the ends."""
+
+TIES = {
+    "stages 1 and 2": {"ties": [["one", [1, 2]]]},
+    "stages 2 and 3": {"ties": [["one", [2, 3]]]},
+    "two pairs with a stage in common": {"ties": [["one", [1, 2]], ["two", [2, 3]]]},
+    "three-way": {"ties": [["one", [0, 1, 3]]]},
+    "three-way and a pair of the same stages": {"ties": [["one", [0, 1, 3]], ["two.weight", [1, 3]]]},
+    "a single parameter": {"ties": [["gain", [1, 3]]]},
+    "one matrix without its bias": {"ties": [["one.weight", [0, 2]]]},
+    "declared in opposite order": {"ties": [["one", [1, 2]], ["two", [1, 2]]], "reverse": [2]},
+    "a copy that may have no gradient": {"ties": [["one", [1, 2]], ["two", [1, 2]]], "sometimes": [2]},
+    "the ends": {"ends": True},
+    "the ends and two more": {"ends": True, "ties": [["one", [1, 2]], ["gain", [0, 3]]]},
+}
+
+
+def even_then_odd():
+    """Three batches of tokens: all even, so that every copy is used; all odd; and both."""
+    made = []
+    for step, number in enumerate((0, 1, 2)):
+        tokens = torch.randint(0, 16, (8, 7), generator=torch.Generator().manual_seed(number))
+        if step < 2:
+            tokens = tokens // 2 * 2 + step
+        made.append({"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()})
+    return made
+
+
+def plans(small, schedule, pp, dp=1, **changes):
+    partition = BY_STAGE if pp == 4 else {"use": "pp.uniform"}
+    model = "pp_parts:tied"
+    return [
+        small(schedule, pp, dp, model={"factory": model, "options": options}, partition=partition, **changes)
+        for options in TIES.values()
+    ]
+
+
+def copies(layouts, of):
+    """By name, the values of every rank that holds it, of those that more than one stage holds."""
+    found = {}
+    for layout in layouts:
+        for name, value in of(layout).items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize(("pp", "dp", "schedule"), [(4, 1, "pp.one_f_one_b"), (2, 2, "pp.zero_bubble_h1")])
+def test_copies_are_one_parameter(compared, small, pp, dp, schedule):
+    """Statements 28 and 30: gradients and weights of all copies are equal bit for bit, and the norm takes them once.
+
+    Statement 32: in the second step no micro-batch uses the copy that may have no gradient.
+    """
+    every = compared(pp * dp, plans(small, schedule, pp, dp), batches=even_then_odd())
+    for name, layouts in zip(TIES, every, strict=True):
+        for step in range(3):
+            for parameter, values in copies(layouts, lambda layout, at=step: layout.gradients[at]).items():
+                assert all(torch.equal(values[0], other) for other in values), (name, parameter, step)
+        for parameter, values in copies(layouts, lambda layout: layout.weights).items():
+            assert all(torch.equal(values[0], other) for other in values), (name, parameter)
+
+
+@pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_v"])
+def test_a_tie_has_one_name_wherever_its_parts_lie(compared, small, schedule):
+    """The model's first: of parts 0 to 3, a loop deals 0 and 2 to the first stage, a V 0 and 3."""
+    ties = [["one", [0, 1]], ["two", [1, 2]], ["gain", [0, 3]]]
+    model = {"factory": "pp_parts:tied", "options": {"ties": ties}}
+    compared(2, [small(schedule, 2, model=model, partition=BY_STAGE)])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("schedule", ["pp.gpipe", "pp.interleaved", "pp.zero_bubble_v", "pp.one_f_one_b"])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2), (3, 1)])
+def test_copies_are_one_parameter_in_every_layout(compared, small, pp, dp, schedule):
+    compared(pp * dp, plans(small, schedule, pp, dp), batches=even_then_odd())
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (3, 1), (4, 1)])
+def test_copies_are_equal_after_twenty_steps(compared, small, pp, dp):
+    """Statement 28: bit for bit, and within 1e-5 of the one-process run, in single precision."""
+    options = {"ends": True, "ties": [["one", [0, 3]]]}
+    changes = {"precision__compute": "fp32", "run__steps": 20}
+    model = {"factory": "pp_parts:tied", "options": options}
+    (layouts,) = compared(pp * dp, [small("pp.one_f_one_b", pp, dp, model=model, **changes)], 20)
+    shared = copies(layouts, lambda layout: layout.weights)
+    assert len(shared["embed.weight"]) == len(shared["blocks.0.one.weight"]) == 2 * dp
+    for values in shared.values():
+        assert all(torch.equal(values[0], other) for other in values)
+
+
+def seen_in_a_step(tables, folder):
+    """Ties' groups of this rank, the collectives of a step, and the elements that it owns."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with collectives() as calls:
+            run.step()
+        owned = sum(entry.numel / len(entry.stages) for entry in run.book)
+        return [name for name in run.groups if name.startswith("tie")], [call.group for call in calls], owned
+
+
+def test_a_tie_within_a_rank_has_no_group_and_no_collective(ranks, small, own):
+    """Statement 31: without stages, and where a V ends on the rank on which it began."""
+    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
+    for size, tables in ((1, small(model=model)), (2, small("pp.zero_bubble_v", 2, model=model))):
+        for ties, groups, _ in ranks(size)(seen_in_a_step, tables, own):
+            assert ties == []
+            assert not any(group.startswith("tie") for group in groups)
+
+
+def test_a_tie_is_counted_once(ranks, small, own):
+    """Statement 29, of the parameters; its norm is compared wherever a plan is."""
+    model = {"factory": "pp_parts:tied", "options": {"ends": True, "ties": [["one", [0, 1, 3]]]}}
+    ((_, _, alone),) = ranks(1)(seen_in_a_step, small(model=model), own)
+    pipelined = ranks(4)(seen_in_a_step, small("pp.gpipe", 4, model=model, partition=BY_STAGE), own)
+    assert sum(owned for _, _, owned in pipelined) == pytest.approx(alone)
+    assert alone == 16 * 4 + 4 * (2 * (16 + 4) + 4) - 2 * (16 + 4)
+
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+
+def code_of(tables, folder):
+    try:
+        with World.fake(0, 2) as world, assemble(plan_from_dict(tables, folder), world):
+            return None
+    except PlanError as error:
+        return error.diagnostics[0].code
+
+
+def test_copies_cannot_be_given_other_options(small, own):
+    """Statement 34: a tie goes by its first name alone, on every stage."""
+    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
+    for option in ({"lr": 0.5}, {"weight_decay": 0.5}, {"freeze": True}):
+        groups = [{"match": "head.weight", **option}]
+        tables = small("pp.gpipe", 2, model=model, optimizer__groups=groups)
+        assert code_of(tables, own) == "group-unmatched", option
+    assert (
+        code_of(small("pp.gpipe", 2, model=model, optimizer__groups=[{"match": "embed.weight", "lr": 0.5}]), own)
+        is None
+    )
+
+
+def decays(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        return {entry.name: entry.decays for entry in run.book if len(entry.stages) > 1}
+
+
+def test_whether_a_tie_decays_is_decided_where_it_comes_first(ranks, small, own):
+    """Statement 34: not by what kind of module another stage has it in."""
+    tables = small("pp.gpipe", 2, model={"factory": "pp_parts:in_a_norm_too"})
+    first, last = ranks(2)(decays, tables, own)
+    assert first == last == {"embed.weight": True}
+
+
+def test_a_handler_for_ties_is_needed_beside_any_other(small, own):
+    """Statement 35: a list of the user's own does not drop it unnoticed; without the list it is there."""
+    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
+    tables = small("pp.gpipe", 2, dp=2, model=model)
+    plan = plan_from_dict(tables, own)
+    assert [handler.name for handler in plan.gradient_handlers] == ["core.each", "pp.shared_modules"]
+    assert code_of(tables | {"parallel": {"pp": 2, "dp": 1}, "gradient_handlers": []}, own) == "handler-missing"
+    wrong = tables | {"gradient_handlers": [{"use": "pp.shared_modules"}, {"use": "core.each"}]}
+    assert [problem.code for problem in check_plan(plan_from_dict(wrong, own), 4)] == ["handler-order"]
+
+
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+
+def write_one_copy(run):
+    """After the second step stage 1's copy is another."""
+
+    def write(row):
+        if row["step"] == 2 and run.groups["pp"].coord == 1:
+            run.book["embed.weight"].parameter.data[3, 1] += 0.25
+
+    run.listeners.append(write)
+
+
+def drifted(tables, folder, prepare):
+    try:
+        return len(record(tables, 5, folder=folder, prepare=prepare).rows)
+    except RunError as error:
+        return error.diagnostics[0].code, error.diagnostics[0].message
+
+
+@pytest.mark.parametrize("every", [0, 1, 4])
+def test_a_copy_that_drifts_is_found(ranks, small, own, every):
+    """Statement 34: at the next check, on every holder alike; without a check nobody looks."""
+    handlers = [{"use": "pp.shared_modules", "drift_check_steps": every}]
+    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
+    tables = small("pp.gpipe", 2, model=model, gradient_handlers=handlers, run__steps=5)
+    told = ranks(2)(drifted, tables, own, write_one_copy)
+    assert told[0] == told[1]
+    if every == 0:
+        assert told[0] == 5
+    else:
+        code, message = told[0]
+        assert code == "tie-drifted"
+        assert (
+            f"after step {math.ceil(3 / every) * every} the copies of embed.weight on stages [0, 1] differ" in message
+        )
+    assert ranks(2)(drifted, tables, own, None) == [5, 5], "and nothing is found where nothing is"
