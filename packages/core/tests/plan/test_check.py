@@ -124,11 +124,25 @@ def test_a_huge_batch_is_checked_at_once(make: Make) -> None:
     assert codes(make(batch={"global_size": 2**62 + 1, "micro_size": 2**40})) == ["batch-does-not-divide"]
 
 
-@pytest.mark.parametrize(("axis", "dist"), [("sp", "sley-isp"), ("wp", "sley-isp")])
+@pytest.mark.parametrize(("axis", "dist"), [("sp", "sley-isp")])
 def test_axes_that_need_another_package(make: Make, axis: str, dist: str) -> None:
     (found,) = problems(make(parallel={axis: 2}))
     assert found[0] == "layout-unsupported"
     assert dist in found[1]
+
+
+def test_sharded_weights_need_somebody_who_gathers_them(make: Make) -> None:
+    (found,) = problems(make(parallel={"dp": 2, "wp": 2}))
+    assert found == (
+        "weights-missing",
+        "`wp = 2` needs a [weights] table that names a weight communicator",
+        'add [weights] with `use = "isp.communicator"`, of sley-isp',
+    )
+
+
+def test_a_compiled_layer_gathers_nothing(make: Make) -> None:
+    model = {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "compile": True}
+    assert codes(make(model=model, parallel={"dp": 2, "wp": 2})) == ["weights-missing", "weights-compiled"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +234,7 @@ def test_an_optimizer_that_needs_whole_matrices(make: Make) -> None:
             "use an elementwise optimizer such as `core.adamw`",
         )
     ]
-    assert codes(make(optimizer=muon, parallel={"dp": 2, "wp": 2})) == ["layout-unsupported", "optimizer-layout"]
+    assert codes(make(optimizer=muon, parallel={"dp": 2, "wp": 2})) == ["weights-missing", "optimizer-layout"]
     assert codes(make(**handlers("shards"))) == []
 
 
