@@ -1,0 +1,99 @@
+"""Sharded weights together with pipelines and bucketed reductions equal the one-process run (isp statements A01, A15)."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import record
+
+PLAN: dict[str, Any] = {
+    "run": {"name": "sharded", "steps": 3, "device": "cpu", "seed": 7},
+    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 27, "vocab_size": 257},
+    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16, "separator": "\n\n", "held_out": 0.1},
+    "batch": {"global_size": 8, "micro_size": 1},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1},
+    "evaluation": {"every": 2, "steps": 1},
+    "precision": {"compute": "fp64"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text").mkdir()
+    for name in ("a", "b"):
+        documents = [f"{name}{number} " + "the sley beats home " * (number % 7) for number in range(60)]
+        (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+def plan(parallel: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
+    tables = deepcopy(PLAN)
+    for path, value in changes.items():
+        table, _, key = path.partition("__")
+        if key:
+            tables.setdefault(table, {})[key] = value
+        else:
+            tables[table] = value
+    if parallel:
+        tables |= {"parallel": parallel, "weights": {"use": "isp.communicator"} | tables.pop("weights", {})}
+    return tables
+
+
+def check(ranks: Any, folder: Path, world: int, parallel: dict[str, int], **changes: Any) -> list[Any]:
+    """Every rank's rows, and every whole gradient and weight of its stage, against the one-process run."""
+    alone = {key: value for key, value in changes.items() if key.split("__")[0] in ("model", "activations", "batch")}
+    reference = record(plan(**alone), 3, folder=folder)
+    layouts = ranks(world, 180)(record, plan(parallel, **changes), 3, folder=folder)
+    names: set[str] = set()
+    for layout in layouts:
+        for wanted, found in zip(reference.rows, layout.rows, strict=True):
+            for key in ("loss", "grad_norm"):
+                assert found[key] == pytest.approx(wanted[key], rel=1e-10)
+        own = set(layout.gradients[0])
+        names |= own
+        gradients = {name: reference.gradients[0][name] for name in own}
+        assert_same_bits({name: reference.first[name] for name in layout.first}, layout.first)
+        assert_close_gradients(gradients, layout.gradients[0], 1e-10, floor=1e-6)
+        assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, 1e-10)
+        assert layout.held_out == pytest.approx(reference.held_out, rel=1e-10)
+    assert names == set(reference.gradients[0]), "every parameter is on some stage"
+    return layouts
+
+
+SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_stages_of_two_shards(ranks, folder, schedule, tied):
+    """A15: also where weight gradients are put off, and where a stage holds two parts of the model."""
+    parallel = {"pp": 2, "dp": 2, "wp": 2}
+    check(ranks, folder, 4, parallel, pipeline={"use": schedule}, model__tie_embeddings=tied)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("unit", ["layer", "module"])
+def test_recomputed_stages(ranks, folder, fraction, unit):
+    changes = {"pipeline": {"use": "pp.zero_bubble_h1"}, "weights": {"unit": unit}}
+    activations = {"use": "core.recompute", "fraction": fraction}
+    check(ranks, folder, 4, {"pp": 2, "dp": 2, "wp": 2}, activations=activations, **changes)
+
+
+@pytest.mark.parametrize("bucket_mb", [0.0005, 25.0])
+@pytest.mark.parametrize("wp", [2, 4])
+def test_shards_in_buckets(ranks, folder, bucket_mb, wp):
+    """A01: buckets of shards over `wdp`, of norms over the stage, smaller than one weight and larger than the model."""
+    handlers = [{"use": "dp.bucketed", "bucket_mb": bucket_mb}]
+    check(ranks, folder, 4, {"dp": 4, "wp": wp}, gradient_handlers=handlers)
+
+
+def test_everything_at_once(ranks, folder):
+    handlers = [{"use": "dp.bucketed", "bucket_mb": 0.0005}, {"use": "pp.shared_modules"}]
+    changes = {"pipeline": {"use": "pp.interleaved"}, "gradient_handlers": handlers, "model__tie_embeddings": True}
+    check(ranks, folder, 8, {"pp": 2, "dp": 4, "wp": 2}, batch__micro_size=1, **changes)
