@@ -1,0 +1,158 @@
+"""Any schedule, number of stages, replicas and micro-batches gives one run (statements 14, 15, 16, 23, 26, 36, 39, 40)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.recorder import collectives
+from sley_core.testing.runs import record
+
+SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
+WIDE = {"factory": "pp_parts:chain", "options": {"widths": [4] * 7}}
+"""Eight layers: two for each part of a model that four stages hold in two parts each."""
+
+
+def sizes(small, pp, micros, dp=1, **changes):
+    """Plans of every schedule, whose steps have 24 samples, in so many micro-batches on each of `dp` replicas."""
+    batch = [{"global_size": 24, "micro_size": 24 // (dp * num)} for num in micros]
+    return [small(schedule, pp, dp, model=WIDE, batch=one, **changes) for schedule in SCHEDULES for one in batch]
+
+
+@pytest.mark.parametrize(("pp", "micros"), [(2, (1, 3, 8)), (3, (2, 4)), (4, (1, 3, 8))])
+def test_micro_batches_fewer_than_stages_and_no_multiple_of_them(compared, small, pp, micros):
+    """Statement 14, and 26: no two samples have as many labels, so a mean of means would differ."""
+    compared(pp, sizes(small, pp, micros), 2)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_every_number_of_micro_batches(compared, small, pp, precision):
+    """Statement 14, whole: M in {1, 2, 3, 4, 6, 8, 12, 24}."""
+    compared(pp, sizes(small, pp, (1, 2, 3, 4, 6, 8, 12, 24), precision__compute=precision), 3)
+
+
+def test_replicas_of_every_schedule(compared, small):
+    """Statement 15: two stages of two replicas; replicas stay equal bit for bit."""
+    for layouts in compared(4, sizes(small, 2, (1, 3), dp=2), 2):
+        for one, other in (layouts[:2], layouts[2:]):
+            assert_same_bits(one.weights, other.weights)
+
+
+def test_bf16_boundaries_with_as_many_micro_batches_as_stages(compared, small):
+    """Statement 16, and the other schedules with it."""
+    compared(2, sizes(small, 2, (2,), precision__compute="bf16"), 3)
+
+
+def test_weights_after_eight_batches(compared, small):
+    """Statement 36: k in {1, 2, 4} on D in {1, 2} and two stages; each is compared with its own one-process run."""
+    plans = {
+        (k, dp): small("pp.one_f_one_b", 2, dp, batch__micro_size=8 // (k * dp)) for k in (1, 2, 4) for dp in (1, 2)
+    }
+    ends = []
+    for dp in (1, 2):
+        every = compared(2 * dp, [plans[k, dp] for k in (1, 2, 4)], 8)
+        ends += [[layout.weights for layout in layouts[::dp]] for layouts in every]
+    for layout in ends[1:]:
+        for one, other in zip(ends[0], layout, strict=True):
+            assert_close_gradients(one, other, 1e-10)
+
+
+def started(tables, folder):
+    """For each of three steps: the reductions over this stage that ran, and the actions in which they began."""
+    found = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        handler = run.stepper.handlers[0]
+        ready = handler.gradient_ready
+        actions = []
+
+        def gradient_ready(entry, step):
+            action = run.store.state.action
+            actions.append(AFTER if action is None else f"{action.kind.value}{action.chunk}.{action.micro}")
+            ready(entry, step)
+
+        handler.gradient_ready = gradient_ready
+        label = run.groups["stage"].ranks
+        for _ in range(3):
+            actions.clear()
+            with collectives() as calls:
+                run.step()
+            numels = [
+                call.numel for call in calls if call.op == "all_reduce" and call.ranks == label and call.numel > 1
+            ]
+            found.append((numels, set(actions)))
+        return found, sorted(entry.numel for entry in run.book)
+
+
+AFTER = "after a chunk's last action"
+LAST = {
+    "pp.gpipe": [{"B0.3"}, {"B0.3"}],
+    "pp.one_f_one_b": [{"B0.3"}, {"B0.3"}],
+    "pp.interleaved": [{"B1.3", "B0.3"}, {"B1.3", "B0.3"}],
+    "pp.zero_bubble_h1": [{"W0.3", AFTER}] * 2,
+    "pp.zero_bubble_v": [{"W0.3", "W1.3", AFTER}] * 2,
+}
+"""Of each stage: the actions in which a gradient may be complete, of four micro-batches."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_reduces_once_per_step_and_in_its_last_backward(ranks, small, own, schedule):
+    """Statement 15: each gradient once, however many micro-batches; from the second step on as soon as it is complete.
+
+    Of a split backward, in or after the last W of its chunk: it is there that gradients end.
+    """
+    tables = small(schedule, 2, 2, model=WIDE, batch={"global_size": 8, "micro_size": 1})
+    for rank, (steps, numels) in enumerate(ranks(4)(started, tables, own)):
+        for number, (reduced, actions) in enumerate(steps):
+            assert sorted(reduced) == numels
+            if number:
+                assert actions <= LAST[schedule][rank // 2], (rank, number)
+                assert "zero_bubble" in schedule or AFTER not in actions, "beside the backward, not behind it"
+
+
+def test_no_two_layers_start_equal(ranks, small, own):
+    """Statement 23; that weights do not depend on the stages is compared bit for bit everywhere."""
+    tables = small("pp.gpipe", 2, model=WIDE)
+    found = {}
+    for layout in ranks(2)(record, tables, 1, folder=own):
+        found |= {name: value for name, value in layout.first.items() if name.endswith("inner.weight")}
+    values = list(found.values())
+    assert len(values) == 6
+    assert not any(torch.equal(one, other) for at, one in enumerate(values) for other in values[:at])
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, "inf"])
+def test_norm_and_clip_with_a_stage_without_gradients(compared, small, kind):
+    """Statement 39: the second of two stages is frozen whole; two replicas."""
+    groups = [{"match": name, "freeze": True} for name in ("blocks.3.*", "blocks.4.*", "blocks.5.*", "head.*")]
+    changes = {"optimizer__clip_kind": kind, "optimizer__clip_norm": 0.01, "optimizer__groups": groups}
+    (layouts,) = compared(4, [small("pp.one_f_one_b", 2, 2, model=WIDE, partition={"use": "pp.uniform"}, **changes)])
+    assert [bool(layout.gradients[0]) for layout in layouts] == [True, True, False, False]
+
+
+def watch_the_update(run):
+    """Keeps what the handlers left before norm, clip and optimizer have it."""
+    step = run.stepper.update.step
+    run.given = []
+
+    def watched(*arguments):
+        run.given.append({entry.name: run.store.gradient(entry).clone() for entry in run.store.entries})
+        totals = step(*arguments)
+        after = {entry.name: run.store.gradient(entry) for entry in run.store.entries}
+        assert_same_bits(run.given[-1], after)
+        return totals
+
+    run.stepper.update.step = watched
+
+
+def test_without_clip_gradients_are_not_touched(ranks, small, own):
+    """Statement 40, with stages, a tie and replicas: not one bit."""
+    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
+    tables = small("pp.zero_bubble_h1", 2, 2, model=model, optimizer={"use": "core.sgd", "lr": 0.1})
+    for layout in ranks(4)(record, tables, 2, folder=own, prepare=watch_the_update):
+        assert len(layout.rows) == 2
