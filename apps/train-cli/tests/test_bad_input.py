@@ -96,7 +96,7 @@ EDITS = {
     "unknown record": ("core.adamw", "core.adamv", "unknown-record", '"core.adamv"'),
     "batch that does not divide": ("global_size = 4", "global_size = 5", "batch-does-not-divide", "5"),
     "precision that is to come": ("[parallel]", '[precision]\ngradients = "bf16"\n[parallel]', None, '"bf16"'),
-    "axis that is to come": ("dp = 2", "dp = 2\nsp = 2", "layout-unsupported", "2"),
+    "slices without an attention": ("dp = 2", "dp = 2\nsp = 2", "sequence-missing", "2"),
     "stages without a schedule": ("dp = 2", "dp = 2\npp = 2", "pipeline-missing", "2"),
     "no handler for the sum": ("plan = 1", "plan = 1\ngradient_handlers = []", "handler-missing", "[]"),
     "handler listed twice": ("dp = 2", "dp = 2\n" + 2 * HANDLER, "handler-twice", '"core.each"'),

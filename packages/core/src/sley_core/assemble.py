@@ -21,6 +21,7 @@ from sley_core.comm.groups import Groups
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.data.feed import Feed
+from sley_core.data.slices import POSITIONS, Slices, sliced_info
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import GradientHandler, SchedulerHook, StageLink, WeightCommunicator
+    from sley_core.protocols import GradientHandler, SchedulerHook, SequenceAttention, StageLink, WeightCommunicator
     from sley_core.topology import GroupEntry, Topology
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,6 +80,9 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     groups = world.groups(topology, plan.limits.collective_timeout_s, extra)
     if not world.is_fake:
         _agree(plan, [*topology.groups(), *extra], groups, dataset)
+    if plan.sequence is not None and topology.sp > 1:
+        attention: SequenceAttention = plan.sequence.build(groups["sp"])
+        attention.attach(model.layers)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     shards = shards_of(model.layers, communicator.takes, groups[AXIS]) if communicator else {}
     book = ParameterBook(stage.chunks, stage.stages, shards)
@@ -102,13 +106,29 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
-    """The model on meta, with what the plan freezes frozen. Raises PlanError as `build_on_meta` and `frozen` do."""
-    model = build_on_meta(plan.model, info, plan.run.seed)
+    """The model on meta, with what the plan freezes frozen.
+
+    Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would
+    count the positions of every slice from 0.
+    """
+    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
+    _check_positions(plan, model)
     book = ParameterBook([model.layers])
     optimizer: Any = plan.optimizer.config
     for name in frozen(book.names, optimizer):
         book[name].parameter.requires_grad_(False)
     return model
+
+
+def _check_positions(plan: Plan, model: Model) -> None:
+    if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
+        return
+    if not any(POSITIONS in layer.fields for layer in model.layers):
+        message = (
+            f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
+        )
+        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
+        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
 
 
 def _layer_costs(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
@@ -139,7 +159,7 @@ def _run(
     store = GradientStore(book, DTYPES[plan.precision.gradients], world.device.torch_device, state, planner)
     policy = plan.activations.build([layer.name for layer in model.layers])
     hooks: list[SchedulerHook] = []
-    caller = LayerCaller(world.device, plan.run.seed, policy, hooks)
+    caller = LayerCaller(world.device, plan.run.seed, policy, hooks, groups["sp"].coord)
     run = Run(plan, world, topology, groups, stage.layers, book, store, caller)
     hooks.extend(component.build(run) for component in plan.scheduler_hooks)
     if plan.model.config.compile:
@@ -150,7 +170,10 @@ def _run(
         handler.attach(run)
     link = _link(plan, run)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, link)
-    executor = Executor(stage.chunks, crossing, caller, plan.loss.build(), dataset.info.fields, world.device, hooks)
+    loss = plan.loss.build()
+    fields = sliced_info(dataset.info, topology.sp).fields
+    executor = Executor(stage.chunks, crossing, caller, loss, fields, world.device, hooks)
+    run.slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss if executor.has_loss else None)
     run.stepper = Stepper(executor, stage.lists, store, handlers, _update(plan, run), groups, world.device)
     if communicator is not None:
         communicator.attach(run)
@@ -241,6 +264,7 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
             rows=rows,
             check=lambda batch, samples: check_tokens(batch, held_out.info, samples),
         ),
+        run.slices,
         run.groups,
         run.world.device,
         num_batches=plan.evaluation.steps,

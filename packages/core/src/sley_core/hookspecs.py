@@ -215,7 +215,7 @@ def sley_weight_communicators() -> Iterable[records.WeightCommunicatorRecord]:  
 def sley_sequence_attentions() -> Iterable[records.SequenceAttentionRecord]:  # type: ignore[empty-body]
     """Attention over a sequence that is split across ranks.
 
-    `build(config, group) -> wrapper`.
+    `build(config, group) -> SequenceAttention: changes a model's attention to work on slices`.
 
     Called: when the plan is resolved
     Ranks: all
@@ -225,7 +225,7 @@ def sley_sequence_attentions() -> Iterable[records.SequenceAttentionRecord]:  # 
     Example:
         @hookimpl
         def sley_sequence_attentions():
-            return [SequenceAttentionRecord(name="ring", config=RingConfig, build="my_plugin.ring:wrap")]
+            return [SequenceAttentionRecord(name="ring", config=RingConfig, build="my_plugin.ring:Ring")]
     """
 
 

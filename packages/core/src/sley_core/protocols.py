@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_core.engine.boundary import Description
     from sley_core.engine.step_state import MicroStep, Phase, StepState
+    from sley_core.model.layers import Layer
     from sley_core.run import Run
 
 
@@ -127,6 +128,16 @@ class WeightCommunicator(Protocol):
 
     def detach(self) -> None:
         """The run closes."""
+
+
+class SequenceAttention(Protocol):
+    """Makes attention see whole sequences, of which every rank of `sp` has a slice."""
+
+    def attach(self, layers: Sequence[Layer]) -> None:
+        """Changes every attention in `layers`, all of the model's; called on meta, before the book is closed.
+
+        Names of parameters stay as they are. Raises PlanError where there is no attention that it knows.
+        """
 
 
 class MemoryPool(Protocol):

@@ -122,7 +122,7 @@ class WeightCommunicatorRecord(Record):
 
 
 class SequenceAttentionRecord(Record):
-    """`build(config, group) -> attention module wrapper`."""
+    """`build(config, group) -> SequenceAttention`; group: the ranks that hold the slices of the same samples."""
 
 
 class MemoryPoolRecord(Record):

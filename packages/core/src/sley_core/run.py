@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
     from sley_core.data.feed import Feed
+    from sley_core.data.slices import Slices
     from sley_core.engine.book import ParameterBook
     from sley_core.engine.call import LayerCaller, Wait
     from sley_core.engine.evaluate import Evaluation
@@ -63,6 +64,7 @@ class Run(AbstractContextManager["Run"]):
     """
 
     stepper: Stepper
+    slices: Slices
     meter: Meter
 
     def __init__(
@@ -102,7 +104,7 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def rows(self) -> slice:
-        """This rank's samples within the global batch."""
+        """This rank's samples within the global batch; ranks of one `sp` group have the same ones, whole."""
         size = self.plan.batch.global_size // self.topology.dp
         start = self.groups["dp"].coord * size
         return slice(start, start + size)
@@ -201,14 +203,14 @@ class Run(AbstractContextManager["Run"]):
             wait_s = self.feed.wait_s
         else:
             self.check_batch(batch)
-        num_micros = count_micros(batch, self.stepper.executor.fields, self.plan.batch.micro_size)
+        num_micros = count_micros(batch, self.slices.fields, self.plan.batch.micro_size)
         number = self.num_steps_done + 1
         if self.profiler is not None:
             self.profiler.before_step(number)
         if self.timeline is not None:
             self.timeline.before_step(number, num_micros)
         with self.world.device.random_state_kept():
-            totals = self.stepper.step(self.num_steps_done, batch, num_micros, stop=self._stop_asked)
+            totals = self.stepper.step(self.num_steps_done, self.slices(batch), num_micros, stop=self._stop_asked)
         if self.num_steps_done == 0:
             self.check_first_step()
             self.check_first_step = _nothing

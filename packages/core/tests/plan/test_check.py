@@ -124,25 +124,21 @@ def test_a_huge_batch_is_checked_at_once(make: Make) -> None:
     assert codes(make(batch={"global_size": 2**62 + 1, "micro_size": 2**40})) == ["batch-does-not-divide"]
 
 
-@pytest.mark.parametrize(("axis", "dist"), [("sp", "sley-isp")])
-def test_axes_that_need_another_package(make: Make, axis: str, dist: str) -> None:
-    (found,) = problems(make(parallel={axis: 2}))
-    assert found[0] == "layout-unsupported"
-    assert dist in found[1]
+def test_split_sequences_need_an_attention_that_joins_them(make: Make) -> None:
+    (found,) = problems(make(parallel={"sp": 2}))
+    assert found[0] == "sequence-missing"
+    assert "[sequence]" in found[1]
+    assert "isp.all_to_all" in found[2]
 
 
-def test_sharded_weights_need_somebody_who_gathers_them(make: Make) -> None:
-    (found,) = problems(make(parallel={"dp": 2, "wp": 2}))
-    assert found == (
-        "weights-missing",
-        "`wp = 2` needs a [weights] table that names a weight communicator",
-        'add [weights] with `use = "isp.communicator"`, of sley-isp',
+def test_a_sequence_that_does_not_divide(make: Make) -> None:
+    """Statement A17: the equation that fails, numbers put in, and lengths that would do."""
+    tables = make(parallel={"sp": 3}, data={"use": "core.text", "files": ["corpus.txt"], "sequence": 16})
+    found = {code: (message, hint) for code, message, hint in problems(tables)}
+    assert found["sequence-does-not-divide"] == (
+        "sequence = sp x slice fails: 16 is no multiple of 3",
+        "use sequence = 15 or 18",
     )
-
-
-def test_a_compiled_layer_gathers_nothing(make: Make) -> None:
-    model = {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "compile": True}
-    assert codes(make(model=model, parallel={"dp": 2, "wp": 2})) == ["weights-missing", "weights-compiled"]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,11 @@ LOADER = Loader(plugins={})
 
 CODES = """
     batch-does-not-divide beyond-the-run data-changed data-empty data-encoding data-invalid data-missing data-short
-    data-size handler-conflict handler-missing handler-order handler-twice held-out layout layout-unsupported
+    data-size handler-conflict handler-missing handler-order handler-twice held-out layout
     learning-rate-steps loss-scale-range loss-scale-unused metrics-twice missing-key missing-table optimizer-layout
-    out-of-range plan-format plan-not-utf8
-    plugin-missing plugin-unknown precision-unsupported set-invalid syntax tensorboard-missing tokenizer-invalid
-    tokenizer-missing tokenizers-missing too-deep unknown-key unknown-record unknown-table use-and-factory wrong-type
-    wrong-value
+    out-of-range plan-format plan-not-utf8 plugin-missing plugin-unknown precision-unsupported sequence-does-not-divide
+    sequence-missing set-invalid syntax tensorboard-missing tokenizer-invalid tokenizer-missing tokenizers-missing
+    too-deep unknown-key unknown-record unknown-table use-and-factory wrong-type wrong-value
 """
 
 BASES: list[dict[str, Any]] = [

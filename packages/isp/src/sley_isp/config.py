@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from sley_core.plan.types import NonNegative, Positive, RecordReference, Table
+from sley_core.plan.tables import SequenceConfig
+from sley_core.plan.types import Array, NonNegative, Positive, RecordReference, Table
 
 
 class CommunicatorConfig(Table):
@@ -27,6 +28,13 @@ class CommunicatorConfig(Table):
 
     pool: Annotated[str, RecordReference("memory_pools")] = "isp.slots"
     """Where buffers for whole weights and gradients come from."""
+
+
+class AllToAllConfig(SequenceConfig):
+    """Swaps slices of all heads for whole sequences of some heads before attention, and back after it."""
+
+    modules: Array[str] = ()
+    """More attention modules, by patterns of their names (`"*.attend"`): called with `q, k, v`, they return the context."""
 
 
 class SlotsConfig(Table):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from sley_core.hookspecs import hookimpl
-from sley_core.records import MemoryPoolRecord, WeightCommunicatorRecord
-from sley_isp.config import CommunicatorConfig, FreshConfig, SlotsConfig
+from sley_core.records import MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
+from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
+from sley_isp.sequence.check import check_heads
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
 
 
 @hookimpl
@@ -17,6 +24,23 @@ def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
             summary="Linears and embeddings, sharded; gathered ahead, gradients reduced during the backward.",
         )
     ]
+
+
+@hookimpl
+def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
+    return [
+        SequenceAttentionRecord(
+            name="all_to_all",
+            config=AllToAllConfig,
+            build="sley_isp.sequence.all_to_all:AllToAll",
+            summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
+        )
+    ]
+
+
+@hookimpl
+def sley_check_plan(plan: Plan) -> Iterator[Problem]:
+    yield from check_heads(plan)
 
 
 @hookimpl

@@ -25,15 +25,24 @@ Wait = Callable[[], None]
 
 
 class LayerCaller:
-    """Calls layers. `waits[name]` are awaited before every use of layer `name`, recomputation included."""
+    """Calls layers. `waits[name]` are awaited before every use of layer `name`, recomputation included.
+
+    slice_index: which slice of its sequences this rank has; slices of one sample draw differently.
+    """
 
     def __init__(
-        self, device: Device, seed: int, policy: ActivationPolicy, hooks: Sequence[SchedulerHook] = ()
+        self,
+        device: Device,
+        seed: int,
+        policy: ActivationPolicy,
+        hooks: Sequence[SchedulerHook] = (),
+        slice_index: int = 0,
     ) -> None:
         self.device = device
         self.seed = seed
         self.policy = policy
         self.hooks = hooks
+        self._place = ("slice", slice_index) if slice_index else ()
         self.waits: dict[str, list[Wait]] = {}
 
     def before_layer(self, name: str, wait: Wait) -> None:
@@ -58,7 +67,7 @@ class LayerCaller:
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         for wait in self.waits.get(layer.name, ()):
             wait()
-        self.device.seed(derive(self.seed, "forward", micro.step, micro.global_micro, layer.name))
+        self.device.seed(derive(self.seed, "forward", micro.step, micro.global_micro, layer.name, *self._place))
         return layer.module(*args, **fields)
 
     def _report_recomputation(self, layer: Layer, args: tuple[Any, ...], micro: MicroStep) -> None:

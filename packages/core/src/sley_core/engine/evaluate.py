@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
     from sley_core.data.feed import Feed
+    from sley_core.data.slices import Slices
     from sley_core.engine.execute import Executor
     from sley_core.engine.lists import Lists
 
@@ -30,6 +31,7 @@ class Evaluation:
         lists: Lists,
         modules: Sequence[nn.Module],
         feed: Feed,
+        slices: Slices,
         groups: Groups,
         device: Device,
         *,
@@ -40,6 +42,7 @@ class Evaluation:
         self.steps = lists.evaluation(num_micros)
         self.modules = modules
         self.feed = feed
+        self.slices = slices
         self.groups = groups
         self.device = device
         self.num_batches = num_batches
@@ -64,7 +67,7 @@ class Evaluation:
         state = StepState()
         totals = torch.zeros(2, dtype=torch.float64)
         for number in range(self.num_batches):
-            batch = self.feed.next()
+            batch = self.slices(self.feed.next())
             first_micro = self.groups["dp"].coord * self.num_micros
             state.begin(number, actions_of(self.steps), self.num_micros, first_micro)
             loss = self.executor.evaluate(self.steps, batch, state)

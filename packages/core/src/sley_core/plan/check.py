@@ -18,20 +18,15 @@ if TYPE_CHECKING:
 ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": "fp64"}
 """What a plan can compute in, and what gradients are accumulated in then; the plan's format knows more."""
 
-AXES = {
-    "sp": ("splitting sequences needs a [sequence] table", "sley-isp"),
-}
-"""What an axis larger than one will need, and who has it."""
-
 
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     """All problems of `plan` with `world` ranks, sorted by place; empty if it can run.
 
-    Codes: "layout", "layout-unsupported", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused",
+    Codes: "layout", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused",
     "loss-scale-range", "beyond-the-run", "optimizer-layout", those of `check_handlers`, and those of the plugins'
     `sley_check_plan`, which are asked only where the sizes fit. Raises PluginError if one of these hooks fails.
     """
-    problems = [*_precision(plan), *_unsupported_axes(plan), *_beyond(plan), *_pipeline_is_there(plan), *_weights(plan)]
+    problems = [*_precision(plan), *_beyond(plan), *_pipeline_is_there(plan), *_weights(plan), *_sequence(plan)]
     found: list[Diagnostic] = []
     try:
         topology = plan.topology(world)
@@ -82,11 +77,21 @@ def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     return []
 
 
-def _unsupported_axes(plan: Plan) -> Iterator[Problem]:
-    for axis, (needs, dist) in AXES.items():
-        if getattr(plan.parallel, axis) > 1:
-            message = f"{needs}, which comes with {dist} and which this core does not know yet"
-            yield Problem(("parallel", axis), message, f"leave `{axis} = 1`", "layout-unsupported")
+def _sequence(plan: Plan) -> Iterator[Problem]:
+    """Somebody lets tokens of different slices meet, and slices are equal."""
+    size = plan.parallel.sp
+    if size == 1:
+        return
+    if plan.sequence is None:
+        message = f"`sp = {size}` needs a [sequence] table that names an attention over split sequences"
+        hint = 'add [sequence] with `use = "isp.all_to_all"`, of sley-isp'
+        yield Problem(("parallel", "sp"), message, hint, "sequence-missing")
+    length = getattr(plan.data.config, "sequence", None)
+    if isinstance(length, int) and length % size:
+        message = f"sequence = sp x slice fails: {length} is no multiple of {size}"
+        near = f"{length // size * size} or " if length > size else ""
+        hint = f"use sequence = {near}{(length // size + 1) * size}"
+        yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
 
 
 def _precision(plan: Plan) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from sley_core import records
 from sley_core.data.config import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
-from sley_core.plan.tables import ModelConfig
+from sley_core.plan.tables import ModelConfig, SequenceConfig
 from sley_core.plan.types import FactoryPath, RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
@@ -32,7 +32,12 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
 }
 """What the hook `sley_<kind>` returns."""
 
-BASES: dict[RecordKind, type[Table]] = {"models": ModelConfig, "datasets": DataConfig, "optimizers": OptimizerConfig}
+BASES: dict[RecordKind, type[Table]] = {
+    "models": ModelConfig,
+    "datasets": DataConfig,
+    "optimizers": OptimizerConfig,
+    "sequence_attentions": SequenceConfig,
+}
 """What the config of a record must be a subclass of; any other kind takes any `Table`."""
 
 WORDS: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
@@ -120,6 +125,12 @@ COMPONENTS = (
         "weight_communicators",
         "How weights are sharded and gathered; needed where `parallel.wp` is above 1.",
         only_with="weights",
+    ),
+    ComponentTable(
+        "sequence",
+        "sequence_attentions",
+        "How attention works where each rank has a slice of the sequence; needed where `parallel.sp` is above 1.",
+        only_with="sequence",
     ),
     ComponentTable(
         "gradient_handlers",

@@ -94,6 +94,7 @@ class Plan:
     pipeline: Component | None
     partition: Component | None
     weights: Component | None
+    sequence: Component | None
     gradient_handlers: tuple[Component, ...]
     scheduler_hooks: tuple[Component, ...]
     metrics: tuple[Component, ...]

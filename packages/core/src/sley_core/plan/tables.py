@@ -163,6 +163,13 @@ class ModelConfig(Table):
     """Compile the layers with torch.compile."""
 
 
+class SequenceConfig(Table):
+    """What every attention over split sequences has; the config of its record is a subclass."""
+
+    positions: bool = True
+    """Whether the model counts positions, and so must take the field `positions`; false for one that knows none."""
+
+
 TABLES: dict[str, type[Table]] = {
     "run": RunTable,
     "batch": BatchTable,

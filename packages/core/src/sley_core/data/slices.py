@@ -1,0 +1,102 @@
+"""Each rank of `sp` gets its slice of every sequence: what a batch's fields declare decides, and positions stay global.
+
+    samples of one dp coordinate     [b, s]
+                                 ┌─────┼─────┐        cut along each field's `sequence_dim`; a field without one is
+    slices of sp = 3           [b, s/3] ... [b, s/3]  whole in every slice (`cu_seqlens` speaks of the whole sequence)
+
+A model that counted its positions from the length of what it sees would count every slice from 0. So where sequences are
+split every batch has a field `positions`: the data's own, or places in the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.data.cut import cut
+from sley_core.data.dataset import Batch, DataInfo, Field
+from sley_core.errors import PlanError, RunError
+
+if TYPE_CHECKING:
+    from sley_core.protocols import Loss
+
+POSITIONS = "positions"
+WEIGHT_TOLERANCE = 1e-9
+"""How far the weights of slices may be from the weight of the whole, relative; sums of floats round."""
+
+
+def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
+    """What a model is told of its data where `num_slices` ranks split each sequence: there is a field `positions`.
+
+    Raises PlanError "sequence-field" where no field, or not that of the positions, says along which dim sequences lie,
+    and "sequence-does-not-divide".
+    """
+    if num_slices == 1:
+        return info
+    known = info.fields.get(POSITIONS)
+    if _sequence_field(info.fields) is None or (known is not None and known.sequence_dim is None):
+        what = "no field" if known is None else f"not the field `{POSITIONS}`"
+        message = f"`sp = {num_slices}` splits sequences, but {what} of the data declares a sequence dim"
+        hint = "declare it: `sequence_dim = 1` in `[data.fields.NAME]`, or `Field(..., sequence_dim=1)` in the data set"
+        raise PlanError("sequence-field", message, path=("data",), hint=hint)
+    if info.sequence is not None and info.sequence % num_slices:
+        message = f"sequence = sp x slice fails: {info.sequence} is no multiple of {num_slices}"
+        raise PlanError("sequence-does-not-divide", message, path=("data",), hint="change `sequence` or `sp`")
+    fields = info.fields if known is not None else {**info.fields, POSITIONS: Field("int64", 0, 1)}
+    return replace(info, fields=fields)
+
+
+class Slices:
+    """Cuts whole batches to slice `index` of `num_slices`.
+
+    fields: what the data declares of a whole batch. loss: where the model ends, the first batch shows whether its weight
+    adds up over slices.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], num_slices: int, index: int, loss: Loss | None = None) -> None:
+        self.fields = fields
+        self.num_slices = num_slices
+        self.index = index
+        self._sequence = _sequence_field(fields) or ""
+        self._unproven = loss
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The slice of `batch`; views, except the positions that it gets.
+
+        Raises RunError as `cut` does, and "loss-not-additive" for a first batch whose loss weight is not the sum of its
+        slices' weights: such a loss counts something once per slice.
+        """
+        if self.num_slices == 1:
+            return batch
+        if self._unproven is not None:
+            self._prove(self._unproven, batch)
+            self._unproven = None
+        return self._slice(batch, self.index)
+
+    def _slice(self, batch: Mapping[str, Tensor], index: int) -> Batch:
+        part = cut(batch, self.fields, index, self.num_slices, dim="sequence")
+        if POSITIONS not in part:
+            field, value = self.fields[self._sequence], part[self._sequence]
+            assert field.sequence_dim is not None, field
+            length = value.shape[field.sequence_dim]
+            places = torch.arange(index * length, (index + 1) * length)
+            part[POSITIONS] = places.repeat(value.shape[field.batch_dim], 1)
+        return part
+
+    def _prove(self, loss: Loss, batch: Mapping[str, Tensor]) -> None:
+        whole = loss.weight(batch)
+        parts = [loss.weight(self._slice(batch, index)) for index in range(self.num_slices)]
+        if abs(sum(parts) - whole) > WEIGHT_TOLERANCE * abs(whole):
+            weights = " + ".join(f"{part:g}" for part in parts)
+            message = f"the loss weight of a batch is {whole:g}, but its slices weigh {weights} = {sum(parts):g}"
+            hint = "a loss under `sp` sums over positions: the fields that it reads need a `sequence_dim`"
+            raise RunError("loss-not-additive", message, path=("parallel", "sp"), hint=hint)
+
+
+def _sequence_field(fields: Mapping[str, Field]) -> str | None:
+    """The first field that sequence parallelism cuts."""
+    return next((name for name, field in fields.items() if field.sequence_dim is not None), None)

@@ -1,0 +1,66 @@
+"""`isp.all_to_all`: finds a model's attention and makes it work on slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from sley_core.comm.groups import Group
+from sley_core.errors import PlanError
+from sley_core.model.attention import Attention
+from sley_core.model.layers import Layer
+from sley_core.protocols import SequenceAttention as SequenceAttentionProtocol
+from sley_isp.config import AllToAllConfig
+from sley_isp.sequence.attention import SequenceAttention, attend
+
+
+class AllToAll(SequenceAttentionProtocol):
+    """Changes three kinds of modules: core's `Attention`, what a model wrapped itself, and what the plan names."""
+
+    def __init__(self, config: AllToAllConfig, group: Group) -> None:
+        self.patterns = config.modules
+        self.group = group
+
+    def attach(self, layers: Sequence[Layer]) -> None:
+        """Raises PlanError "sequence-attention" where a pattern matches no module, or there is no attention at all."""
+        unused = dict.fromkeys(self.patterns)
+        changed: set[int] = set()
+        inside: set[int] = set()
+        for layer in layers:
+            for name, module in layer.module.named_modules(prefix=layer.name):
+                matching = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+                for pattern in matching:
+                    unused.pop(pattern, None)
+                known = matching or isinstance(module, SequenceAttention | Attention)
+                if not known or id(module) in changed | inside:
+                    continue
+                if isinstance(module, SequenceAttention):
+                    module.group = self.group
+                else:
+                    _replace_forward(module, self.group)
+                changed.add(id(module))
+                inside.update(id(part) for part in module.modules() if part is not module)
+        for pattern in unused:
+            message = f"`modules` has the pattern `{pattern}`, which matches no module of the model"
+            raise PlanError("sequence-attention", message, path=("sequence", "modules"), hint="see `train-cli show`")
+        if not changed:
+            raise PlanError(
+                "sequence-attention",
+                "the model has no attention that `isp.all_to_all` knows, so no position would see another slice",
+                path=("sequence", "use"),
+                hint="name its attention modules in `modules`, wrap them in sley_isp.sequence.attention."
+                "SequenceAttention, or use sley_core.model.attention.Attention",
+            )
+
+
+def _replace_forward(module: nn.Module, group: Group) -> None:
+    """Changes what calling `module` does; the module, and so the names of whatever it holds, stay."""
+    original: Callable[..., Tensor] = module.forward
+
+    def forward(*args: Any, **more: Any) -> Tensor:
+        return attend(original, group, args, more)
+
+    module.forward = forward

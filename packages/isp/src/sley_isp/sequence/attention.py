@@ -1,0 +1,106 @@
+"""Any causal or full attention over sequences of which every rank has a slice, as a module and as a function.
+
+    q, k, v [b, s/n, h, d] ──exchange──> [b, s, h/n, d] ──attention──> context [b, s, h/n, d] ──exchange──> [b, s/n, h, d]
+
+The attention itself sees whole sequences of some heads: what it is told of a sequence (`cu_seqlens`, a mask, a scale) is that
+of the whole, unchanged, and packed documents are kept apart as ever. What differs by position, rotary angles above all,
+must be in q and k before. Heads must not influence one another, and none may have weights of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from sley_core.comm.groups import Group
+from sley_core.errors import RunError
+from sley_isp.sequence.exchange import heads_of_all, slice_of_all
+
+
+class SequenceAttention(nn.Module):
+    """Wraps an attention for a model of your own: `self.attend = SequenceAttention(attention)`.
+
+    attention: a module or a function, called as this module is. Its first arguments, by place, are `q, k, v`, each
+    [b, s, h, d]; or `q, kv` with kv [b, s, 2, h_kv, d]; or `qkv` [b, s, 3, h, d]. It returns the context alone,
+    [b, s, h, d] or [b, s, h x d]. Whatever else it is given goes through as it is.
+
+    Outside a run, and in one that does not split sequences, this is the attention itself.
+    """
+
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attention = attention
+        self.group: Group | None = None
+
+    def forward(self, *args: Any, **more: Any) -> Tensor:
+        if self.group is None:
+            return self.attention(*args, **more)
+        return attend(self.attention, self.group, args, more)
+
+
+def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
+    """`attention` for slices, as a function: for training loops of your own, with `run.groups["sp"]`.
+
+    attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in their order.
+    """
+
+    def attention_over_slices(*args: Any, **more: Any) -> Tensor:
+        return attend(attention, group, args, more)
+
+    return attention_over_slices
+
+
+def attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
+    """`attention(*args, **more)` on slices: one exchange there, one back; in the backward the same again.
+
+    Raises RunError "sequence-attention" for arguments, or a context, of other shapes than `SequenceAttention` says, and
+    "sequence-heads" where the query heads do not divide among the ranks; before anything is exchanged.
+    """
+    if group.size == 1:
+        return attention(*args, **more)
+    given = _leading(args)
+    _check(given, group.size)
+    if len({tensor.dtype for tensor in given}) == 1:
+        whole = heads_of_all(group, *given)
+    else:
+        whole = tuple(heads_of_all(group, tensor)[0] for tensor in given)
+    context = attention(*whole, *args[len(given) :], **more)
+    batch, length = whole[0].shape[:2]
+    if not isinstance(context, Tensor) or context.ndim not in (3, 4) or context.shape[:2] != (batch, length):
+        found = f"{list(context.shape)}" if isinstance(context, Tensor) else f"a {type(context).__name__}"
+        message = (
+            f"an attention of {batch} x {length} positions returned {found}, not a context [b, s, h, d] or [b, s, h d]"
+        )
+        raise RunError("sequence-attention", message, hint="let it return the context alone")
+    if context.ndim == 3:
+        return slice_of_all(group, context.unsqueeze(-2)).flatten(-2)
+    return slice_of_all(group, context)
+
+
+def _leading(args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors at the beginning that are exchanged: qkv, or q and kv, or q, k and v."""
+    tensors = [arg for arg in args[:3] if isinstance(arg, Tensor)]
+    dims = [tensor.ndim for tensor in tensors]
+    for wanted in ([5], [4, 5], [4, 4, 4]):
+        if dims[: len(wanted)] == wanted and all(arg is one for arg, one in zip(args, tensors, strict=False)):
+            return tuple(tensors[: len(wanted)])
+    shapes = ", ".join(str(list(arg.shape)) if isinstance(arg, Tensor) else type(arg).__name__ for arg in args[:3])
+    raise RunError(
+        "sequence-attention",
+        f"an attention over slices was called with {shapes or 'no arguments by place'}",
+        hint="give `q, k, v` [b, s, h, d], or `q, kv` with kv [b, s, 2, h, d], or `qkv` [b, s, 3, h, d], by place",
+    )
+
+
+def _check(given: Sequence[Tensor], num_ranks: int) -> None:
+    heads = given[0].shape[-2]
+    if heads % num_ranks:
+        message = f"heads = sp x heads per rank fails: {heads} is no multiple of {num_ranks}"
+        raise RunError("sequence-heads", message, hint="every rank attends with some heads; lower `sp`")
+    for tensor in given[1:]:
+        if tensor.shape[:2] != given[0].shape[:2] or heads % tensor.shape[-2]:
+            shapes = " and ".join(str(list(tensor.shape)) for tensor in given)
+            message = f"queries, keys and values {shapes} do not fit: equal b and s, and heads a multiple of the keys'"
+            raise RunError("sequence-attention", message)

@@ -1,0 +1,25 @@
+"""What is wrong with a plan's sizes for attention by heads, found without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sley_core.records import Problem
+from sley_isp.config import AllToAllConfig
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+
+def check_heads(plan: Plan) -> Iterator[Problem]:
+    """Every rank of `sp` attends with as many heads. A model of one's own is checked at its first attention."""
+    size = plan.parallel.sp
+    heads = getattr(plan.model.config, "heads", None)
+    if plan.sequence is None or not isinstance(plan.sequence.config, AllToAllConfig) or not isinstance(heads, int):
+        return
+    if heads % size:
+        fitting = [str(number) for number in range(1, min(heads, size) + 1) if heads % number == 0]
+        message = f"heads = sp x heads per rank fails: {heads} is no multiple of {size}"
+        hint = f"with {heads} heads `sp` can be {', '.join(fitting)}"
+        yield Problem(("parallel", "sp"), message, hint, "sequence-heads")

@@ -1,0 +1,90 @@
+"""Sequences split over ranks change no number (DESIGN 13.1; statements A01, A03, A18, A19)."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+PLAN = {
+    "run": {"name": "slices", "steps": 3, "device": "cpu", "seed": 7},
+    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
+    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
+    "batch": {"global_size": 4, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
+    "learning_rate": {"use": "core.cosine", "warmup_steps": 1},
+    "evaluation": {"every": 2, "steps": 2},
+    "precision": {"compute": "fp64"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Documents of unequal length, many of which begin in one slice of a sequence and end in another."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text").mkdir()
+    for name in ("a", "b"):
+        documents = [f"{name}{number} " + "the sley beats home " * (number % 7) for number in range(60)]
+        (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+def plan(**changes):
+    """PLAN with `table__key=value` set."""
+    tables = deepcopy(PLAN)
+    for path, value in changes.items():
+        table, key = path.split("__")
+        tables.setdefault(table, {})[key] = value
+    return tables
+
+
+def check(ranks, folder, sp, dp=1, **changes):
+    """`sp` slices of `dp` replicas' samples against one process: rows, gradients, weights and the held-out loss."""
+    tables = plan(**changes)
+    reference = record(tables, 3, folder=folder)
+    split = {**tables, "parallel": {"sp": sp, "dp": dp}, "sequence": {"use": "isp.all_to_all"}}
+    layouts = ranks(sp * dp, 120)(record, split, 3, folder=folder)
+    precision = tables["precision"]["compute"]
+    assert_parity(reference, layouts, precision)
+    same_on_all(layouts)
+    for layout in layouts:
+        assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9 if precision == "fp64" else 1e-5)
+        assert [row["tokens"] for row in layout.rows] == [row["tokens"] for row in reference.rows]
+
+
+@pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
+@pytest.mark.parametrize("sp", [2, 4])
+def test_documents_of_every_kind(ranks, folder, documents, sp):
+    check(ranks, folder, sp, data__documents=documents)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_fewer_and_as_many_key_heads_as_ranks(ranks, folder, kv_heads):
+    check(ranks, folder, 4, model__kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("documents", ["pack", "pad"])
+@pytest.mark.parametrize("sp", [2, 4])
+def test_single_precision(ranks, folder, documents, sp):
+    check(ranks, folder, sp, data__documents=documents, precision__compute="fp32")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_recomputation(ranks, folder, fraction):
+    check(ranks, folder, 2, activations__use="core.recompute", activations__fraction=fraction)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_beside_replicas(ranks, folder, micro):
+    check(ranks, folder, 2, dp=2, batch__micro_size=micro)
+
+
+def test_tied_embeddings(ranks, folder):
+    check(ranks, folder, 2, model__tie_embeddings=True)
+
+
+def test_sgd_whose_scale_shows(ranks, folder):
+    """Adam hides a wrong scale of the gradient; plain SGD does not."""
+    check(ranks, folder, 2, optimizer__use="core.sgd", optimizer__lr=0.1)
