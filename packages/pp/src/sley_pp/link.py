@@ -85,13 +85,13 @@ class Link:
         if description != expected:
             fault = f"{what}: expected {expected}, came {description}"
             write_head(message, fault)
-            self._start(message, transfer, what)
+            self._start(message, transfer, f"what {what}")
             self._sending[-1][0].wait()
             raise _mismatch(fault)
         message[:4].zero_()
         for place, tensor in zip(views(message, expected.leaves), tensors, strict=True):
             place.copy_(tensor)
-        self._start(message, transfer, what)
+        self._start(message, transfer, f"what {what}")
 
     def post(self, transfer: Transfer, key: Key) -> None:
         """Starts the receive of `transfer`, unless it or one before it on its lane is yet to be announced."""
@@ -163,7 +163,7 @@ class Link:
             self._posted[transfer] = _Posted(None, None, description)
             return
         message = self._lease(num_bytes(description.leaves))
-        what = self._name(transfer, "takes from")
+        what = f"what {self._name(transfer, 'takes from')}"
         pending = receive_from(message, self._group, transfer.lane, transfer.peer, what=what)
         self._posted[transfer] = _Posted(message, pending, description)
 

@@ -1,0 +1,243 @@
+"""What a step moves, sends, waits for and leaves alone (statements 22, 24, 25, 27, 41)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import sley_core.engine.each
+from sley_core.assemble import assemble
+from sley_core.comm.collectives import Pending
+from sley_core.comm.device import Device
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.recorder import collectives
+
+# -- reductions and sends ----------------------------------------------------------------------------------------------
+
+
+class Late:
+    """A reduction that is only over when `sign` is there: whoever waits for it before is found out."""
+
+    def __init__(self, pending: Pending, sign: Path, events: list[str]) -> None:
+        self.pending = pending
+        self.sign = sign
+        self.events = events
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        end_s = time.monotonic() + 10
+        while not self.sign.exists():
+            assert time.monotonic() < end_s, "the first stage never got the last gradient"
+            time.sleep(0.005)
+        self.pending.wait()
+
+
+class Tells:
+    """A scheduler hook that makes a file after the last backward of this rank."""
+
+    def __init__(self, sign: Path, last: int) -> None:
+        self.sign = sign
+        self.last = last
+
+    def after_backward(self, micro, gradient):
+        if micro.micro == self.last:
+            self.sign.touch()
+
+    def ignore(self, *arguments):
+        pass
+
+    before_forward = after_forward = before_loss = after_loss = before_backward = ignore
+
+
+def forbidden(*arguments):
+    raise AssertionError("a device is synchronised")
+
+
+def with_late_reductions(tables, folder, signs):
+    """Two steps; on the last stage a reduction takes until the first stage has had all its gradients."""
+    torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize = forbidden
+    events: list[str] = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        stage, replica = run.groups["pp"].coord, run.groups["dp"].coord
+        all_reduce, link = sley_core.engine.each.all_reduce, run.stepper.executor.crossing.link
+        send = link.send
+
+        def sent(transfer, *arguments):
+            if transfer.lane == "backward":
+                events.append(f"send {transfer.micro}")
+            send(transfer, *arguments)
+
+        link.send = sent
+        for step in range(2):
+            sign = signs / f"{step}.{replica}"
+            events.clear()
+            if stage == 0:
+                run.stepper.executor.hooks = [Tells(sign, run.stepper.state.num_micros - 1 if step else 3)]
+            else:
+                sley_core.engine.each.all_reduce = lambda *args, sign=sign, **named: Late(
+                    all_reduce(*args, **named), sign, events
+                )
+            run.step()
+        return events
+
+
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1", "pp.gpipe"])
+def test_the_last_gradient_is_sent_before_any_reduction_is_waited_for(ranks, small, own, tmp_path, schedule):
+    """Statement 24: a reduction that lasts until the first stage is done delays nobody; and no device is synchronised."""
+    tables = small(schedule, 2, 2, batch={"global_size": 8, "micro_size": 1})
+    *first, one, other = ranks(4)(with_late_reductions, tables, own, tmp_path)
+    assert first == [[], []]
+    for events in (one, other):
+        assert events[:4] == [f"send {micro}" for micro in range(4)]
+        assert set(events[4:]) == {"wait"}
+
+
+# -- what is moved -----------------------------------------------------------------------------------------------------
+
+
+class Counting(Device):
+    """Notes what is moved to it."""
+
+    def move(self, tensor):
+        moved.append((str(tensor.dtype), tuple(tensor.shape)))
+        return super().move(tensor)
+
+
+moved: list[tuple[str, tuple[int, ...]]] = []
+
+
+def moves(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        executor = run.stepper.executor
+        executor.device = Counting(executor.device.torch_device)
+        read = sorted(executor._reads)
+        found = []
+        for work in (run.step, run.evaluate):
+            moved.clear()
+            work()
+            found.append(list(moved))
+    return read, found
+
+
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
+def test_a_stage_moves_what_it_reads_and_nothing_else(ranks, small, own, schedule):
+    """Statement 27: tokens to the first stage, labels to the last, nothing between; once per micro-batch."""
+    tables = small(schedule, 3, evaluation={"every": 9, "steps": 1})
+    micro = [("torch.int64", (2, 6))] * 4
+    expected = [(["tokens"], [micro, micro]), ([], [[], []]), (["labels"], [micro, micro])]
+    assert ranks(3)(moves, tables, own) == expected
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def forward_only(tables, folder):
+    """What autograd saved and what gradients took, of an evaluation; its loss, and the first step's."""
+    saved = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
+            loss = run.evaluate()
+        gradients = [entry.parameter.grad for entry in run.book if entry.parameter.grad is not None]
+        taken = run.memory["gradients"]
+        run.evaluation.feed.restore({"samples": 0})
+        return saved, gradients, taken, loss, run.step(run.evaluation.feed.next())["loss"]
+
+
+@pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_v"])
+def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, own, schedule):
+    """Statement 25: on the batch that the step then trains on."""
+    tables = small(schedule, 2, evaluation={"every": 9, "steps": 1})
+    for saved, gradients, taken, loss, trained in ranks(2)(forward_only, tables, own):
+        assert saved == []
+        assert gradients == []
+        assert taken == 0
+        assert loss == pytest.approx(trained, rel=1e-12)
+
+
+# -- groups, buffers, limits -------------------------------------------------------------------------------------------
+
+
+def issued(tables, folder):
+    """Every collective of two steps and an evaluation, and how many buffers the link had made after each step."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        link = run.stepper.executor.crossing.link
+        allocated = []
+        with collectives() as calls:
+            for _ in range(3):
+                run.step()
+                allocated.append(link.num_allocated)
+            run.evaluate()
+            run.step()
+            allocated.append(link.num_allocated)
+        return [(call.op, call.group, call.ranks) for call in calls], allocated
+
+
+@pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_h1"])
+def test_every_collective_is_on_a_group_of_its_own_and_messages_on_the_pipelines(ranks, small, own, schedule):
+    """Statement 41: none on the default group, and outputs and gradients apart. Buffers are used again, step after step."""
+    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
+    tables = small(schedule, 2, 2, model=model, evaluation={"every": 9, "steps": 1})
+    for rank, (calls, allocated) in enumerate(ranks(4)(issued, tables, own)):
+        assert len(calls) > 40
+        for op, group, members in calls:
+            axis = group.partition("[")[0].partition(".")[0]
+            assert axis in {"pp", "dp", "stage", "all", "model"}, group  # the tie joins the ranks of "model"
+            assert (op in {"send", "recv"}) == (axis == "pp"), (op, group)
+            assert rank in members
+        assert allocated[1:] == allocated[:1] * 3, "the first step makes what all steps need"
+
+
+def alone_in_a_step(tables, folder):
+    """The first stage takes a step, the last one none; what the first says, and after how long."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        if run.groups["pp"].coord == 1:
+            time.sleep(3)
+            return None
+        start_s = time.monotonic()
+        try:
+            run.step()
+        except RunError as error:
+            return str(error), time.monotonic() - start_s
+    return None
+
+
+def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
+    """Statement 41: operation, stages, direction and micro-batch, in the time that the plan gives."""
+    tables = small("pp.one_f_one_b", 2, limits={"collective_timeout_s": 1.0})
+    (told, seconds), _ = ranks(2)(alone_in_a_step, tables, own)
+    assert "receive of what stage 0 takes from stage 1, backward, a gradient of micro-batch 0" in told.replace(
+        "\n", " "
+    )
+    assert "pp[0, 1]" in told
+    assert seconds < 3
+
+
+# -- partitions --------------------------------------------------------------------------------------------------------
+
+
+def test_five_blocks_of_unequal_width_on_three_stages(compared, small):
+    """Each boundary has a shape of its own, and the partition sees unequal weights (statement 22)."""
+    model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
+    ways = {
+        "pp.one_f_one_b": {"use": "pp.balanced"},
+        "pp.gpipe": {"use": "pp.uniform"},
+        "pp.zero_bubble_h1": {"use": "pp.explicit", "layers": [1, 5, 1]},
+    }
+    compared(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
+
+
+def test_unequal_widths_on_replicas_of_two_stages(compared, small):
+    model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
+    compared(4, [small(schedule, 2, 2, model=model) for schedule in ("pp.interleaved", "pp.zero_bubble_v")])
+
+
+def test_more_stages_than_layers_are_refused_before_any_group_is_made(small, own):
+    """Statement 22."""
+    tables = small("pp.gpipe", 8, model={"factory": "pp_parts:chain"})
+    with World.fake(0, 8) as world, pytest.raises(PlanError, match="6 layers cannot be cut into 8 parts"):
+        assemble(plan_from_dict(tables, own), world)
