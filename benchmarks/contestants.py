@@ -92,9 +92,11 @@ class _NoUpdate:
     """Stands where the optimizer step stands."""
 
     lr = LR
+    scale = None
 
-    def step(self, step: int, loss: Tensor, stop: bool) -> Totals:
-        return Totals(loss, torch.zeros_like(loss), torch.zeros_like(loss))
+    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
+        nothing = torch.zeros_like(loss)
+        return Totals(loss, torch.ones_like(loss), grad_norm=nothing, stops=nothing)
 
 
 class Torch:

@@ -103,9 +103,14 @@ def report(title: str, rows: Sequence[Ratio], facts: Mapping[str, object], path:
             file.write(json.dumps(entry) + "\n")
 
 
-def arguments(description: str, rounds: int) -> argparse.Namespace:
+def parser(description: str, rounds: int) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"steps per contestant (default {rounds})")
-    parser.add_argument("--json", type=Path, default=None, help="append the tables to this file, one object per line")
-    return parser.parse_args()
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--rounds", type=int, default=rounds, help=f"steps per contestant (default {rounds})")
+    found.add_argument("--json", type=Path, default=None, help="append the tables to this file, one object per line")
+    return found
+
+
+def arguments(description: str, rounds: int) -> argparse.Namespace:
+    """Those options, read."""
+    return parser(description, rounds).parse_args()
