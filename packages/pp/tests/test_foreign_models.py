@@ -1,0 +1,56 @@
+"""Models that are not ours as pipelines: transformers' own blocks, and convolutions that pass tuples, tied and untied."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+HF_LLAMA = {
+    "run": {"name": "hf", "steps": 3, "device": "cpu", "seed": 5},
+    "model": {
+        "factory": "hf_llama:layers",
+        "options": {"num_layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": True},
+    },
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    "batch": {"global_size": 4, "micro_size": 1},
+    "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},
+    "precision": {"compute": "fp64"},
+}
+CONV_TIE = HF_LLAMA | {"model": {"factory": "conv_tie:layers", "options": {"hidden": 8, "num_blocks": 4}}}
+
+
+def cut(tables, schedule, pp, dp=1, **options):
+    changed = deepcopy(tables) | {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
+    changed["model"]["options"] |= options
+    return changed
+
+
+@pytest.fixture
+def folder(own, monkeypatch):
+    """The examples' modules, found by the plans' factories."""
+    if not MODELS.is_dir():
+        pytest.skip("the examples are not beside these tests")
+    monkeypatch.syspath_prepend(MODELS)
+    return own
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(3, 1), (2, 2)])
+def test_a_convolution_with_tuples_and_a_tie(compared, folder, pp, dp):
+    """Both streams cross each boundary; the embedding's matrix is the head's, on the last stage."""
+    schedules = ["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1", *(["pp.zero_bubble_v"] if pp == 2 else [])]
+    for layouts in compared(pp * dp, [cut(CONV_TIE, schedule, pp, dp) for schedule in schedules], folder=folder):
+        assert sum("0.table.weight" in layout.weights for layout in layouts) in (dp, 2 * dp)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2)])
+def test_transformers_blocks(compared, folder, pp, dp):
+    """With rotary tables that no checkpoint keeps on every stage, tied and not."""
+    plans = [
+        cut(HF_LLAMA, "pp.one_f_one_b", pp, dp, tie=True),
+        cut(HF_LLAMA, "pp.zero_bubble_v", pp, dp, tie=False),
+        cut(HF_LLAMA, "pp.interleaved", pp, dp, tie=True),
+    ]
+    compared(pp * dp, plans if dp == 1 else plans[:2], folder=folder)
