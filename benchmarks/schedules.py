@@ -8,6 +8,8 @@ simulator's step for every schedule, and not slower than torch.distributed.pipel
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from typing import Any
 
@@ -42,6 +44,7 @@ WIDTH = 4096
 """Numbers in a sample: a message of 16 KiB."""
 
 TARGET = 1.03
+PR_SET_TIMERSLACK = 29
 SCHEDULES: dict[str, tuple[int, Any]] = {
     "gpipe": (1, ScheduleGPipe),
     "one_f_one_b": (1, Schedule1F1B),
@@ -53,19 +56,22 @@ SCHEDULES: dict[str, tuple[int, Any]] = {
 
 
 class Sleep(torch.autograd.Function):
-    """The identity: sleeps in its forward, and in its backward for D; `layer` says what becomes of W."""
+    """The identity: sleeps in its forward, and in its backward for D; `layer` says what becomes of W.
+
+    _anchor: a parameter, so that there is a backward on the first stage too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Sleeper) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: Sleeper) -> Tensor:
         ctx.layer = layer
         time.sleep(layer.seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.layer.seconds)
         ctx.layer.weight_gradient()
-        return gradient, None
+        return gradient, None, None
 
 
 class Sleeper(nn.Module):
@@ -75,13 +81,13 @@ class Sleeper(nn.Module):
         super().__init__()
         self.seconds = seconds
         self.queue: Any = None
-        self.scale = nn.Parameter(torch.ones(1))
+        self.anchor = nn.Parameter(torch.ones(1))
 
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
+        nn.init.ones_(self.anchor)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Sleep.apply(x * self.scale, self)  # type: ignore[no-untyped-call]
+        result: Tensor = Sleep.apply(x, self.anchor, self)  # type: ignore[no-untyped-call]
         return result
 
     def weight_gradient(self) -> None:
@@ -177,9 +183,16 @@ class Theirs:
         return lambda: time.sleep(seconds)
 
 
+def sleep_exactly() -> None:
+    """Linux may wake a sleeper 50 us late to save interrupts, unless the thread asks for better."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
 def measured(name: str, stages: int, rounds: int, warmup: int) -> dict[str, list[float]]:
     """Seconds of this rank's steps."""
     torch.set_num_threads(1)
+    sleep_exactly()
     made: dict[str, Any] = {"torch": Theirs(name, stages), "sley": Ours(name, stages), "sley again": Ours(name, stages)}
     steps = {who: contestant.step for who, contestant in made.items()}
     return interleave(steps, rounds, warmup=warmup, barrier=dist.barrier)

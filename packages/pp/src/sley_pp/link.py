@@ -19,14 +19,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from sley_core.actions.action import Transfer
 from sley_core.comm.collectives import receive_from, send_to
 from sley_core.engine.boundary import Description, gradients_of
 from sley_core.errors import RunError
-from sley_pp.message import HEAD_BYTES, from_text, num_bytes, read_head, to_text, views, write_head
+from sley_pp.message import Layout, Message, from_text, layout_of, to_text
 
 if TYPE_CHECKING:
     from sley_core.comm.collectives import Pending
@@ -40,7 +39,7 @@ Key = Hashable
 class _Posted:
     """A receive under way; `message` is None where nothing crosses, because no tensor of it has a gradient."""
 
-    message: Tensor | None
+    message: Message | None
     pending: Pending | None
     description: Description
 
@@ -52,9 +51,9 @@ class Link:
         self._known: dict[tuple[str, str, int, int, int], dict[Key, Description]] = {}
         self._waiting: dict[tuple[str, int], deque[tuple[Transfer, Key]]] = {}
         self._posted: dict[Transfer, _Posted] = {}
-        self._taken: dict[Transfer, Tensor] = {}
-        self._sending: deque[tuple[Pending, Tensor]] = deque()
-        self._free: dict[int, list[Tensor]] = {}
+        self._taken: dict[Transfer, Message] = {}
+        self._sending: deque[tuple[Pending, Message]] = deque()
+        self._free: dict[Layout, list[Message]] = {}
         self.num_allocated = 0
 
     def prepare(self, run: Run) -> None:
@@ -73,23 +72,23 @@ class Link:
         what = self._name(transfer, "sends to")
         if key not in known:
             known[key] = description
-            announcement = self._lease(HEAD_BYTES)
-            write_head(announcement, to_text(description))
+            announcement = self._lease(())
+            announcement.write_head(to_text(description))
             self._start(announcement, transfer, f"the announcement of what {what}")
         expected = known[key]
         if transfer.lane == "forward":
             self._descriptions("post", transfer, "backward")[key] = gradients_of(expected)
         if not expected.leaves:
             return
-        message = self._lease(num_bytes(expected.leaves))
+        message = self._lease(layout_of(expected.leaves))
         if description != expected:
             fault = f"{what}: expected {expected}, came {description}"
-            write_head(message, fault)
+            message.write_head(fault)
             self._start(message, transfer, f"what {what}")
             self._sending[-1][0].wait()
             raise _mismatch(fault)
-        message[:4].zero_()
-        for place, tensor in zip(views(message, expected.leaves), tensors, strict=True):
+        message.write_head()
+        for place, tensor in zip(message.tensors, tensors, strict=True):
             place.copy_(tensor)
         self._start(message, transfer, f"what {what}")
 
@@ -110,10 +109,10 @@ class Link:
         if posted.message is None or posted.pending is None:
             return posted.description, []
         posted.pending.wait()
-        if not self._device.is_async and (fault := read_head(posted.message)):
+        if not self._device.is_async and (fault := posted.message.read_head()):
             raise _mismatch(f"{self._name(transfer, 'takes from')}: {fault}")
         self._taken[transfer] = posted.message
-        return posted.description, views(posted.message, posted.description.leaves)
+        return posted.description, list(posted.message.tensors)
 
     def release(self, transfer: Transfer) -> None:
         """Nobody reads what `transfer` brought any more: its message is used again."""
@@ -147,10 +146,10 @@ class Link:
         known = self._descriptions("post", transfer)
         if key not in known:
             assert transfer.lane == "forward", f"{transfer}: the gradients of an output that was not sent"
-            head = self._lease(HEAD_BYTES)
+            head = self._lease(())
             what = f"the announcement of what {self._name(transfer, 'takes from')}"
-            receive_from(head, self._group, transfer.lane, transfer.peer, what=what).wait()
-            known[key] = from_text(read_head(head))
+            receive_from(head.buffer, self._group, transfer.lane, transfer.peer, what=what).wait()
+            known[key] = from_text(head.read_head())
             self._give_back(head)
         while waiting and waiting[0][1] in self._descriptions("post", waiting[0][0]):
             transfer, key = waiting.popleft()
@@ -162,13 +161,13 @@ class Link:
         if not description.leaves:
             self._posted[transfer] = _Posted(None, None, description)
             return
-        message = self._lease(num_bytes(description.leaves))
+        message = self._lease(layout_of(description.leaves))
         what = f"what {self._name(transfer, 'takes from')}"
-        pending = receive_from(message, self._group, transfer.lane, transfer.peer, what=what)
+        pending = receive_from(message.buffer, self._group, transfer.lane, transfer.peer, what=what)
         self._posted[transfer] = _Posted(message, pending, description)
 
-    def _start(self, message: Tensor, transfer: Transfer, what: str) -> None:
-        self._sending.append((send_to(message, self._group, transfer.lane, transfer.peer, what=what), message))
+    def _start(self, message: Message, transfer: Transfer, what: str) -> None:
+        self._sending.append((send_to(message.buffer, self._group, transfer.lane, transfer.peer, what=what), message))
         while self._sending and self._sending[0][0].is_done():
             self._give_back(self._sending.popleft()[1])
 
@@ -180,15 +179,15 @@ class Link:
     def _queue(self, transfer: Transfer) -> deque[tuple[Transfer, Key]]:
         return self._waiting.setdefault((transfer.lane, transfer.peer), deque())
 
-    def _lease(self, size: int) -> Tensor:
-        free = self._free.setdefault(size, [])
+    def _lease(self, layout: Layout) -> Message:
+        free = self._free.setdefault(layout, [])
         if free:
             return free.pop()
         self.num_allocated += 1
-        return torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+        return Message(layout, self._device.torch_device)
 
-    def _give_back(self, message: Tensor) -> None:
-        self._free[message.numel()].append(message)
+    def _give_back(self, message: Message) -> None:
+        self._free[message.layout].append(message)
 
     def _name(self, transfer: Transfer, verb: str) -> str:
         thing = "its output" if transfer.lane == "forward" else "a gradient"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,32 +23,49 @@ HEAD_BYTES = 1024
 """Room for the words of a mismatch; also the size of an announcement."""
 
 
-def num_bytes(leaves: Sequence[Leaf]) -> int:
-    """The size of a message with these tensors."""
-    return HEAD_BYTES + sum(_padded(leaf.num_bytes) for leaf in leaves)
+Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+"""Dtype and shape of each tensor: messages of one layout can take one another's place. An announcement has none."""
 
 
-def views(message: Tensor, leaves: Sequence[Leaf]) -> list[Tensor]:
-    """The tensors of `message` (uint8 [num_bytes]), in place."""
-    found = []
-    start = HEAD_BYTES
-    for leaf in leaves:
-        found.append(message[start : start + leaf.num_bytes].view(leaf.dtype).view(leaf.shape))
-        start += _padded(leaf.num_bytes)
-    return found
+def layout_of(leaves: Sequence[Leaf]) -> Layout:
+    """The layout of a message with these tensors."""
+    return tuple((leaf.dtype, leaf.shape) for leaf in leaves)
 
 
-def write_head(message: Tensor, text: str) -> None:
-    """Puts `text` into the head, cut to fit; empty means that all is as expected."""
-    data = text.encode()[: HEAD_BYTES - 4]
-    head = len(data).to_bytes(4, "little") + data
-    message[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+class Message:
+    """A buffer for one message at a time. buffer: uint8, whole. tensors: views of it, in the order of `layout`.
 
+    Views are made once, and on the host the head is read and written without an operation of torch: a message is sent and
+    received between any two actions, and each operation there is time in which the stage does not compute.
+    """
 
-def read_head(message: Tensor) -> str:
-    """The text of the head."""
-    size = int.from_bytes(bytes(message[:4].tolist()), "little")
-    return bytes(message[4 : 4 + size].tolist()).decode(errors="replace")
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        sizes = [prod(shape) * dtype.itemsize for dtype, shape in layout]
+        self.buffer = torch.empty(HEAD_BYTES + sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
+        self.tensors: list[Tensor] = []
+        start = HEAD_BYTES
+        for (dtype, shape), size in zip(layout, sizes, strict=True):
+            self.tensors.append(self.buffer[start : start + size].view(dtype).view(shape))
+            start += _padded(size)
+        self._head = self.buffer.numpy().data if device.type == "cpu" else None
+
+    def write_head(self, text: str = "") -> None:
+        """Puts `text` into the head, cut to fit; empty means that all is as expected."""
+        data = text.encode()[: HEAD_BYTES - 4]
+        head = len(data).to_bytes(4, "little") + data
+        if self._head is not None:
+            self._head[: len(head)] = head
+        elif data:
+            self.buffer[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        else:
+            self.buffer[:4].zero_()
+
+    def read_head(self) -> str:
+        """The text of the head."""
+        head = self._head if self._head is not None else bytes(self.buffer[:HEAD_BYTES].tolist())
+        size = int.from_bytes(head[:4], "little")
+        return bytes(head[4 : 4 + size]).decode(errors="replace")
 
 
 def to_text(description: Description) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,11 +136,11 @@ class Executor:
         return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
 
     def _keys(self, batch: HostBatch, num_micros: int, phase: Phase) -> list[tuple[Any, ...]]:
-        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask."""
+        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask. All are of one size."""
         if self.crossing.link is None:
             return []
-        parts = (cut(batch, self.fields, micro, num_micros) for micro in range(num_micros))
-        return [(phase, *(tuple(value.shape) for value in part.values())) for part in parts]
+        first = cut(batch, self.fields, 0, num_micros)
+        return [(phase, *(tuple(value.shape) for value in first.values()))] * num_micros
 
     def _act(
         self,
@@ -162,7 +163,7 @@ class Executor:
                 with self.queue.collecting(place):
                     self._backward(micro, self._held[place], weight)
             case Kind.WEIGHT_GRADIENT:
-                self.queue.run(place)
+                self._weight_gradients(replace(micro, phase=Phase.WEIGHTS))
         if self.clock is not None:
             self.clock.stop(action)
 
@@ -225,6 +226,14 @@ class Executor:
             part = cut(batch, self.fields, micro, num_micros)
             self._micros[micro] = {name: self.device.move(part[name]) for name in part if name in self._reads}
         return self._micros[micro]
+
+    def _weight_gradients(self, micro: MicroStep) -> None:
+        """What D of this micro-batch put off; no tensor crosses a boundary."""
+        for hook in self.hooks:
+            hook.before_backward(micro, None)
+        self.queue.run((micro.chunk, micro.micro))
+        for hook in self.hooks:
+            hook.after_backward(micro, None)
 
     def _is_first(self, chunk: int) -> bool:
         return self.crossing.placement.previous(self.crossing.stage, chunk) is None
