@@ -58,7 +58,11 @@ class GradientHandler(Protocol):
 
 
 class SchedulerHook(Protocol):
-    """Is called around every action, with the tensors that it concerns."""
+    """Is called around every action, with the tensors that it concerns.
+
+    Of a backward in two halves, the second, of weight gradients, comes in phase `weights` and without tensors. A layer that
+    runs again within a backward is told by `before_forward`, in phase `recompute` and with its name.
+    """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None: ...
     def after_forward(self, micro: MicroStep, output: Any) -> None: ...

@@ -13,10 +13,11 @@ from sley_core.actions.action import GRADIENT_KINDS, Action
 
 
 class Phase(StrEnum):
-    """Why a layer runs: for the first time, again inside a backward, or without gradients."""
+    """Why something runs: for the first time, again inside a backward, for weight gradients put off, or without any."""
 
     TRAIN = "train"
     RECOMPUTE = "recompute"
+    WEIGHTS = "weights"
     EVALUATE = "evaluate"
 
 

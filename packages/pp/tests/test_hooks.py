@@ -1,0 +1,100 @@
+"""Scheduler hooks see every action of every schedule in its place, with chunk, micro-batch and phase."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.actions.action import Kind
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+
+SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
+MICROS = 3
+CALLS = [f"{when}_{what}" for what in ("forward", "loss", "backward") for when in ("before", "after")]
+
+
+class Spy:
+    """Keeps (call, chunk, micro-batch, phase, layer) in order, and whether tensors came with it."""
+
+    def __init__(self):
+        self.seen = []
+        self.gave = []
+
+    def __getattr__(self, name):
+        if name not in CALLS:
+            raise AttributeError(name)
+
+        def note(micro, what):
+            self.seen.append((name, micro.chunk, micro.micro, str(micro.phase), micro.layer))
+            self.gave.append((name, str(micro.phase), what is not None))
+
+        return note
+
+
+def seen(tables, folder):
+    """What the hook of this rank saw in a second step, and in an evaluation; the schedule's list; layers per chunk."""
+    plan = plan_from_dict(tables, folder)
+    spy = Spy()
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        run.caller.hooks.append(spy)
+        run.step()
+        spy.seen.clear()
+        spy.gave.clear()
+        run.step()
+        step = list(spy.seen)
+        spy.seen.clear()
+        run.evaluate()
+        names = [[layer.name for layer in layers] for layers in run.stepper.executor.chunks]
+        schedule = plan.pipeline.build()
+        actions = schedule.lists(run.topology.pp, MICROS)[run.groups["pp"].coord]
+        return step, list(spy.seen), actions, names, set(spy.gave)
+
+
+def expected(actions, names, *, again):
+    """What a step's actions should show. again: the layers that are recomputed."""
+    found = []
+    for action in actions:
+        place = action.chunk, action.micro
+        match action.kind:
+            case Kind.FORWARD:
+                found += _around("forward", place, "train")
+                if "head" in names[action.chunk]:
+                    found += _around("loss", place, "train")
+            case Kind.BACKWARD | Kind.INPUT_GRADIENT:
+                before, after = _around("backward", place, "train")
+                layers = [name for name in reversed(names[action.chunk]) if name in again]
+                found += [before, *(("before_forward", *place, "recompute", name) for name in layers), after]
+            case Kind.WEIGHT_GRADIENT:
+                found += _around("backward", place, "weights")
+    return found
+
+
+def _around(what, place, phase):
+    return [(f"{when}_{what}", *place, phase, "") for when in ("before", "after")]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_every_action_is_seen_in_the_order_of_the_schedule(ranks, small, own, schedule, fraction):
+    """Forward, loss and backward; weight gradients apart; what is recomputed once, in its micro-batch's backward."""
+    tables = small(schedule, 2, batch={"global_size": 6, "micro_size": 2}, evaluation={"every": 9, "steps": 1})
+    tables |= {"activations": {"use": "core.recompute", "fraction": fraction}}
+    again = {f"blocks.{at}" for at in range(round(4 * fraction))}
+    whole = []
+    for step, evaluation, actions, names, gave in ranks(2)(seen, tables, own):
+        assert step == expected(actions, names, again=again)
+        whole += [layer for chunk in names for layer in chunk]
+        recomputed = [(layer, micro) for _, _, micro, phase, layer in step if phase == "recompute"]
+        assert (
+            len(recomputed) == len(set(recomputed)) == MICROS * len(again & {name for chunk in names for name in chunk})
+        )
+        assert all(phase == "evaluate" for *_, phase, _ in evaluation)
+        forwards = [action for action in actions if action.kind is Kind.FORWARD]
+        assert [place[1:3] for place in evaluation if place[0] == "before_forward"] == [
+            (a.chunk, a.micro) for a in forwards
+        ]
+        assert not any("backward" in call for call, *_ in evaluation)
+        assert ("before_backward", "train", True) in gave
+        assert ("before_backward", "train", False) not in gave
+    assert sorted(whole) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed", "head"]
