@@ -4,10 +4,9 @@
     factory = "hf_llama:layers"
     options = { num_layers = 2, hidden = 64, heads = 4, kv_heads = 2 }
 
-    [data]
-    documents = "cut"        # these blocks know positions, but no document boundaries
-
-Nothing of transformers is changed. Its blocks want rotary tables, so a small module around each computes them.
+Nothing of transformers is changed. Its blocks want rotary tables, so a small module around each computes them. Their
+attention is Sley's small module, given through transformers' own interface for that: it knows where packed documents end,
+and a plan with `[sequence]` finds it and makes it work on slices.
 """
 
 from __future__ import annotations
@@ -16,11 +15,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from sley_core.data.dataset import DataInfo
+from sley_core.model.attention import Attention
 from sley_core.model.layers import Model
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [b, h, s, d] and so on; returns the context [b, s, h, d] and no weights.
+
+    Of its other arguments the scale is the usual one, and there is no dropout in Llama's attention.
+    """
+    assert attention_mask is None, "the small attention is causal by itself"
+    core: Any = module.get_submodule("core")
+    return core(*(heads.transpose(1, 2) for heads in (query, key, value)), cu_seqlens=cu_seqlens), None
+
+
+AttentionInterface.register("sley", attend)
 
 
 class Embed(nn.Module):
@@ -36,17 +57,18 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """A LlamaDecoderLayer as it is: [b, s, hidden] -> [b, s, hidden]."""
+    """A LlamaDecoderLayer as it is, with the attention that `attend` asks for: [b, s, hidden] -> [b, s, hidden]."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
         self.rotary = LlamaRotaryEmbedding(config)
         self.block = LlamaDecoderLayer(config, index)
+        self.block.self_attn.add_module("core", Attention())
 
-    def forward(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        out: Tensor = self.block(hidden, position_embeddings=self.rotary(hidden, positions))
+        out: Tensor = self.block(hidden, position_embeddings=self.rotary(hidden, positions), cu_seqlens=cu_seqlens)
         return out
 
 
@@ -82,7 +104,7 @@ def layers(
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "attn_implementation": "sdpa",  # causal where no mask is given
+        "attn_implementation": "sley",  # `attend`, above
     }
     config = LlamaConfig(**settings)
     embed, head = Embed(config), Head(config)

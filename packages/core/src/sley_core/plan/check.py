@@ -9,7 +9,7 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.plan.check_handlers import check_handlers
 from sley_core.plan.document import by_place
 from sley_core.plan.tables import ModelConfig
-from sley_core.records import GradientHandlerRecord, OptimizerRecord, Problem
+from sley_core.records import GradientHandlerRecord, OptimizerRecord, PartitionerRecord, Problem
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -86,6 +86,17 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
         message = f"`sp = {size}` needs a [sequence] table that names an attention over split sequences"
         hint = 'add [sequence] with `use = "isp.all_to_all"`, of sley-isp'
         yield Problem(("parallel", "sp"), message, hint, "sequence-missing")
+    partition = plan.partition
+    record = partition.record if partition else None
+    if (
+        partition
+        and isinstance(record, PartitionerRecord)
+        and record.costs == "seconds"
+        and not partition.config.layer_costs
+    ):
+        message = f"`{partition.name}` times layers on whole sequences, of which a rank of `sp = {size}` has a slice"
+        hint = 'use "pp.balanced", or give `layer_costs`'
+        yield Problem(("partition", "use"), message, hint, "sequence-partition")
     length = getattr(plan.data.config, "sequence", None)
     if isinstance(length, int) and length % size:
         message = f"sequence = sp x slice fails: {length} is no multiple of {size}"

@@ -1,0 +1,122 @@
+"""Slices of sequences beside stages, replicas and buckets: every plugin with every other, one result (A01, A03, A15)."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from sley_core.errors import PlanError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import record
+
+PLAN = {
+    "run": {"name": "slices", "steps": 3, "device": "cpu", "seed": 7},
+    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn_hidden": 24},
+    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
+    "evaluation": {"every": 2, "steps": 2},
+    "precision": {"compute": "fp64"},
+}
+BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A plan's folder with documents, most of which begin in one slice of a sequence and end in another."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text").mkdir()
+    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(120)]
+    (folder / "text" / "a.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+def plan(parallel=None, schedule=None, handlers=None, **changes):
+    tables = deepcopy(PLAN)
+    for path, value in changes.items():
+        table, key = path.split("__")
+        tables.setdefault(table, {})[key] = value
+    if parallel:
+        tables |= {"parallel": parallel, "sequence": {"use": "isp.all_to_all"}}
+    if schedule:
+        tables["pipeline"] = {"use": schedule}
+    if handlers:
+        tables["gradient_handlers"] = handlers
+    return tables
+
+
+def check(ranks, folder, parallel, schedule=None, handlers=None, **changes):
+    """Rows, and every gradient and weight that a rank holds, against the one-process run; slices hold the same bits."""
+    near, far = (1e-6, 1e-5) if changes.get("precision__compute") == "fp32" else (1e-10, 1e-10)
+    reference = record(plan(**changes), 3, folder=folder)
+    size = parallel.get("pp", 1) * parallel.get("dp", 1) * parallel["sp"]
+    layouts = ranks(size, 180)(record, plan(parallel, schedule, handlers, **changes), 3, folder=folder)
+    names = set()
+    for layout in layouts:
+        for wanted, found in zip(reference.rows, layout.rows, strict=True):
+            assert found["tokens"] == wanted["tokens"]
+            for key in ("loss", "grad_norm"):
+                assert found[key] == pytest.approx(wanted[key], rel=far if wanted["step"] > 1 else near)
+        own = set(layout.gradients[0])
+        names |= own
+        assert_same_bits({name: reference.first[name] for name in layout.first}, layout.first)
+        assert_close_gradients(
+            {name: reference.gradients[0][name] for name in own}, layout.gradients[0], near, floor=1e-6
+        )
+        assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, far)
+        assert layout.held_out == pytest.approx(reference.held_out, rel=far)
+    assert names == set(reference.gradients[0]), "every parameter is on some rank"
+    stage = size // parallel.get("pp", 1)
+    for first in range(0, size, stage):
+        for other in layouts[first + 1 : first + stage]:
+            assert_same_bits(layouts[first].weights, other.weights)
+
+
+@pytest.mark.parametrize("schedule", ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1"])
+def test_slices_on_two_stages(ranks, texts, schedule):
+    check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, schedule, model__tie_embeddings=schedule != "pp.gpipe")
+
+
+@pytest.mark.parametrize("documents", ["cut", "pad"])
+def test_documents_on_two_stages(ranks, texts, documents):
+    """Where the data has no positions, every stage is given the same ones."""
+    check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, "pp.one_f_one_b", data__documents=documents)
+
+
+def test_recomputation_in_a_split_backward(ranks, texts):
+    changes = {"activations__use": "core.recompute", "activations__fraction": 0.5, "batch__micro_size": 1}
+    check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, "pp.zero_bubble_h1", **changes)
+
+
+def test_single_precision_on_two_stages(ranks, texts):
+    check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, "pp.one_f_one_b", precision__compute="fp32")
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_buckets_over_slices_and_replicas(ranks, texts, dp):
+    """Buckets of half a layer: the reduce group is the whole stage, slices and replicas alike."""
+    check(ranks, texts, {"sp": 2, "dp": dp}, handlers=BUCKETS, batch__micro_size=1, model__tie_embeddings=True)
+
+
+def test_slices_stages_and_replicas(ranks, texts):
+    handlers = [*BUCKETS, {"use": "pp.shared_modules"}]
+    parallel = {"sp": 2, "pp": 2, "dp": 2}
+    check(ranks, texts, parallel, "pp.one_f_one_b", handlers, model__tie_embeddings=True, batch__micro_size=1)
+
+
+def test_layers_are_not_timed_on_slices():
+    tables = plan({"sp": 2, "pp": 2, "dp": 1}, "pp.one_f_one_b") | {"partition": {"use": "pp.measured"}}
+    tables["data"] = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    (problem,) = check_plan(plan_from_dict(tables), 4)
+    assert problem.code == "sequence-partition"
+    costs = {"use": "pp.measured", "layer_costs": [1.0] * 6}
+    assert check_plan(plan_from_dict(tables | {"partition": costs}), 4) == []
+
+
+def test_the_table_alone_is_no_split(texts):
+    """Without `isp` there is no such record; with it and sp = 1 nothing is exchanged."""
+    with pytest.raises(PlanError, match="no sequence attention"):
+        plan_from_dict(plan() | {"sequence": {"use": "core.all_to_all"}}, texts)

@@ -1,0 +1,89 @@
+"""Small models of one's own with an attention of their own, found in one way or another, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataInfo
+from sley_isp.sequence.attention import SequenceAttention
+
+Named = list[tuple[str, nn.Module]]
+HEADS = 4
+
+
+class Embed(nn.Module):
+    """Learned positions, which a slice must not count from 0; `counts` leaves them to it all the same."""
+
+    def __init__(self, data: DataInfo, hidden: int) -> None:
+        super().__init__()
+        assert data.vocab_size is not None
+        assert data.sequence is not None
+        self.tokens = nn.Embedding(data.vocab_size, hidden)
+        self.places = nn.Embedding(data.sequence, hidden)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1])[None]
+        embedded: Tensor = self.tokens(tokens) + self.places(positions)
+        return embedded
+
+
+class Unplaced(nn.Module):
+    """Tokens without their places."""
+
+    def __init__(self, data: DataInfo, hidden: int) -> None:
+        super().__init__()
+        assert data.vocab_size is not None
+        self.tokens = nn.Embedding(data.vocab_size, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(tokens)
+        return embedded
+
+
+class Attend(nn.Module):
+    """Keys get a learned scale, one for all heads: softmax(scale q k^T) v, causal; context [b, s, h d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(()))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k * self.scale, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, attend: nn.Module, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(hidden)
+        self.project = nn.Linear(hidden, 3 * hidden)
+        self.attend = attend
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = self.project(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        out: Tensor = hidden + self.out(self.attend(q, k, v))
+        return out
+
+
+class Head(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: int = HEADS, hidden: int = 8) -> Named:
+    """Two blocks; wrapped: in the class form. Otherwise a plan names `*.attend`. places: whether positions are known."""
+    made: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]
+    blocks = [(f"blocks.{at}", Block(hidden, attend, heads)) for at, attend in enumerate(made)]
+    embed = Embed(data, hidden) if places else Unplaced(data, hidden)
+    assert data.vocab_size is not None
+    return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]

@@ -1,0 +1,122 @@
+"""A model of plain linears with an attention of its own, and transformers' Llama blocks, on slices of sequences."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+OWN = Path(__file__).parent / "own"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
+PLAN = {
+    "run": {"name": "own", "steps": 3, "device": "cpu", "seed": 5},
+    "model": {"factory": "attentive:layers"},
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    "batch": {"global_size": 4, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 1e-2},
+    "precision": {"compute": "fp64"},
+}
+HF_LLAMA = {"factory": "hf_llama:layers", "options": {"hidden": 16, "heads": 4, "kv_heads": 2}}
+
+
+@pytest.fixture
+def own(monkeypatch):
+    monkeypatch.syspath_prepend(OWN)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return OWN
+
+
+def split(tables, sp=2, dp=1, **sequence):
+    return deepcopy(tables) | {"parallel": {"sp": sp, "dp": dp}, "sequence": {"use": "isp.all_to_all", **sequence}}
+
+
+def with_options(**options):
+    return PLAN | {"model": {"factory": "attentive:layers", "options": options}}
+
+
+def check(ranks, own, tables, sp=2, **sequence):
+    reference = record(tables, 3, folder=own)
+    layouts = ranks(sp, 120)(record, split(tables, sp, **sequence), 3, folder=own)
+    assert_parity(reference, layouts, tables["precision"]["compute"])
+    same_on_all(layouts)
+    return reference
+
+
+def test_wrapped_in_the_class_form(ranks, own):
+    """The attention's own parameter has the same name and the same gradient, a sum over slices of heads."""
+    reference = check(ranks, own, with_options(wrapped=True))
+    assert "blocks.0.attend.attention.scale" in reference.first
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_named_in_the_plan(ranks, own, sp):
+    reference = check(ranks, own, PLAN, sp, modules=["*.attend"])
+    assert "blocks.0.attend.scale" in reference.first
+
+
+def test_named_where_sequences_are_whole(own):
+    """The table alone changes nothing: sp = 1."""
+    plain = record(PLAN, 2, folder=own)
+    same_on_all([plain, record(split(PLAN, sp=1, modules=["*.attend"]), 2, folder=own)])
+
+
+@pytest.mark.parametrize("documents", ["cut", "pack"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_transformers_llama(ranks, own, documents, precision):
+    """Its blocks as they are, their attention given through transformers' interface (examples/models/hf_llama.py)."""
+    tables = PLAN | {"model": HF_LLAMA, "data": PLAN["data"] | {"documents": documents}}
+    check(ranks, own, tables | {"precision": {"compute": precision}})
+
+
+def refused(tables, own):
+    """What assembling rank 0 of a fake world says: `train-cli check --model`, before any process starts."""
+    plan = plan_from_dict(tables, own)
+    with pytest.raises(PlanError) as caught, World.fake(0, plan.world()) as world:
+        assemble(plan, world)
+    (problem,) = caught.value.diagnostics
+    return problem
+
+
+def test_a_model_without_an_attention_that_is_known(own):
+    problem = refused(split(PLAN), own)
+    assert problem.code == "sequence-attention"
+    assert "SequenceAttention" in problem.hint
+
+
+def test_a_pattern_that_matches_nothing(own):
+    problem = refused(split(PLAN, modules=["*.attend", "*.attention"]), own)
+    assert problem.code == "sequence-attention"
+    assert "`*.attention`, which matches no module" in problem.message
+
+
+def test_a_model_that_would_count_each_slice_from_0(own):
+    """Statement A19, where it cannot hold; a plan can say that no position is counted."""
+    problem = refused(split(with_options(places=False), modules=["*.attend"]), own)
+    assert problem.code == "sequence-positions"
+    assert "`[sequence] positions = false`" in problem.hint
+
+
+def test_a_model_that_counts_no_positions(ranks, own):
+    check(ranks, own, with_options(places=False), modules=["*.attend"], positions=False)
+
+
+def heads_said(tables, folder):
+    try:
+        record(tables, 1, folder=folder)
+    except RunError as error:
+        return error.diagnostics[0].message
+    return ""
+
+
+def test_heads_that_do_not_divide(ranks, own):
+    """Statement A17: a model of one's own is asked at its first attention; no rank hangs."""
+    tables = split(with_options(heads=3, hidden=12), modules=["*.attend"])
+    for said in ranks(2, 30)(heads_said, tables, own):
+        assert said == "heads = sp x heads per rank fails: 3 is no multiple of 2"
