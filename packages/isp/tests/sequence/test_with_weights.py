@@ -1,0 +1,42 @@
+"""Slices of sequences and shards of weights, in every relation of sp and wp (A01, A03; DESIGN 5: they are independent)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+
+def check(ranks, folder, sharded, world, sp, wp, **changes):
+    """`world` ranks, seen as dp x sp by what they compute and as wdp x wp by what they store."""
+    precision = changes.get("precision__compute", "fp64")
+    changes = {"model__heads": 4, "model__kv_heads": 2, "batch__global_size": 4, "batch__micro_size": 1, **changes}
+    reference = record(sharded(1, 1, **changes), 3, folder=folder)
+    tables = sharded(wp, world // sp, **changes)
+    tables["parallel"] |= {"sp": sp}
+    tables["sequence"] = {"use": "isp.all_to_all"}
+    layouts = ranks(world, 180)(record, tables, 3, folder=folder)
+    assert_parity(reference, layouts, precision)
+    same_on_all(layouts)
+    for layout in layouts:
+        assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9 if precision == "fp64" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "sp", "wp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 4, 2), (4, 2, 4), (4, 4, 4), (4, 2, 2), (4, 2, 1)]
+)
+def test_any_relation(ranks, folder, sharded, world, sp, wp):
+    check(ranks, folder, sharded, world, sp, wp, model__tie_embeddings=world == 4)
+
+
+@pytest.mark.parametrize(("sp", "wp"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("documents", ["pack", "cut"])
+def test_single_precision(ranks, folder, sharded, sp, wp, documents):
+    check(ranks, folder, sharded, 4, sp, wp, precision__compute="fp32", data__documents=documents)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_recomputation(ranks, folder, sharded, fraction):
+    """Exchanges and gathers run again, in one order on all ranks, though their groups cross."""
+    again = {"activations__use": "core.recompute", "activations__fraction": fraction}
+    check(ranks, folder, sharded, 4, 2, 4, **again)
