@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sley_core.run import Run
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.runs import GRADIENTS, WEIGHTS, Recorded, record
@@ -52,9 +53,9 @@ def small(own: Path) -> Callable[..., Tables]:
     return small
 
 
-def records(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any) -> list[Recorded]:
+def records(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any, prepare: Any) -> list[Recorded]:
     """One after the other in the same ranks: starting them takes longer than a small run."""
-    return [record(tables, num_steps, folder=folder, batches=batches) for tables in plans]
+    return [record(tables, num_steps, folder=folder, batches=batches, prepare=prepare) for tables in plans]
 
 
 @pytest.fixture
@@ -62,13 +63,18 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
     """`compared(size, plans)`: each plan on `size` ranks equals its one-process run, as DESIGN 13.1 asks.
 
     Loss, norm, gradients, the first weights bit for bit and the last ones; every parameter is on some rank. Returns, for
-    each plan, what the ranks saw.
+    each plan, what the ranks saw. prepare: is called with the run of every rank, and not with the one-process run.
     """
 
     def compared(
-        size: int, plans: Sequence[Tables], num_steps: int = 3, folder: Path = own, batches: Any = None
+        size: int,
+        plans: Sequence[Tables],
+        num_steps: int = 3,
+        folder: Path = own,
+        batches: Any = None,
+        prepare: Callable[[Run], None] | None = None,
     ) -> list[list[Recorded]]:
-        by_rank = ranks(size, 120)(records, plans, num_steps, folder, batches)
+        by_rank = ranks(size, 120)(records, plans, num_steps, folder, batches, prepare)
         by_plan = [list(layouts) for layouts in zip(*by_rank, strict=True)]
         known: dict[str, Recorded] = {}
         for tables, layouts in zip(plans, by_plan, strict=True):

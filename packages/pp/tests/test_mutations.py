@@ -1,0 +1,127 @@
+"""The oracle itself: each mistake that stages, ties and replicas invite, made on purpose, is caught by the comparison.
+
+Every mutation is made in the run of each rank before its first step: two stages of two replicas, the ends tied.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+TIE = "embed.weight"
+GAIN = "blocks.0.gain"
+
+
+def nothing(run):
+    """No mutation: what is caught below is the mutation's doing."""
+
+
+def drop_the_sum_of_the_tie(run):
+    """Each stage keeps its own copy's gradient."""
+    run.stepper.handlers[1].finish_step = lambda step: None
+
+
+def drop_a_reduction(run):
+    """One entry of the first stage is not summed over its replicas."""
+    reducer = run.stepper.handlers[0]
+    ready = reducer.gradient_ready
+    reducer.gradient_ready = lambda entry, step: None if entry.name == GAIN else ready(entry, step)
+
+
+def sum_the_tie_over_the_replicas(run):
+    """The group of the other axis, which has as many ranks."""
+    handler = run.stepper.handlers[1]
+    handler._groups = _Swapped(run.groups, "tie[0,1]", "stage")
+
+
+def reduce_the_tie_over_the_stages(run):
+    """The other way round: its replicas are not summed, and its stages twice."""
+    run.book[TIE].reduce_group = "tie[0,1]"
+
+
+class _Swapped:
+    def __init__(self, groups, asked, given):
+        self.groups = groups
+        self.asked = asked
+        self.given = given
+
+    def __getitem__(self, axis):
+        return self.groups[self.given if axis == self.asked else axis]
+
+
+def count_the_tie_twice_in_the_norm(run):
+    """Both holders add it whole."""
+    for buffer in run.store.buffers:
+        buffer.num_holders = 1
+
+
+def sum_the_tie_twice(run):
+    finish = run.stepper.handlers[1].finish_step
+
+    def twice(step):
+        finish(step)
+        finish(step)
+
+    run.stepper.handlers[1].finish_step = twice
+
+
+def forget_one_weight_gradient(run):
+    """The queue of the first micro-batch is thrown away on the first stage."""
+    queue = run.stepper.executor.queue
+    work = queue.run
+
+    def forgetful(place):
+        if run.groups["pp"].coord == 0 and place[1] == 0:
+            queue._queued.pop(place)
+            return
+        work(place)
+
+    queue.run = forgetful
+
+
+def divide_by_the_micro_batches_too(run):
+    """The scale of a loss that is a mean already."""
+    inverse = type(run.stepper)._weight
+
+    def weight(batch):
+        found = inverse(run.stepper, batch)
+        if found is not None:
+            found.scale = 1 / run.store.state.num_micros
+        return found
+
+    run.stepper._weight = weight
+
+
+def begin_with_another_copy(run):
+    """The last bit of one element of the second stage's copy."""
+    if run.groups["pp"].coord == 1:
+        value = run.book[TIE].parameter.data.view(-1)
+        value[0] = value[0].nextafter(value[0] + 1)
+
+
+@pytest.fixture
+def tables(small):
+    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
+    return small("pp.zero_bubble_h1", 2, 2, model=model, optimizer={"use": "core.sgd", "lr": 0.1})
+
+
+def test_what_is_not_mutated_passes(compared, tables):
+    compared(4, [tables], prepare=nothing)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "told"),
+    [
+        (drop_the_sum_of_the_tie, rf"1 of 11 differ.*\n  {TIE}"),
+        (drop_a_reduction, rf"1 of 11 differ.*\n  {GAIN}"),
+        (sum_the_tie_over_the_replicas, rf"1 of 11 differ.*\n  {TIE}"),
+        (reduce_the_tie_over_the_stages, rf"1 of 11 differ.*\n  {TIE}"),
+        (count_the_tie_twice_in_the_norm, "grad_norm"),
+        (sum_the_tie_twice, rf"1 of 11 differ.*\n  {TIE}.*: 1\b"),
+        (forget_one_weight_gradient, "4 of 11 differ.*\n  blocks.0.two.weight"),
+        (divide_by_the_micro_batches_too, "11 of 11 differ.*\n.*: 0.5"),
+        (begin_with_another_copy, rf"1 of .* differ\n  {TIE}"),
+    ],
+)
+def test_a_mutation_is_caught(compared, tables, mutation, told):
+    with pytest.raises(AssertionError, match=told):
+        compared(4, [tables], prepare=mutation)
