@@ -103,7 +103,8 @@ class _Bench:
 
     def _call(self, layer: Layer, value: Any) -> tuple[Any, float]:
         """The layer's output, its graph used up, and the seconds of forward and backward."""
-        held, args = Held(), ()
+        held = Held()
+        args: tuple[Any, ...] = ()
         if value is not None:
             held.description, tensors = value
             held.inputs, given = as_inputs(held.description, tensors)
