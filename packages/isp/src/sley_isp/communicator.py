@@ -51,6 +51,8 @@ class Communicator(WeightCommunicator):
         self.units: list[Unit] = []
         self._gathered: dict[Unit, Gathered] = {}
         self._action: Action | None = None
+        self._at = -1
+        self._drains: set[int] = set()
 
     def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
         return all(is_plain(module, attribute) for module, attribute in places)
@@ -59,7 +61,6 @@ class Communicator(WeightCommunicator):
         self._run = run
         self._group = run.groups[AXIS]
         self._waits = run.caller.waits
-        self._state = run.store.state
         self._queue = run.stepper.executor.queue
         self.pool = run.plan.build_named("memory_pools", self.config.pool)
         bound = self.config.reductions if self.config.overlap else 0
@@ -69,6 +70,10 @@ class Communicator(WeightCommunicator):
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         self._action = None
+        last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+        # Also the action before: what an earlier one began must not count as the last one's.
+        self._drains = {at - before for at in last.values() for before in (0, 1)}
+        self._at = -1
         passes = [(phase, action.kind, action.chunk) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT]
         self.prefetch.begin(passes)
         self._drop(list(self._gathered))
@@ -80,9 +85,7 @@ class Communicator(WeightCommunicator):
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
         """Reductions may outlive an action, but not the one that completes a gradient, and none enters it from before."""
-        is_last = action.kind in GRADIENT_KINDS and self._state.gradients_final(frozenset({action.chunk}))
-        if is_last:
-            self.reductions.finish()
+        self._at += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
             self.prefetch.enter()
@@ -93,7 +96,7 @@ class Communicator(WeightCommunicator):
             self._action = None
         if is_pass:
             self._apply(self.prefetch.leave())
-        if is_last:
+        if self._at in self._drains:
             self.reductions.finish()
 
     def detach(self) -> None:
@@ -182,3 +185,5 @@ class Communicator(WeightCommunicator):
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
         write = embedding_gradients if isinstance(site.module, nn.Embedding) else linear_gradients
         self.reductions.start(site.trained, lambda wholes: write(site, rows, inputs, wholes), site.unit.name)
+        if self._action is None:
+            self.reductions.finish()

@@ -127,10 +127,10 @@ class Prefetch:
         return Decision(drop, gather, demand)
 
     def _upcoming(self, unit: Unit | None) -> Iterator[Unit]:
-        """The next `ahead` units other than `unit`, as far as the order is known."""
+        """The next `ahead` units other than `unit`, as far as the order is known; between passes, one more."""
         found: list[Unit] = []
         for one in self._future():
-            if len(found) == self.ahead:
+            if len(found) == self.ahead + (unit is None):
                 return
             if one != unit and one not in found:
                 found.append(one)

@@ -218,6 +218,8 @@ class GradientStore:
         if gradient is None:
             assert not slot.keeps, f"{slot.entry.name}: the hook fired without a gradient"
             return
+        if slot.entry.shard is not None and gradient is slot.view:
+            return  # the optimizer's, after a step; a communicator gives autograd nothing
         check_not_sharded(slot.entry)
         if gradient is not slot.view:
             slot.adopt(dense(gradient, slot.entry))

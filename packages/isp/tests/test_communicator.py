@@ -1,0 +1,317 @@
+"""When weights are gathered, how many at a time, what failures leave (A02, A05-A07, A09, A10, A14, A16, A23, A24)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.shards import whole
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.recorder import collectives
+from sley_core.testing.runs import record, weights
+from sley_core.testing.sequence import assert_same_sequence
+
+BLOCKS = 6
+DEEP: dict[str, Any] = {
+    "model__num_layers": BLOCKS,
+    "evaluation": {"every": 100, "steps": 2},
+    "run": {"name": "deep", "steps": 9, "device": "cpu", "seed": 7},
+}
+
+
+def counted(tables: dict[str, Any], folder: Any, num_steps: int = 3) -> dict[str, Any]:
+    """The counters of the last of some steps, of an evaluation, and the peaks of all."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        communicator = run.stepper.executor.weights
+        prefetch, pool = communicator.prefetch, communicator.pool
+        gathered: Counter[str] = Counter()
+        gather = communicator._gather
+
+        def spy(unit: Any) -> Any:
+            gathered[unit.name] += 1
+            return gather(unit)
+
+        communicator._gather = spy
+        for _ in range(num_steps):
+            gathered.clear()
+            before = prefetch.num_demands, pool.num_allocations
+            with collectives() as calls:
+                run.step()
+        training = dict(gathered)
+        demands, allocations = prefetch.num_demands - before[0], pool.num_allocations - before[1]
+        left = len(prefetch.held), pool.num_lent
+        gathered.clear()
+        run.evaluate()
+        return {
+            "training": training,
+            "evaluating": dict(gathered),
+            "demands": demands,
+            "allocations": allocations,
+            "left": (left, (len(prefetch.held), pool.num_lent)),
+            "max_held": prefetch.max_held,
+            "max_live": communicator.reductions.max_live,
+            "calls": list(calls),
+        }
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("unit", ["layer", "module"])
+def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
+    """A05-A07, A24, P02, with one micro-batch a step: two gathers per block and one for what stays between, one demand.
+
+    The block before the head is still there when its backward comes, so it is gathered once. In evaluation it is one
+    gather for each of the 2 x 2 micro-batches.
+    """
+    changes = DEEP | {"batch": {"global_size": 4, "micro_size": 2}}
+    activations = {"use": "core.recompute", "fraction": fraction}
+    tables = sharded(2, weights={"unit": unit}, activations=activations, **changes)
+    one, other = ranks(2)(counted, tables, folder)
+    assert_same_sequence([one.pop("calls"), other.pop("calls")])
+    assert one == other
+    last = {"blocks.5"} if unit == "layer" else {"blocks.5.feed_forward.down"}
+    for name, number in one["training"].items():
+        once = name.startswith(("embed", "head")) or (name in last and not (unit == "module" and fraction == 1.0))
+        assert number == (1 if once else 2), name
+    assert len(one["training"]) == (BLOCKS + 2 if unit == "layer" else 7 * BLOCKS + 2)
+    assert set(one["evaluating"].values()) == {2}
+    assert one["demands"] == 1
+    assert one["allocations"] == 0
+    assert one["left"] == ((0, 0), (0, 0))
+    assert one["max_held"] <= (2 if unit == "layer" else 2 * 7 + 1), "two blocks"
+    assert one["max_live"] <= 4
+
+
+def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, folder):
+    """A06: the first unit of the next micro-batch is gathered in the backward of the one before."""
+    tables = sharded(2, **DEEP | {"batch": {"global_size": 16, "micro_size": 2}})
+    for found in ranks(2)(counted, tables, folder):
+        assert found["demands"] == 1
+        assert all(number <= 8 for number in found["training"].values())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "not overlapped": {"overlap": False},
+    "by module": {"unit": "module"},
+    "by module, not overlapped": {"unit": "module", "overlap": False},
+    "far ahead": {"ahead": 3},
+    "not ahead": {"ahead": 0},
+    "one reduction": {"reductions": 1},
+    "no pool": {"pool": "isp.fresh"},
+    "after attention": {"launch": "attention.output"},
+    "before the feed-forward": {"launch": "feed_forward.gate"},
+}
+
+
+@pytest.mark.parametrize("activations", [{"use": "core.keep"}, {"use": "core.recompute", "fraction": 0.5}])
+def test_no_option_changes_a_bit(ranks, sharded, folder, activations):
+    """A02: fp32, three steps, against the mode that waits for everything at once; three ranks, so sums have an order."""
+    changes = {"activations": activations, "precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
+    wanted, *_ = ranks(3)(record, sharded(3, **changes), 3, folder=folder)
+    for name, options in VARIANTS.items():
+        for found in ranks(3)(record, sharded(3, weights=options, **changes), 3, folder=folder):
+            assert [row["loss"] for row in found.rows] == [row["loss"] for row in wanted.rows], name
+            assert_same_bits(wanted.weights, found.weights)
+
+
+def varying(tables: dict[str, Any], folder: Any, sizes: list[int]) -> Any:
+    """Trains on batches of these sizes, cut from the plan's data; returns the weights."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        for size in sizes:
+            batch = run.feed.next()
+            run.step({name: value[: size // run.topology.dp] for name, value in batch.items()})
+        return weights(run)
+
+
+def test_any_number_of_micro_batches_per_step(ranks, sharded, folder):
+    """A14: 1, 4, 2 micro-batches a step; overlapped and not, the same bits."""
+    sizes = [4, 16, 8]
+    changes = {"batch": {"global_size": 16, "micro_size": 2}}
+    wanted, *_ = ranks(2)(varying, sharded(2, weights={"overlap": False}, **changes), folder, sizes)
+    for found in ranks(2)(varying, sharded(2, **changes), folder, sizes):
+        assert_same_bits(wanted, found)
+
+
+def failing(tables: dict[str, Any], folder: Any, fails: bool) -> Any:
+    """A step, then a forward that raises half-way, then two steps."""
+    import isp_parts
+
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        run.step()
+        if fails:
+            before = run.feed.state()
+            isp_parts.Fails.asked = True
+            with pytest.raises(ValueError, match="asked to"):
+                run.step()
+            isp_parts.Fails.asked = False
+            run.feed.restore(before)
+            with torch.no_grad():
+                for entry in run.book:
+                    entry.parameter.mul_(1.0)
+        run.step()
+        run.step()
+        pool = run.stepper.executor.weights.pool
+        return weights(run), pool.num_lent
+
+
+FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
+
+
+def test_a_step_that_failed_leaves_nothing(ranks, sharded, folder, own):
+    """A09: what was gathered for the failed forward is never used after it, and every buffer came back."""
+    tables = sharded(2, model={"factory": "isp_parts:failing"}, **FOREIGN)
+    wanted = ranks(2)(failing, tables, folder, False)
+    for (clean, _), (found, lent) in zip(wanted, ranks(2)(failing, tables, folder, True), strict=True):
+        assert_same_bits(clean, found)
+        assert lent == 0
+
+
+def by_hand(tables: dict[str, Any], folder: Any) -> Any:
+    """Calls the layers without a run's executor, after steps and after weights that were written by hand."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        run.step()
+        tokens = torch.arange(4)[None]
+
+        def call() -> torch.Tensor:
+            hidden: Any = tokens
+            for layer in run.layers:
+                hidden = layer.module(hidden)
+            return hidden
+
+        with torch.no_grad():
+            first = call()
+            for entry in run.book:
+                entry.parameter.mul_(2.0)
+            second = call()
+        output = call()
+        same = torch.equal(output.detach(), second)
+        run.store.begin_step()
+        output.sum().backward()
+        entry = run.book["block1.up.weight"]
+        summed = run.store.gradient(entry) if entry.shard else entry.parameter.grad
+        gradient = whole(entry, summed, run.groups)
+        pool = run.stepper.executor.weights.pool
+        return first, second, gradient / world.size, same, pool.num_lent
+
+
+def test_a_model_called_by_hand(ranks, sharded, folder, own):
+    """A10: right with and without gradients, right after a backward and after a write, and nothing stays gathered."""
+    model = {"factory": "isp_parts:mixed"}
+    wanted = by_hand(sharded(1, 1, model=model, **FOREIGN) | {"weights": {"use": "isp.communicator"}}, folder)
+    for found in ranks(2)(by_hand, sharded(2, model=model, **FOREIGN), folder):
+        for value, expected in zip(found[:3], wanted[:3], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+        assert found[3:] == (True, 0)
+
+
+def rewritten(tables: dict[str, Any], folder: Any) -> int:
+    """Writes a block's shards in the middle of a step, while the block is gathered; returns how often it was gathered."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        communicator = run.stepper.executor.weights
+        number: Counter[str] = Counter()
+        gather = communicator._gather
+
+        def spy(unit: Any) -> Any:
+            number[unit.name] += 1
+            return gather(unit)
+
+        communicator._gather = spy
+        run.step()
+        run.step()
+        normal = number["blocks.1"]
+        number.clear()
+        block = next(layer.module for layer in run.layers if layer.name == "blocks.1")
+
+        def write(module: Any, args: Any) -> None:
+            with torch.no_grad():
+                module.query.weight.mul_(1.0)
+
+        handle = block.attention.register_forward_pre_hook(write)
+        run.step()
+        handle.remove()
+        return number["blocks.1"] - normal // 2
+
+
+def test_a_gather_is_never_older_than_its_weights(ranks, sharded, folder):
+    """A09: a write makes what was gathered before it worthless, even within a step."""
+    changes = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
+    for found in ranks(2)(rewritten, sharded(2, **changes), folder):
+        assert found == 1
+
+
+def waited(tables: dict[str, Any], folder: Any) -> Any:
+    """Registers a wait for every layer; returns in which order waits and gathers came, and for how many of each."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        communicator = run.stepper.executor.weights
+        events: list[tuple[str, str]] = []
+        gather = communicator._gather
+
+        def spy(unit: Any) -> Any:
+            events.append(("gather", unit.layer))
+            gathered = gather(unit)
+            events.append(("gathered", unit.layer))
+            return gathered
+
+        communicator._gather = spy
+        for layer in run.layers:
+            run.before_layer(layer.name, lambda name=layer.name: events.append(("wait", name)))
+        run.step()
+        run.step()
+        return events
+
+
+@pytest.mark.parametrize("unit", ["layer", "module"])
+def test_waits_come_before_every_gather(ranks, sharded, folder, unit):
+    """A16: prefetched, asked for, in forward, recomputation and backward, what `before_layer` registered is awaited first."""
+    activations = {"use": "core.recompute", "fraction": 0.5}
+    (events, _) = ranks(2)(waited, sharded(2, weights={"unit": unit}, activations=activations), folder)
+    gathers = [at for at, (kind, _) in enumerate(events) if kind == "gather"]
+    assert gathers
+    for at in gathers:
+        assert events[at + 1] == ("wait", events[at][1])
+
+
+def reads(tables: dict[str, Any], folder: Any) -> str:
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        try:
+            run.step()
+        except RunError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_shard_that_is_read_as_a_weight_is_refused(ranks, sharded, folder, own):
+    tables = sharded(2, model={"factory": "isp_parts:reads_another"}, **FOREIGN)
+    for said in ranks(2)(reads, tables, folder):
+        assert "'block.linear.weight'" in said
+        assert "3 of 6 rows" in said
+
+
+def allocated(tables: dict[str, Any], folder: Any) -> tuple[int, int]:
+    """Bytes of gradients that the store holds, and of everything that the parameters' `grad` holds after a step."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        run.step()
+        sharded = [entry for entry in run.book if entry.shard is not None]
+        for entry in sharded:
+            assert entry.parameter.grad is None or entry.parameter.grad is run.store.gradient(entry), entry
+        return run.store.num_bytes, sum(entry.parameter.nbytes for entry in run.book)
+
+
+def test_gradients_are_of_the_size_of_shards(ranks, sharded, folder):
+    """A23: one accumulator per shard and no placeholder."""
+    for gradients, parameters in ranks(2)(allocated, sharded(2), folder):
+        assert gradients <= parameters * 1.2, "alignment is all that is added"

@@ -1,0 +1,87 @@
+"""Any model given as layers trains sharded as it does whole (statements A01, A08, A11, A12, A13, A26)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.engine.shards import REDUCE_GROUP
+from sley_core.testing.runs import record
+
+
+@pytest.fixture
+def foreign(own):
+    """`foreign("isp_parts:mixed", **options)`: the changes that make the small plan train a model of its own."""
+
+    def foreign(model, **options):
+        return {
+            "model": {"factory": model, "options": options},
+            "data": {"factory": "isp_parts:Points"},
+            "loss": {"factory": "isp_parts:Squares"},
+        }
+
+    return foreign
+
+
+@pytest.mark.parametrize("unit", ["layer", "module"])
+def test_linears_of_all_sizes_with_attention_of_their_own(parity, foreign, unit):
+    """A26, A13: no two of one size, some without bias, one used twice."""
+    parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed"))
+
+
+@pytest.mark.parametrize("unit", ["layer", "module"])
+def test_the_order_of_registration_means_nothing(parity, foreign, unit):
+    """A08."""
+    parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed", turned=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("unit", ["layer", "module"])
+def test_a_model_that_recomputes_by_itself(parity, foreign, reentrant, unit):
+    """A05 names both of torch's ways."""
+    parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:recomputing", reentrant=reentrant))
+
+
+@pytest.mark.parametrize("name", ["adapted", "frozen_start", "padded_tokens"])
+def test_partly_frozen(parity, foreign, name):
+    """A11: adapters, trained biases of frozen weights, a frozen start; the row of a padding token."""
+    parity(2, wp=2, **foreign(f"isp_parts:{name}"))
+
+
+def test_autocast(ranks, sharded, folder, foreign):
+    """A12: with and without bias; sharded and whole runs round alike but for the order of sums."""
+    changes = foreign("isp_parts:autocast") | {"precision__compute": "fp32"}
+    reference = record(sharded(1, 1, **changes), 2, folder=folder)
+    for found in ranks(2)(record, sharded(2, **changes), 2, folder=folder):
+        assert found.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=2**-7)
+        for name, gradient in reference.gradients[0].items():
+            assert (found.gradients[0][name] - gradient).norm() <= 2**-7 * gradient.norm() + 1e-6, name
+
+
+def test_what_other_code_holds_stays_whole(parity, foreign):
+    """A parameter that a module of another kind holds too is not sharded, whoever else holds it."""
+    parity(2, wp=2, **foreign("isp_parts:tied_to_no_linear"))
+
+
+def shards(tables, folder):
+    """Of each entry, over which group its gradient is partial, and the shape that this rank holds."""
+    from sley_core.assemble import assemble
+    from sley_core.comm.world import World
+    from sley_core.plan.load import plan_from_dict
+
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        found = {entry.name: (entry.reduce_group, tuple(entry.parameter.shape)) for entry in run.book}
+        return found, run.book.num_parameters, run.memory["parameters"]
+
+
+def test_a_rank_holds_its_rows_only(ranks, sharded, folder, foreign):
+    """13 x 4 numbers of a table of 11 rows are 6 rows each, one of them padding; norms stay whole."""
+    first, second = ranks(2)(shards, sharded(2, **foreign("isp_parts:mixed")), folder)
+    assert first[0] == second[0]
+    assert first[0]["embed.table.weight"] == (REDUCE_GROUP, (6, 6))
+    assert first[0]["block0.up.weight"] == (REDUCE_GROUP, (4, 6))
+    assert first[0]["block1.up.bias"] == (REDUCE_GROUP, (6,))
+    assert first[0]["block0.norm.weight"] == ("stage", (6,))
+    (whole,) = ranks(1)(shards, sharded(1, **foreign("isp_parts:mixed")), folder)
+    replicated = 4 * 2 * 6
+    assert first[1] + second[1] - replicated == whole[1], "padding counts for nobody"
+    assert first[2] < 0.6 * whole[2]

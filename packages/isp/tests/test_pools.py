@@ -1,0 +1,77 @@
+"""Leases never overlap, buffers persist, and the counters tell (statements P01, P02)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from sley_isp.config import FreshConfig, SlotsConfig
+from sley_isp.pools import Fresh, Slots
+
+CPU = torch.device("cpu")
+
+
+def test_a_buffer_that_came_back_is_lent_again():
+    pool = Slots(SlotsConfig())
+    with pool.lease((4, 2), torch.float32, CPU) as first:
+        address = first.data_ptr()
+    with pool.lease((4, 2), torch.float32, CPU) as second:
+        assert second.data_ptr() == address
+    assert (pool.num_allocations, pool.max_lent, pool.num_lent, pool.num_bytes) == (1, 1, 0, 32)
+
+
+@pytest.mark.parametrize("kind", [Slots, Fresh])
+def test_two_leases_never_share(kind):
+    pool = kind(SlotsConfig())
+    with ExitStack() as stack:
+        buffers = [stack.enter_context(pool.lease((8,), torch.float64, CPU)) for _ in range(3)]
+        assert len({buffer.data_ptr() for buffer in buffers}) == 3
+    assert (pool.num_lent, pool.max_lent, pool.num_allocations) == (0, 3, 3)
+
+
+def test_shape_dtype_and_device_keep_buffers_apart():
+    """P02: I16 is a pool whose first shape wins."""
+    pool = Slots(SlotsConfig())
+    sizes = [((8,), torch.float32), ((2, 4), torch.float32), ((8,), torch.bfloat16)]
+    for _ in range(2):
+        for shape, dtype in sizes:
+            with pool.lease(shape, dtype, CPU) as buffer:
+                assert (tuple(buffer.shape), buffer.dtype) == (shape, dtype)
+    assert pool.num_allocations == 3
+
+
+def test_a_lease_is_used_once():
+    """P01: a second `with` would hand out what may be somebody else's by then."""
+    pool = Slots(SlotsConfig())
+    lease = pool.lease((8,), torch.float32, CPU)
+    with lease, pytest.raises(AssertionError, match="used twice"), lease:
+        pass
+    with pytest.raises(AssertionError, match="used twice"), lease:
+        pass
+    assert pool.num_lent == 0
+
+
+def test_a_lease_that_never_began_does_not_end():
+    with pytest.raises(AssertionError, match="before it began"):
+        Slots(SlotsConfig()).lease((8,), torch.float32, CPU).__exit__(None, None, None)
+
+
+def test_trim_frees_what_is_not_lent():
+    pool = Slots(SlotsConfig())
+    with pool.lease((8,), torch.float32, CPU):
+        with pool.lease((8,), torch.float32, CPU):
+            pass
+        assert pool.trim() == 32
+        assert pool.num_bytes == 32
+    assert pool.trim() == 32
+    assert pool.trim() == 0
+
+
+def test_fresh_keeps_nothing():
+    pool = Fresh(FreshConfig())
+    for _ in range(2):
+        with pool.lease((8,), torch.float32, CPU):
+            pass
+    assert (pool.num_allocations, pool.num_bytes, pool.trim()) == (2, 0, 0)
