@@ -149,6 +149,32 @@ def test_shapes_that_change_are_announced(ranks, folder):
     assert_equal(reference, layouts)
 
 
+def ragged(step):
+    """Four micro-batches of a step, each of a length of its own; in the second step in another order."""
+    made = []
+    for micro, length in enumerate((5, 2, 7, 3) if step % 2 == 0 else (3, 5, 5, 2)):
+        generator = torch.Generator().manual_seed(10 * step + micro)
+        x, y = torch.randn(2, 2, length, 4, generator=generator, dtype=torch.float64)
+        made.append({"x": x, "y": y})
+    return made
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "pp.one_f_one_b"), (3, "pp.zero_bubble_h1"), (2, "pp.gpipe")])
+def test_micro_batches_of_a_step_may_differ_in_length(ranks, folder, stages, schedule):
+    """Statement 19: announced once per length, and posted ahead of time from then on."""
+    steps = [ragged(step) for step in range(3)]
+    reference = record(plan("layers"), 3, folder=folder, batches=steps)
+    assert_equal(reference, ranks(stages)(record, plan("layers", stages, schedule), 3, folder=folder, batches=steps))
+
+
+def test_ragged_micro_batches_on_replicas(ranks, folder):
+    """Replicas have other lengths than one another in the same step."""
+    steps = [ragged(step) for step in range(3)]
+    tables = plan("layers", 2) | {"parallel": {"dp": 2, "pp": 2}}
+    reference = record(plan("layers"), 3, folder=folder, batches=steps)
+    assert_equal(reference, ranks(4)(record, tables, 3, folder=folder, batches=steps))
+
+
 def mismatch(tables, folder):
     try:
         record(tables, 1, folder=folder)

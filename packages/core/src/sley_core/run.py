@@ -9,13 +9,13 @@ with assemble(plan, world) as run:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from sley_core.data.cut import count_micros
+from sley_core.data.cut import count_micros, parts
 from sley_core.errors import KeyPath, RunError, UsageError
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
@@ -137,7 +137,8 @@ class Run(AbstractContextManager["Run"]):
 
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; left out, the
         next ones of the plan's data. It may be larger or smaller than the plan's, by whole micro-batches, alike on all
-        ranks. Raises RunError, and has changed nothing, for a batch that the data's declaration does not fit.
+        ranks; or a list of micro-batches, whose sequences may differ in length, the same on all stages. Raises RunError, and
+        has changed nothing, for a batch that the data's declaration does not fit.
         """
         self._clock = time.perf_counter()
         return self._emit(self._launch(batch))
@@ -202,7 +203,8 @@ class Run(AbstractContextManager["Run"]):
             batch = self.feed.next()
             wait_s = self.feed.wait_s
         else:
-            self.check_batch(batch)
+            for part in parts(batch):
+                self.check_batch(part)
         num_micros = count_micros(batch, self.slices.fields, self.plan.batch.micro_size)
         number = self.num_steps_done + 1
         if self.profiler is not None:
@@ -210,7 +212,8 @@ class Run(AbstractContextManager["Run"]):
         if self.timeline is not None:
             self.timeline.before_step(number, num_micros)
         with self.world.device.random_state_kept():
-            totals = self.stepper.step(self.num_steps_done, self.slices(batch), num_micros, stop=self._stop_asked)
+            own = self.slices(batch) if isinstance(batch, Mapping) else [self.slices(part) for part in batch]
+            totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked)
         if self.num_steps_done == 0:
             self.check_first_step()
             self.check_first_step = _nothing
@@ -219,7 +222,7 @@ class Run(AbstractContextManager["Run"]):
         if self.timeline is not None:
             self.timeline.after_step()
         self.num_steps_done = number
-        tokens = self.meter.num_tokens(batch) * self.topology.dp
+        tokens = sum(self.meter.num_tokens(part) for part in parts(batch)) * self.topology.dp
         return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s)
 
     def _emit(self, launched: _Launched) -> Row:

@@ -50,6 +50,25 @@ def test_steps_of_1_4_and_2_micro_batches(ranks, own, small, recompute):
     assert sent[0][0] == sent[0][1] == sent[0][2], "more micro-batches cost no more communication"
 
 
+def test_micro_batches_that_come_apart_are_the_batch_that_they_make(own, small):
+    """And where they are shorter than one another, that of which the rest is padding: no label counts there."""
+    tables = small()
+    batch = importlib.import_module("own_data").batch(0, 4)
+    cut = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(4)]
+    whole, apart = (record(tables, 1, folder=own, batches=[one]) for one in (batch, cut))
+    assert_parity(whole, [apart], "fp64")
+    assert apart.rows[0]["tokens"] == whole.rows[0]["tokens"]
+    lengths = (12, 3, 7, 5)
+    padded = {name: value.clone() for name, value in batch.items()}
+    for at, length in enumerate(lengths):
+        padded["labels"][at, length:] = -100
+    short = [{name: part[name][:, :length] for name in part} for part, length in zip(cut, lengths, strict=True)]
+    full, ragged = (record(tables, 1, folder=own, batches=[one]) for one in (padded, short))
+    assert_close_gradients(full.gradients[0], ragged.gradients[0], 1e-10)
+    assert ragged.rows[0]["loss"] == pytest.approx(full.rows[0]["loss"], rel=1e-12)
+    assert ragged.rows[0]["tokens"] == sum(lengths)
+
+
 def test_own_batches_are_the_plans_own_where_they_are_equal(own, small):
     """Without shuffling step n of the plan's data holds samples 4n to 4n + 3."""
     tables = small(data__shuffle=False)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
-from sley_core.data.cut import cut
+from sley_core.data.cut import AnyBatch, cut
 from sley_core.engine.boundary import gradients_of
 from sley_core.engine.held import Held, as_inputs, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, WeightCommunicator
 
-HostBatch = Mapping[str, Tensor]
+HostBatch: TypeAlias = AnyBatch
 
 
 class Executor:
@@ -77,7 +77,8 @@ class Executor:
     ) -> Tensor:
         """Runs a training list; gradients go to `store`.
 
-        batch: this rank's samples, on the host, `state.num_micros` micro-batches of equal size along the batch dim.
+        batch: this rank's samples, on the host, `state.num_micros` micro-batches of equal size along the batch dim, or a list
+            of so many.
         weight: the loss weight of the global batch, by which every gradient is divided once; only where the loss is.
         Returns the sum of the loss over this rank's samples: a float64 scalar on the device.
         """
@@ -136,11 +137,15 @@ class Executor:
         return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
 
     def _keys(self, batch: HostBatch, num_micros: int, phase: Phase) -> list[tuple[Any, ...]]:
-        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask. All are of one size."""
+        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask.
+
+        All are of one size, unless they came apart.
+        """
         if self.crossing.link is None:
             return []
-        first = cut(batch, self.fields, 0, num_micros)
-        return [(phase, *(tuple(value.shape) for value in first.values()))] * num_micros
+        parts = [cut(batch, self.fields, 0, num_micros)] if isinstance(batch, Mapping) else batch
+        keys = [(phase, *(tuple(part[name].shape) for name in self.fields)) for part in parts]
+        return keys * num_micros if isinstance(batch, Mapping) else keys
 
     def _act(
         self,

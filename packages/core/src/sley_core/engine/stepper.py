@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.actions.action import actions_of
+from sley_core.data.cut import parts
 from sley_core.engine.totals import PendingTotals
 from sley_core.engine.weight import BatchWeight
 
@@ -77,7 +78,8 @@ class Stepper:
             return None
         # The last stage's ranks hold all samples of the global batch between them.
         scale = self.update.scale.value if self.update.scale else 1.0
-        return BatchWeight(self.executor.loss.weight(batch), self.groups["stage"], self.device, scale)
+        local = sum(self.executor.loss.weight(part) for part in parts(batch))
+        return BatchWeight(local, self.groups["stage"], self.device, scale)
 
     def close(self) -> None:
         for handler in reversed(self.handlers):

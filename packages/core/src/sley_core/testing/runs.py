@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.data.cut import AnyBatch
 from sley_core.engine.shards import whole
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
@@ -51,7 +52,7 @@ def record(
     *,
     folder: Path | None = None,
     prepare: Callable[[Run], None] | None = None,
-    batches: Sequence[Mapping[str, Tensor]] | None = None,
+    batches: Sequence[AnyBatch] | None = None,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
 
@@ -65,9 +66,9 @@ def record(
             prepare(run)
         recorded.first = weights(run)
         for number in range(num_steps):
-            own = None
+            own: AnyBatch | None = None
             if batches is not None:
-                own = {name: value[run.rows] for name, value in batches[number].items()}
+                own = _own(batches[number], run)
             recorded.rows.append(run.step(own))
             recorded.gradients.append(gradients(run))
         recorded.weights = weights(run)
@@ -80,6 +81,14 @@ def gradients(run: Run) -> Tensors:
     """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole."""
     present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
     return {entry.name: whole(entry, run.store.gradient(entry), run.groups) for entry in run.book if entry in present}
+
+
+def _own(batch: AnyBatch, run: Run) -> AnyBatch:
+    """This rank's rows, or those of its micro-batches."""
+    if isinstance(batch, Mapping):
+        return {name: value[run.rows] for name, value in batch.items()}
+    size = run.plan.batch.micro_size
+    return batch[run.rows.start // size : run.rows.stop // size]
 
 
 def weights(run: Run) -> Tensors:
