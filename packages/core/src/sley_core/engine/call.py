@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sley_core.engine.activations import Keep
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.model.seeds import derive
 
@@ -42,7 +43,10 @@ class LayerCaller:
         self.seed = seed
         self.policy = policy
         self.hooks = hooks
-        self._place = ("slice", slice_index) if slice_index else ()
+        self._keeps_all = isinstance(policy, Keep)
+        self._slice = ("slice", slice_index) if slice_index else ()
+        self._place: tuple[int, int] | None = None
+        self._layer_seeds: dict[str, int] = {}
         self.waits: dict[str, list[Wait]] = {}
 
     def before_layer(self, name: str, wait: Wait) -> None:
@@ -51,7 +55,7 @@ class LayerCaller:
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """`layer(*args, **fields)`. args: the previous layer's output, or nothing for the first layer."""
-        if micro.phase is Phase.EVALUATE:
+        if micro.phase is Phase.EVALUATE or self._keeps_all:
             return self._run(layer, args, fields, micro)
         runs = 0
 
@@ -67,8 +71,19 @@ class LayerCaller:
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         for wait in self.waits.get(layer.name, ()):
             wait()
-        self.device.seed(derive(self.seed, "forward", micro.step, micro.global_micro, layer.name, *self._place))
+        self.device.seed(self._of_micro(micro) ^ self._of_layer(layer.name))
         return layer.module(*args, **fields)
+
+    def _of_micro(self, micro: MicroStep) -> int:
+        place = micro.step, micro.global_micro
+        if place != self._place:
+            self._place, self._micro_seed = place, derive(self.seed, "forward", *place)
+        return self._micro_seed
+
+    def _of_layer(self, name: str) -> int:
+        if name not in self._layer_seeds:
+            self._layer_seeds[name] = derive(self.seed, "layer", name, *self._slice)
+        return self._layer_seeds[name]
 
     def _report_recomputation(self, layer: Layer, args: tuple[Any, ...], micro: MicroStep) -> None:
         again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)

@@ -24,12 +24,15 @@ class Each(GradientHandler):
     def attach(self, run: Run) -> None:
         self._store = run.store
         self._groups = run.groups
+        self._alone = frozenset(axis for axis, group in run.groups.items() if group.size == 1)
 
     def begin_step(self, step: StepState) -> None:
         # What a failed step began still writes into the slots.
         self.finish_step(step)
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        if entry.reduce_group in self._alone:
+            return
         group = self._groups[entry.reduce_group]
         # The entry's reduce group; the store reports entries in one order on all of its ranks.
         self._pending.append(all_reduce(self._store.gradient(entry), group, what=entry.name))

@@ -115,7 +115,7 @@ class LooseSlot(Slot):
         if self.contributions:
             self.view.add_(gradient)
         else:
-            self.view = gradient.to(self.dtype)
+            self.view = gradient if gradient.dtype == self.dtype else gradient.to(self.dtype)
 
     def take_product(self, left: Tensor, right: Tensor) -> None:
         if self.contributions and left.dtype == self.dtype:
@@ -130,9 +130,9 @@ class LooseSlot(Slot):
         assert not is_late, f"{self.entry.name}: a contribution after its gradient was reported ready"
 
     def complete(self) -> None:
-        if self.is_quiet and self.parameter.grad is not None:
-            check_not_sharded(self.entry)
-            self.adopt(dense(self.parameter.grad, self.entry))
+        summed = self.parameter.grad if self.is_quiet else None
+        if summed is not None:
+            self.adopt(dense(summed, self.entry))
             self.contributions += 1
             self.parameter.grad = None
         if not self.contributions:

@@ -83,6 +83,7 @@ class StepState:
         """Whether the running action is the last of this step that can add to a gradient of all `chunks`."""
         return self._settled is not None and chunks <= self._settled
 
-    def all_done(self, chunks: frozenset[int]) -> bool:
-        """Whether every one of `chunks` has had its last gradient action."""
-        return chunks <= self._done
+    @property
+    def done(self) -> frozenset[int]:
+        """The chunks that have had their last gradient action."""
+        return self._done

@@ -41,6 +41,9 @@ class Layout(NamedTuple):
     loose: Sequence[Entry] = ()
 
 
+Piece = tuple[list[Tensor], str, int]
+"""Gradients that count alike: tensors, their reduce group, and how many stages hold a copy."""
+
 Planner = Callable[[list[Entry]], Layout]
 """Lays out the given entries, which come in reverse order of use."""
 
@@ -117,7 +120,8 @@ class GradientStore:
         self._is_watching = True
         for slot in self._order:
             if isinstance(slot, LooseSlot):
-                slot.is_quiet = not self.buffers and slot.keeps and slot.parameter.dtype == self.dtype
+                is_whole = slot.entry.shard is None and slot.parameter.dtype == self.dtype
+                slot.is_quiet = not self.buffers and slot.keeps and is_whole
                 if slot.is_quiet:
                     continue
             accumulated = partial(self._accumulated, slot)
@@ -148,8 +152,8 @@ class GradientStore:
         loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
         return sum(buffer.num_bytes for buffer in self.buffers) + loose
 
-    def pieces(self) -> Iterator[tuple[list[Tensor], str, int]]:
-        """All gradients in as few tensors as possible: tensors, their reduce group, and how many stages hold a copy."""
+    def pieces(self) -> Iterator[Piece]:
+        """All gradients in as few tensors as possible."""
         for buffer in self.buffers:
             yield [buffer.data], buffer.reduce_group, buffer.num_holders
         families: dict[tuple[str, int], list[Tensor]] = {}
@@ -194,7 +198,7 @@ class GradientStore:
     def chunk_done(self, chunk: int) -> None:
         """The chunk's last gradient action is over: what no contribution reached is zero, and everything is ready."""
         for slot in self._order:
-            if not slot.is_ready and chunk in slot.chunks and self.state.all_done(slot.chunks):
+            if not slot.is_ready and chunk in slot.chunks and slot.chunks <= self.state.done:
                 slot.complete()
         if not self._learned and all(slot.is_ready for slot in self._order):
             for slot in self._order:

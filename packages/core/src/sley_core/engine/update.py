@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
-from sley_core.engine.store import GradientStore
+from sley_core.engine.store import GradientStore, Piece
 from sley_core.engine.totals import Totals
 from sley_core.optim.groups import scale_learning_rate
 
@@ -77,11 +76,12 @@ class Update:
         """
         num_skipped = self.scale.num_skipped if self.scale else 0
         self._factor = self.factor(step - num_skipped)
-        totals = self._totals(loss, weight, stop)
+        pieces = list(self.store.pieces())
+        totals = self._totals(pieces, loss, weight, stop)
         if self.scale is not None and self._overflowed(step, totals, self.scale):
             return totals
         if self.clip_norm is not None:
-            self._clip(totals.grad_norm, self.clip_norm)
+            self._clip(pieces, totals.grad_norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self._follow()
         self.masters.take_gradients(self.store)
@@ -99,11 +99,11 @@ class Update:
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
-    def _totals(self, loss: Tensor, weight: float, stop: bool) -> Totals:
+    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, stop: bool) -> Totals:
         """Norm, loss and votes in one all-reduce over all ranks (two for the inf-norm), once per step."""
         everyone = self.groups["all"]
-        overflow = [self._unscale(1 / self.scale.value)] if self.scale else []
-        norm = self._local_norm()
+        overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
+        norm = self._local_norm(pieces)
         host = torch.tensor([weight, float(stop)], dtype=torch.float64)
         scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow])
         if math.isinf(self.norm_kind):
@@ -115,11 +115,11 @@ class Update:
         totals = Totals(scalars[0], scalars[2], norm, scalars[3])
         return replace(totals, loss_scale=self.scale.value, overflows=scalars[4]) if self.scale else totals
 
-    def _unscale(self, factor: float) -> Tensor:
+    def _unscale(self, pieces: list[Piece], factor: float) -> Tensor:
         """Multiplies every gradient by `factor`; returns float64 [1]: 1 where one of this rank's was not finite, else 0."""
         found = torch.zeros(1, device=self.device.torch_device)
         inverse = torch.full((1,), factor, device=self.device.torch_device)
-        for tensors, _, _ in self.store.pieces():
+        for tensors, _, _ in pieces:
             # One pass for both, as in torch.amp.GradScaler, whose kernel it is.
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
         return found.double()
@@ -131,20 +131,22 @@ class Update:
         scale.update(step, overflowed=overflowed)
         return overflowed
 
-    def _local_norm(self) -> Tensor:
+    def _local_norm(self, pieces: list[Piece]) -> Tensor:
         """This rank's share: sum of |g|^p over what it owns, or the largest |g|; a float64 scalar, 0 without gradients."""
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for tensors, reduce_group, num_holders in self.store.pieces():
-            norm = get_total_norm(tensors, self.norm_kind).double()
+        for tensors, reduce_group, num_holders in pieces:
+            # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
+            norms = torch.stack(torch._foreach_norm(tensors, self.norm_kind))
+            norm = torch.linalg.vector_norm(norms, self.norm_kind, dtype=torch.float64)
             if math.isinf(self.norm_kind):
                 total = torch.maximum(total, norm)
             else:
                 total += norm**self.norm_kind / (self.groups[reduce_group].size * num_holders)
         return total
 
-    def _clip(self, norm: Tensor, clip_norm: float) -> None:
+    def _clip(self, pieces: list[Piece], norm: Tensor, clip_norm: float) -> None:
         factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0)
         if not self.device.is_async and float(factor) == 1.0:
             return
-        for tensors, _, _ in self.store.pieces():
+        for tensors, _, _ in pieces:
             torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))

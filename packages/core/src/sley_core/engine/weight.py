@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import all_reduce
+from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Group
 
@@ -22,20 +22,21 @@ class BatchWeight:
     def __init__(self, local: float, group: Group, device: Device, scale: float = 1.0) -> None:
         self.local = local
         self.scale = scale
-        self._total = torch.full((), local, dtype=torch.float64, device=device.torch_device)
-        # The stage's ranks: one scalar per step and evaluation, the first collective of each.
-        self._pending = all_reduce(self._total, group, what="the loss weight of the batch")
         self._inverse: Tensor | None = None
-
-    @property
-    def total(self) -> Tensor:
-        """A float64 scalar on the device."""
-        self._pending.wait()
-        return self._total
+        self._pending: Pending | None = None
+        if group.size > 1:
+            self._total = torch.full((), local, dtype=torch.float64, device=device.torch_device)
+            # The stage's ranks: one scalar per step and evaluation, the first collective of each.
+            self._pending = all_reduce(self._total, group, what="the loss weight of the batch")
 
     def inverse(self, like: Tensor) -> Tensor:
         """The scale over the weight, in the dtype of the loss `like`; 0 where nothing in the batch counts."""
         if self._inverse is None:
-            total = self.total
-            self._inverse = torch.where(total > 0, self.scale / total, 0.0).to(like.dtype)
+            self._inverse = self._divided(like)
         return self._inverse
+
+    def _divided(self, like: Tensor) -> Tensor:
+        if self._pending is None:
+            return like.new_full((), self.scale / self.local if self.local > 0 else 0.0)
+        self._pending.wait()
+        return torch.where(self._total > 0, self.scale / self._total, 0.0).to(like.dtype)

@@ -31,7 +31,7 @@ class CrossEntropy(Loss):
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         """How many labels of these samples are not ignored; reads the labels alone, on the host."""
         labels = self._labels(batch)
-        return float(labels.numel() - int((labels == self.config.ignore_index).sum()))
+        return float(labels.numel() - int(torch.count_nonzero(labels == self.config.ignore_index)))
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """The sum of the cross-entropies, in nats: an fp32 scalar, fp64 for fp64 logits.
