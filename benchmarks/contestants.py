@@ -52,7 +52,11 @@ class Contestant(Protocol):
 
 
 def plan(shape: Mapping[str, int], micros: int, handlers: list[dict[str, Any]] | None, **tables: Any) -> dict[str, Any]:
-    """A plan of `shape` (layers, hidden, heads, sequence), one sample per micro-batch; None is core's default handlers."""
+    """A plan of `shape` (layers, hidden, heads, sequence), one sample per micro-batch; None is core's default handlers.
+
+    tables: those that are not the usual ones, and `device`.
+    """
+    usual = {} if "batch" in tables else {"batch": {"global_size": micros * dist.get_world_size(), "micro_size": 1}}
     found: dict[str, Any] = {
         "run": {"name": "benchmark", "steps": 1_000_000, "device": tables.pop("device", "cpu")},
         "model": {
@@ -62,8 +66,8 @@ def plan(shape: Mapping[str, int], micros: int, handlers: list[dict[str, Any]] |
             "heads": shape["heads"],
         },
         "data": {"factory": f"{__name__}:Noise", "options": {"sequence": shape["sequence"]}},
-        "batch": {"global_size": micros * dist.get_world_size(), "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": LR},
+        **usual,
         **tables,
     }
     return found if handlers is None else {**found, "gradient_handlers": handlers}
