@@ -84,6 +84,36 @@ class Moody(Last):
         return (hidden if self.calls < 2 else hidden.float(),)
 
 
+class Inputs(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Views(nn.Module):
+    """Returns two halves of one tensor that autograd keeps, one of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(4, 8)
+
+    def forward(self, hidden):
+        both = torch.exp(self.wide(hidden).tanh())
+        return both[..., :4], both[..., 4:], both[..., :4]
+
+
+class Joins(Last):
+    def forward(self, parts):
+        one, two, three = parts
+        return self.inner(one * two + three.mul(2).sin())
+
+
+def views():
+    return [("first", Inputs()), ("second", Views()), ("last", Joins())]
+
+
 def layers():
     return [("first", First()), ("middle", Middle()), ("last", Last())]
 
@@ -134,6 +164,13 @@ def assert_equal(reference, layouts):
 def test_tuples_dicts_and_boundaries_without_a_gradient(ranks, folder, factory, schedule):
     reference = record(plan(factory), 3, folder=folder)
     assert_equal(reference, ranks(3)(record, plan(factory, 3, schedule), 3, folder=folder))
+
+
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.gpipe", "pp.zero_bubble_h1"])
+def test_views_are_sent_as_they_are_and_what_they_view_stays(ranks, folder, schedule):
+    """Statement 18: an output gives its storage back when it is sent (`test_live`), and autograd keeps what it kept."""
+    tables = plan("views", 2, schedule) | {"partition": {"use": "pp.explicit", "layers": [2, 1]}}
+    assert_equal(record(plan("views"), 3, folder=folder), ranks(2)(record, tables, 3, folder=folder))
 
 
 def batches():

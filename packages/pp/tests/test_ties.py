@@ -135,12 +135,16 @@ def test_a_tie_is_counted_once(ranks, small, own):
 # -- set-up ------------------------------------------------------------------------------------------------------------
 
 
-def code_of(tables, folder):
+def refusal(tables, folder):
     try:
         with World.fake(0, 2) as world, assemble(plan_from_dict(tables, folder), world):
-            return None
+            return None, ""
     except PlanError as error:
-        return error.diagnostics[0].code
+        return error.diagnostics[0].code, error.diagnostics[0].message
+
+
+def code_of(tables, folder):
+    return refusal(tables, folder)[0]
 
 
 def test_copies_cannot_be_given_other_options(small, own):
@@ -149,7 +153,9 @@ def test_copies_cannot_be_given_other_options(small, own):
     for option in ({"lr": 0.5}, {"weight_decay": 0.5}, {"freeze": True}):
         groups = [{"match": "head.weight", **option}]
         tables = small("pp.gpipe", 2, model=model, optimizer__groups=groups)
-        assert code_of(tables, own) == "group-unmatched", option
+        code, message = refusal(tables, own)
+        assert code == "group-unmatched", option
+        assert "`head.weight`, which is tied to `embed.weight` and goes by that name" in message
     assert (
         code_of(small("pp.gpipe", 2, model=model, optimizer__groups=[{"match": "embed.weight", "lr": 0.5}]), own)
         is None

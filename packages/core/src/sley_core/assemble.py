@@ -115,7 +115,8 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     _check_positions(plan, model)
     book = ParameterBook([model.layers])
     optimizer: Any = plan.optimizer.config
-    for name in frozen(book.names, optimizer):
+    aliases = {alias: entry.name for entry in book for alias in entry.aliases}
+    for name in frozen(book.names, optimizer, aliases):
         book[name].parameter.requires_grad_(False)
     return model
 

@@ -7,7 +7,7 @@ weight goes by its first name alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,9 +36,10 @@ class Grouped(Protocol):
     def decays(self) -> bool: ...
 
 
-def frozen(names: Iterable[str], config: OptimizerConfig) -> set[str]:
+def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
     """The names that the plan freezes. `names` are those of the whole model, whatever part of it this rank owns.
 
+    aliases: the other names of tied weights, which no group can go by, and the name of each.
     Raises PlanError "group-unmatched" for every group that no name falls to, with close names, and "all-frozen" where
     nothing is left to train.
     """
@@ -46,7 +47,7 @@ def frozen(names: Iterable[str], config: OptimizerConfig) -> set[str]:
     owner = {name: _first_match(name, config.groups) for name in every}
     unmatched = [index for index in range(len(config.groups)) if index not in set(owner.values())]
     if unmatched:
-        raise PlanError.many(_unmatched(index, every, config.groups) for index in unmatched)
+        raise PlanError.many(_unmatched(index, every, config.groups, aliases or {}) for index in unmatched)
     found = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
     if every and len(found) == len(every):
         raise PlanError(
@@ -94,7 +95,9 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
     return None
 
 
-def _unmatched(index: int, names: Sequence[str], groups: Sequence[GroupConfig]) -> Diagnostic:
+def _unmatched(
+    index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
+) -> Diagnostic:
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
     matches = [name for name in names if fnmatchcase(name, pattern)]
@@ -105,6 +108,10 @@ def _unmatched(index: int, names: Sequence[str], groups: Sequence[GroupConfig]) 
             f"`{pattern}` matches nothing that an earlier group, as `{groups[first].match}`, does not have already"
         )
         return Diagnostic("group-unmatched", message, path, hint="put the narrower pattern first")
+    for alias in aliases:
+        if fnmatchcase(alias, pattern):
+            message = f"`{pattern}` matches `{alias}`, which is tied to `{aliases[alias]}` and goes by that name"
+            return Diagnostic("group-unmatched", message, path, hint=f"write `{aliases[alias]}`: copies have one rate")
     close = get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names[:3])
     hint = "names look like " + ", ".join(f"`{name}`" for name in close) if close else None
     return Diagnostic("group-unmatched", f"`{pattern}` matches no parameter", path, hint=hint)
