@@ -6,12 +6,14 @@ with injected latency at least 80 % of the reduction hidden.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from contestants import Cleared, Sley, Torch, plan
-from protocol import arguments, compare, interleave, noise_of, report
+from protocol import compare, interleave, noise_of, parser, report
 from sley_core.comm import collectives
 from sley_core.metrics.memory import resident_mb
 from sley_core.testing.ranks import Ranks
@@ -34,6 +36,7 @@ STEP_TARGET = {64: 0.90}
 MEMORY_TARGET = 0.80
 HIDDEN_TARGET = 0.80
 LATENCY_S = 0.010
+PARTS = ("backward", "step", "memory", "latency")
 BUCKETED = [{"use": "dp.bucketed", "bucket_mb": BUCKET_MB}]
 EACH = [{"use": "core.each"}]
 
@@ -161,31 +164,44 @@ def hidden(rounds: int) -> dict[str, float]:
     }
 
 
+def report_times(ranks: Ranks, whole: bool, tokens: int, micros: int, options: argparse.Namespace) -> None:
+    targets = STEP_TARGET if whole else BACKWARD_TARGET
+    seconds = ranks(times, whole, tokens, micros, options.rounds)[0]
+    rows = compare(seconds, "ddp")
+    noise = noise_of(rows, "ddp again")
+    facts: dict[str, object] = {"noise": round(noise, 4)}
+    if tokens in targets:
+        facts[f"dp.bucketed <= {targets[tokens]}"] = rows[-1].meets(targets[tokens], noise)
+    what = "whole step" if whole else "forward, backward, reduction"
+    report(f"{what}, {tokens} tokens, k = {micros}, {RANKS} ranks", rows, facts, options.json)
+
+
+def report_memory(ranks: Ranks, whole: bool, micros: int, options: argparse.Namespace) -> None:
+    facts: dict[str, object] = {}
+    for name in (step_contestants if whole else backward_contestants)(64, micros):
+        live, rss = (ranks(measure, whole, name, micros)[0] for measure in (memory, resident))
+        facts[f"{name}: live tensors, RSS above imports"] = (round(live), round(rss))
+    what = "three whole steps" if whole else "three times forward, backward, reduction"
+    title = f"peak MiB of {what}, 64 tokens, k = {micros} (target {MEMORY_TARGET} of ddp)"
+    report(title, [], facts, options.json)
+
+
 def main() -> None:
-    options = arguments(__doc__ or "", rounds=40)
+    known = parser(__doc__ or "", rounds=40)
+    known.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="which parts to measure (all)")
+    known.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=TOKENS, help="per micro-batch")
+    known.add_argument("--micros", nargs="+", type=int, choices=MICROS, default=MICROS, help="micro-batches per step")
+    options = known.parse_args()
     ranks = Ranks(RANKS, timeout_s=3000)
-    for whole, targets in ((False, BACKWARD_TARGET), (True, STEP_TARGET)):
-        for tokens in TOKENS:
-            for micros in MICROS:
-                seconds = ranks(times, whole, tokens, micros, options.rounds)[0]
-                rows = compare(seconds, "ddp")
-                noise = noise_of(rows, "ddp again")
-                facts: dict[str, object] = {"noise": round(noise, 4)}
-                if tokens in targets:
-                    facts[f"dp.bucketed <= {targets[tokens]}"] = rows[-1].meets(targets[tokens], noise)
-                what = "whole step" if whole else "forward, backward, reduction"
-                report(f"{what}, {tokens} tokens, k = {micros}, {RANKS} ranks", rows, facts, options.json)
-    for whole, contestants in ((False, backward_contestants), (True, step_contestants)):
-        for micros in MICROS:
-            facts = {}
-            for name in contestants(64, micros):
-                live, rss = (ranks(measure, whole, name, micros)[0] for measure in (memory, resident))
-                facts[f"{name}: live tensors, RSS above imports"] = (round(live), round(rss))
-            what = "three whole steps" if whole else "three times forward, backward, reduction"
-            title = f"peak MiB of {what}, 64 tokens, k = {micros} (target {MEMORY_TARGET} of ddp)"
-            report(title, [], facts, options.json)
-    result = ranks(hidden, options.rounds)[0]
-    report("injected latency of 10 ms per bucket, 512 tokens", [], {**result, "target": HIDDEN_TARGET}, options.json)
+    for part, whole in (("backward", False), ("step", True)):
+        for tokens, micros in product(options.tokens, options.micros) if part in options.part else ():
+            report_times(ranks, whole, tokens, micros, options)
+    for whole, micros in product((False, True), options.micros) if "memory" in options.part else ():
+        report_memory(ranks, whole, micros, options)
+    if "latency" in options.part:
+        result = ranks(hidden, options.rounds)[0]
+        facts = {**result, "target": HIDDEN_TARGET}
+        report("injected latency of 10 ms per bucket, 512 tokens", [], facts, options.json)
 
 
 if __name__ == "__main__":
