@@ -90,6 +90,12 @@ def test_a_model_without_an_attention_that_is_known(own):
     assert "SequenceAttention" in problem.hint
 
 
+def test_an_attention_that_hides_its_projections(own):
+    problem = refused(split(PLAN | {"model": {"factory": "attentive:mixed"}}), own)
+    assert problem.code == "sequence-attention"
+    assert "`torch.attention` is a torch.nn.MultiheadAttention" in problem.message
+
+
 def test_a_pattern_that_matches_nothing(own):
     problem = refused(split(PLAN, modules=["*.attend", "*.attention"]), own)
     assert problem.code == "sequence-attention"

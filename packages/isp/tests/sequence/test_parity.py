@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 
+from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 PLAN = {
@@ -69,6 +70,17 @@ def test_fewer_and_as_many_key_heads_as_ranks(ranks, folder, kv_heads):
 @pytest.mark.parametrize("sp", [2, 4])
 def test_single_precision(ranks, folder, documents, sp):
     check(ranks, folder, sp, data__documents=documents, precision__compute="fp32")
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_half_precision(ranks, folder, sp):
+    """Weights and activations in bf16: exchanges carry it as it is, and copies of a key head are summed in it."""
+    tables = plan(precision__compute="bf16")
+    reference = record(tables, 1, folder=folder)
+    split = {**tables, "parallel": {"sp": sp, "dp": 1}, "sequence": {"use": "isp.all_to_all"}}
+    for layout in ranks(sp, 120)(record, split, 1, folder=folder):
+        assert_close_gradients(reference.gradients[0], layout.gradients[0], 2**-7)
+        assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])

@@ -25,7 +25,9 @@ class AllToAll(SequenceAttentionProtocol):
         self.group = group
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Raises PlanError "sequence-attention" where a pattern matches no module, or there is no attention at all."""
+        """Raises PlanError "sequence-attention" where a pattern matches no module, where there is no attention at all, and
+        for an `nn.MultiheadAttention`, whose projections are inside it.
+        """
         unused = dict.fromkeys(self.patterns)
         changed: set[int] = set()
         inside: set[int] = set()
@@ -43,6 +45,12 @@ class AllToAll(SequenceAttentionProtocol):
                     _replace_forward(module, self.group)
                 changed.add(id(module))
                 inside.update(id(part) for part in module.modules() if part is not module)
+        for layer in layers:
+            for name, module in layer.module.named_modules(prefix=layer.name):
+                if isinstance(module, nn.MultiheadAttention) and id(module) not in inside:
+                    message = f"`{name}` is a torch.nn.MultiheadAttention, which would see one slice alone"
+                    hint = "project q, k and v in linears, and attend in a module of its own"
+                    raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
         for pattern in unused:
             message = f"`modules` has the pattern `{pattern}`, which matches no module of the model"
             raise PlanError("sequence-attention", message, path=("sequence", "modules"), hint="see `train-cli show`")

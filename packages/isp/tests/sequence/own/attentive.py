@@ -80,6 +80,24 @@ class Head(nn.Linear):
         return super().forward(hidden)
 
 
+class Torch(nn.Module):
+    """A block around torch's own attention."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(hidden, HEADS, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        attended: Tensor = self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return hidden + attended
+
+
+def mixed(data: DataInfo) -> Named:
+    """One attention that can be found, and one that cannot be split."""
+    embed, block, _, head = layers(data, wrapped=True)
+    return [embed, block, ("torch", Torch(8)), head]
+
+
 def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: int = HEADS, hidden: int = 8) -> Named:
     """Two blocks; wrapped: in the class form. Otherwise a plan names `*.attend`. places: whether positions are known."""
     made: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]
