@@ -7,7 +7,12 @@ import itertools
 import pytest
 import torch
 
+from sley_core.comm.world import World
+from sley_core.engine.activations import Keep
+from sley_core.engine.call import LayerCaller
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
+from sley_core.model.layers import Layer
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 DROPOUT = {"factory": "own_models:plain", "options": {"dropout": 0.5}}
@@ -74,6 +79,18 @@ def test_steps_micro_batches_and_layers_draw_different_masks(alone, small):
     assert all(mask.unique().tolist() == [0.0, 2.0] for mask in found.values())
     for one, other in itertools.combinations(found.values(), 2):
         assert not torch.equal(one, other)
+
+
+def test_slices_of_one_sample_draw_different_masks():
+    """The first slice draws what the whole sequence would; another must not repeat its mask."""
+    layer, micro = Layer("drop", torch.nn.Dropout(0.5)), MicroStep(0, 0, Phase.TRAIN, 0, 0)
+    ones = torch.ones(256)
+    callers = [LayerCaller(World.alone("cpu").device, 1, Keep(), slice_index=index) for index in (0, 0, 1, 2)]
+    masks = [caller(layer, (ones,), {}, micro) for caller in callers]
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], LayerCaller(World.alone("cpu").device, 1, Keep())(layer, (ones,), {}, micro))
+    for one, other in itertools.combinations(masks[1:], 2):
+        assert 64 < int((one != other).sum()) < 192
 
 
 def test_an_evaluation_drops_nothing_and_shifts_nothing(alone, small):
