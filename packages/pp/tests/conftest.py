@@ -82,13 +82,19 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
             alone.pop("gradient_handlers", None)
             if str(alone) not in known:
                 known[str(alone)] = record(alone, num_steps, folder=folder, batches=batches)
-            assert_equal(known[str(alone)], layouts, tables["precision"]["compute"])
+            assert_near(known[str(alone)], layouts, tables["precision"]["compute"])
         return by_plan
 
     return compared
 
 
-def assert_equal(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+@pytest.fixture
+def assert_equal() -> Callable[[Recorded, Sequence[Recorded], str], None]:
+    """`assert_equal(reference, layouts, "fp64")`: what `compared` holds every plan to."""
+    return assert_near
+
+
+def assert_near(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
     near, far = GRADIENTS[precision], WEIGHTS[precision]
     for layout in layouts:
         assert_same_bits(part(reference.first, layout.first), layout.first)

@@ -32,6 +32,10 @@ class Spy:
         return note
 
 
+def seen_in_all(plans, folder):
+    return [seen(tables, folder) for tables in plans]
+
+
 def seen(tables, folder):
     """What the hook of this rank saw in a second step, and in an evaluation; the schedule's list; layers per chunk."""
     plan = plan_from_dict(tables, folder)
@@ -74,26 +78,27 @@ def _around(what, place, phase):
     return [(f"{when}_{what}", *place, phase, "") for when in ("before", "after")]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_every_action_is_seen_in_the_order_of_the_schedule(ranks, small, own, schedule, fraction):
+def test_every_action_is_seen_in_the_order_of_the_schedule(ranks, small, own, fraction):
     """Forward, loss and backward; weight gradients apart; what is recomputed once, in its micro-batch's backward."""
-    tables = small(schedule, 2, batch={"global_size": 6, "micro_size": 2}, evaluation={"every": 9, "steps": 1})
-    tables |= {"activations": {"use": "core.recompute", "fraction": fraction}}
-    again = {f"blocks.{at}" for at in range(round(4 * fraction))}
+    changes = {"batch": {"global_size": 6, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}}
+    changes |= {"activations": {"use": "core.recompute", "fraction": fraction}}
+    plans = [small(schedule, 2, **changes) for schedule in SCHEDULES]
+    for name, stages in zip(SCHEDULES, zip(*ranks(2)(seen_in_all, plans, own), strict=True), strict=True):
+        check_order(name, stages, {f"blocks.{at}" for at in range(round(4 * fraction))})
+
+
+def check_order(schedule, stages, again):
     whole = []
-    for step, evaluation, actions, names, gave in ranks(2)(seen, tables, own):
-        assert step == expected(actions, names, again=again)
-        whole += [layer for chunk in names for layer in chunk]
+    for step, evaluation, actions, names, gave in stages:
+        assert step == expected(actions, names, again=again), schedule
+        own = {layer for chunk in names for layer in chunk}
+        whole += own
         recomputed = [(layer, micro) for _, _, micro, phase, layer in step if phase == "recompute"]
-        assert (
-            len(recomputed) == len(set(recomputed)) == MICROS * len(again & {name for chunk in names for name in chunk})
-        )
+        assert len(recomputed) == len(set(recomputed)) == MICROS * len(again & own)
         assert all(phase == "evaluate" for *_, phase, _ in evaluation)
-        forwards = [action for action in actions if action.kind is Kind.FORWARD]
-        assert [place[1:3] for place in evaluation if place[0] == "before_forward"] == [
-            (a.chunk, a.micro) for a in forwards
-        ]
+        forwards = [(action.chunk, action.micro) for action in actions if action.kind is Kind.FORWARD]
+        assert [place[1:3] for place in evaluation if place[0] == "before_forward"] == forwards
         assert not any("backward" in call for call, *_ in evaluation)
         assert ("before_backward", "train", True) in gave
         assert ("before_backward", "train", False) not in gave

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from sley_core.testing.runs import record
+
 TIE = "embed.weight"
 GAIN = "blocks.0.gain"
 
@@ -98,30 +100,30 @@ def begin_with_another_copy(run):
         value[0] = value[0].nextafter(value[0] + 1)
 
 
-@pytest.fixture
-def tables(small):
+CAUGHT = [
+    (drop_the_sum_of_the_tie, rf"1 of 11 differ.*\n  {TIE}"),
+    (drop_a_reduction, rf"1 of 11 differ.*\n  {GAIN}"),
+    (sum_the_tie_over_the_replicas, rf"1 of 11 differ.*\n  {TIE}"),
+    (reduce_the_tie_over_the_stages, rf"1 of 11 differ.*\n  {TIE}"),
+    (count_the_tie_twice_in_the_norm, "grad_norm"),
+    (sum_the_tie_twice, rf"1 of 11 differ.*\n  {TIE}.*: 1\b"),
+    (forget_one_weight_gradient, "4 of 11 differ.*\n  blocks.0.two.weight"),
+    (divide_by_the_micro_batches_too, "11 of 11 differ.*\n.*: 0.5"),
+    (begin_with_another_copy, rf"1 of .* differ\n  {TIE}"),
+]
+
+
+def with_each(tables, folder):
+    """One step of this rank with no mutation, and one with each."""
+    return [record(tables, 1, folder=folder, prepare=mutate) for mutate in (nothing, *(one for one, _ in CAUGHT))]
+
+
+def test_each_mutation_is_caught(ranks, small, own, assert_equal):
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
-    return small("pp.zero_bubble_h1", 2, 2, model=model, optimizer={"use": "core.sgd", "lr": 0.1})
-
-
-def test_what_is_not_mutated_passes(compared, tables):
-    compared(4, [tables], prepare=nothing)
-
-
-@pytest.mark.parametrize(
-    ("mutation", "told"),
-    [
-        (drop_the_sum_of_the_tie, rf"1 of 11 differ.*\n  {TIE}"),
-        (drop_a_reduction, rf"1 of 11 differ.*\n  {GAIN}"),
-        (sum_the_tie_over_the_replicas, rf"1 of 11 differ.*\n  {TIE}"),
-        (reduce_the_tie_over_the_stages, rf"1 of 11 differ.*\n  {TIE}"),
-        (count_the_tie_twice_in_the_norm, "grad_norm"),
-        (sum_the_tie_twice, rf"1 of 11 differ.*\n  {TIE}.*: 1\b"),
-        (forget_one_weight_gradient, "4 of 11 differ.*\n  blocks.0.two.weight"),
-        (divide_by_the_micro_batches_too, "11 of 11 differ.*\n.*: 0.5"),
-        (begin_with_another_copy, rf"1 of .* differ\n  {TIE}"),
-    ],
-)
-def test_a_mutation_is_caught(compared, tables, mutation, told):
-    with pytest.raises(AssertionError, match=told):
-        compared(4, [tables], prepare=mutation)
+    changes = {"model": model, "optimizer": {"use": "core.sgd", "lr": 0.1}}
+    reference = record(small(**changes), 1, folder=own)
+    plain, *mutated = zip(*ranks(4)(with_each, small("pp.zero_bubble_h1", 2, 2, **changes), own), strict=True)
+    assert_equal(reference, plain, "fp64")
+    for (_, told), layouts in zip(CAUGHT, mutated, strict=True):
+        with pytest.raises(AssertionError, match=told):
+            assert_equal(reference, layouts, "fp64")

@@ -6,8 +6,7 @@ from copy import deepcopy
 
 import pytest
 
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import record
+from sley_core.testing.parity import assert_same_bits
 
 PLAN = {
     "run": {"name": "pipeline", "steps": 3, "device": "cpu", "seed": 7},
@@ -31,72 +30,40 @@ def folder(tmp_path_factory):
     return folder
 
 
-def plan(schedule=None, pp=1, dp=1, **changes):
+def plan(schedule, pp, dp=1, **changes):
     tables = deepcopy(PLAN)
     for path, value in changes.items():
         table, key = path.split("__")
         tables.setdefault(table, {})[key] = value
-    if schedule:
-        tables["pipeline"] = {"use": schedule}
-        tables["parallel"] = {"pp": pp, "dp": dp}
-    return tables
+    return tables | {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
 
 
-def check(ranks, folder, schedule, pp, dp=1, **changes):
-    """Every rank's rows, and every gradient and weight that it holds, against the one-process run."""
-    precision = changes.get("precision__compute", "fp64")
-    near, far = (1e-10, 1e-10) if precision == "fp64" else (1e-6, 1e-5)
-    reference = record(plan(**changes), 3, folder=folder)
-    layouts = ranks(pp * dp, 120)(record, plan(schedule, pp, dp, **changes), 3, folder=folder)
-    names = set()
-    for layout in layouts:
-        for wanted, found in zip(reference.rows, layout.rows, strict=True):
-            for key in ("loss", "grad_norm"):
-                assert found[key] == pytest.approx(wanted[key], rel=far if wanted["step"] > 1 else near)
-        own = set(layout.gradients[0])
-        names |= own
-        gradients = {name: reference.gradients[0][name] for name in own}
-        assert_same_bits({name: reference.first[name] for name in layout.first}, layout.first)
-        assert_close_gradients(gradients, layout.gradients[0], near, floor=1e-6)
-        assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, far)
-        assert layout.held_out == pytest.approx(reference.held_out, rel=far)
-    assert names == set(reference.gradients[0]), "every parameter is on some stage"
-    return layouts
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_two_stages(ranks, folder, schedule, tied):
-    check(ranks, folder, schedule, 2, model__tie_embeddings=tied)
+def test_two_stages(compared, folder, tied):
+    compared(2, [plan(schedule, 2, model__tie_embeddings=tied) for schedule in SCHEDULES], folder=folder)
 
 
-@pytest.mark.parametrize("schedule", ["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1"])
 @pytest.mark.parametrize("stages", [3, 4])
-def test_more_stages(ranks, folder, schedule, stages):
-    check(ranks, folder, schedule, stages, model__tie_embeddings=True)
+def test_more_stages(compared, folder, stages):
+    schedules = ["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1"]
+    compared(stages, [plan(schedule, stages, model__tie_embeddings=True) for schedule in schedules], folder=folder)
 
 
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_v"])
-def test_two_stages_of_two_replicas(ranks, folder, schedule):
-    layouts = check(ranks, folder, schedule, 2, dp=2, model__tie_embeddings=True)
-    for one, other in (layouts[:2], layouts[2:]):
-        assert_same_bits(one.weights, other.weights)
-    tied = [seen.weights["embed.tokens.weight"] for seen in layouts if "embed.tokens.weight" in seen.weights]
-    assert len(tied) == (2 if schedule == "pp.zero_bubble_v" else 4), "a V ends where it began"
-    for copy in tied[1:]:
-        assert_same_bits({"tie": tied[0]}, {"tie": copy})
+def test_two_stages_of_two_replicas(compared, folder):
+    schedules = ["pp.one_f_one_b", "pp.zero_bubble_v"]
+    every = compared(4, [plan(schedule, 2, 2, model__tie_embeddings=True) for schedule in schedules], folder=folder)
+    for schedule, layouts in zip(schedules, every, strict=True):
+        for one, other in (layouts[:2], layouts[2:]):
+            assert_same_bits(one.weights, other.weights)
+        tied = [seen.weights["embed.tokens.weight"] for seen in layouts if "embed.tokens.weight" in seen.weights]
+        assert len(tied) == (2 if schedule == "pp.zero_bubble_v" else 4), "a V ends where it began"
+        for copy in tied[1:]:
+            assert_same_bits({"tie": tied[0]}, {"tie": copy})
 
 
-@pytest.mark.parametrize("micro", [1, 8])
-def test_fewer_micro_batches_than_stages_and_many(ranks, folder, micro):
-    check(ranks, folder, "pp.one_f_one_b", 2, batch__micro_size=micro)
-
-
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_recomputation(ranks, folder, fraction):
-    changes = {"activations__use": "core.recompute", "activations__fraction": fraction}
-    check(ranks, folder, "pp.zero_bubble_h1", 2, **changes)
-
-
-def test_single_precision(ranks, folder):
-    check(ranks, folder, "pp.zero_bubble_v", 2, precision__compute="fp32", model__tie_embeddings=True)
+def test_fewer_micro_batches_than_stages_many_recomputation_and_single_precision(compared, folder):
+    recompute = [{"activations__use": "core.recompute", "activations__fraction": fraction} for fraction in (0.5, 1.0)]
+    plans = [plan("pp.one_f_one_b", 2, batch__micro_size=micro) for micro in (1, 8)]
+    plans += [plan("pp.zero_bubble_h1", 2, **changes) for changes in recompute]
+    plans += [plan("pp.zero_bubble_v", 2, precision__compute="fp32", model__tie_embeddings=True)]
+    compared(2, plans, folder=folder)

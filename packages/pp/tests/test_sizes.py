@@ -100,19 +100,23 @@ LAST = {
 """Of each stage: the actions in which a gradient may be complete, of four micro-batches."""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_reduces_once_per_step_and_in_its_last_backward(ranks, small, own, schedule):
+def started_in_all(plans, folder):
+    return [started(tables, folder) for tables in plans]
+
+
+def test_a_stage_reduces_once_per_step_and_in_its_last_backward(ranks, small, own):
     """Statement 15: each gradient once, however many micro-batches; from the second step on as soon as it is complete.
 
     Of a split backward, in or after the last W of its chunk: it is there that gradients end.
     """
-    tables = small(schedule, 2, 2, model=WIDE, batch={"global_size": 8, "micro_size": 1})
-    for rank, (steps, numels) in enumerate(ranks(4)(started, tables, own)):
-        for number, (reduced, actions) in enumerate(steps):
-            assert sorted(reduced) == numels
-            if number:
-                assert actions <= LAST[schedule][rank // 2], (rank, number)
-                assert "zero_bubble" in schedule or AFTER not in actions, "beside the backward, not behind it"
+    plans = [small(schedule, 2, 2, model=WIDE, batch={"global_size": 8, "micro_size": 1}) for schedule in SCHEDULES]
+    for rank, every in enumerate(ranks(4)(started_in_all, plans, own)):
+        for schedule, (steps, numels) in zip(SCHEDULES, every, strict=True):
+            for number, (reduced, actions) in enumerate(steps):
+                assert sorted(reduced) == numels, schedule
+                if number:
+                    assert actions <= LAST[schedule][rank // 2], (schedule, rank, number)
+                    assert "zero_bubble" in schedule or AFTER not in actions, "beside the backward, not behind it"
 
 
 def test_no_two_layers_start_equal(ranks, small, own):
@@ -126,13 +130,15 @@ def test_no_two_layers_start_equal(ranks, small, own):
     assert not any(torch.equal(one, other) for at, one in enumerate(values) for other in values[:at])
 
 
-@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, "inf"])
-def test_norm_and_clip_with_a_stage_without_gradients(compared, small, kind):
-    """Statement 39: the second of two stages is frozen whole; two replicas."""
+def test_norm_and_clip_with_a_stage_without_gradients(compared, small):
+    """Statement 39: the second of two stages is frozen whole; two replicas; the 1-, 2-, 3- and inf-norm."""
     groups = [{"match": name, "freeze": True} for name in ("blocks.3.*", "blocks.4.*", "blocks.5.*", "head.*")]
-    changes = {"optimizer__clip_kind": kind, "optimizer__clip_norm": 0.01, "optimizer__groups": groups}
-    (layouts,) = compared(4, [small("pp.one_f_one_b", 2, 2, model=WIDE, partition={"use": "pp.uniform"}, **changes)])
-    assert [bool(layout.gradients[0]) for layout in layouts] == [True, True, False, False]
+    changes = {"optimizer__clip_norm": 0.01, "optimizer__groups": groups, "partition": {"use": "pp.uniform"}}
+    kinds = [
+        small("pp.one_f_one_b", 2, 2, model=WIDE, optimizer__clip_kind=p, **changes) for p in (1.0, 2.0, 3.0, "inf")
+    ]
+    for layouts in compared(4, kinds):
+        assert [bool(layout.gradients[0]) for layout in layouts] == [True, True, False, False]
 
 
 def watch_the_update(run):
