@@ -179,7 +179,7 @@ def is_plain(module: nn.Module, attribute: str) -> bool:
 def install(site: Site) -> None:
     """The module's forward becomes the site's."""
     forward = embedding_forward if isinstance(site.module, nn.Embedding) else linear_forward
-    site.module.forward = partial(forward, site)  # type: ignore[method-assign]
+    site.module.forward = partial(forward, site)
 
 
 def uninstall(site: Site) -> None:
