@@ -104,6 +104,26 @@ class Communicator(WeightCommunicator):
             uninstall(site)
         self.sites.clear()
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """Since the beginning: gathers, those that nobody foresaw, reductions, and buffers that were allocated."""
+        return {
+            "gathers": self.prefetch.num_gathers,
+            "demand gathers": self.prefetch.num_demands,
+            "reductions": self.reductions.num_started,
+            "pool allocations": self.pool_allocations,
+        }
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most units that were held at once, and the most modules' full-size gradients."""
+        return {"most units held": self.prefetch.max_held, "most gradients under way": self.reductions.max_live}
+
+    @property
+    def pool_allocations(self) -> int:
+        """Of this package's pools; another's pool counts for itself."""
+        return int(getattr(self.pool, "num_allocations", 0))
+
     # -- what sites ask for
 
     def is_recomputing(self) -> bool:
