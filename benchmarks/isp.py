@@ -122,6 +122,8 @@ class Lane:
             wait = exchange.wait
 
             class Late:
+                end = exchange.end
+
                 def wait(self) -> None:
                     wait()
                     time.sleep(max(0.0, done_at - time.perf_counter()))

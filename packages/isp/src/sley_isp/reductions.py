@@ -78,13 +78,14 @@ class Reductions:
             exchange.wait()
             for entry, rows in owned:
                 self.store.add(entry, rows)
+            exchange.end()
             lease.close()
 
     def forget(self) -> None:
         """Waits for all, and adds none: a step failed."""
         while self._under_way:
             exchange, _, lease = self._under_way.popleft()
-            exchange.wait()
+            exchange.end()
             lease.close()
 
     def _own(self, entry: Entry, whole: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sley_core.comm.rows import gather_rows
 from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
@@ -44,10 +45,15 @@ class Unit:
     layer: str
     entries: list[Entry] = field(default_factory=list)
 
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The shards, the same objects for the whole run."""
+        return [entry.parameter for entry in self.entries]
+
     @property
     def stamp(self) -> int:
         """Changes whenever somebody writes one of the shards."""
-        return sum(entry.parameter._version for entry in self.entries)
+        return sum(parameter._version for parameter in self.parameters)
 
     def __repr__(self) -> str:
         return f"Unit({self.name})"
@@ -57,7 +63,7 @@ class Gathered:
     """The whole weights of `unit`, on their way until `wait`. The buffer is leased from `pool` until `release`."""
 
     def __init__(self, unit: Unit, pool: MemoryPool, group: Group) -> None:
-        parameters = [entry.parameter.detach() for entry in unit.entries]
+        parameters = [parameter.detach() for parameter in unit.parameters]
         dtype, device = parameters[0].dtype, parameters[0].device
         starts, numel = layout(unit.entries, dtype.itemsize)
         self.stamp = unit.stamp
@@ -77,8 +83,8 @@ class Gathered:
         return self._wholes[entry]
 
     def release(self) -> None:
-        """Gives the buffer back; what is still on its way into it is awaited first."""
-        self._exchange.wait()
+        """Gives the buffer back; what is still on its way into it, or out of the shards, is awaited first."""
+        self._exchange.end()
         self._stack.close()
         self._wholes = {}
 

@@ -25,14 +25,24 @@ REDUCE = "reduce"
 
 
 class Exchange:
-    """Messages under way. `wait` returns when all have come and gone (on CUDA: when this stream will see it)."""
+    """Messages under way: `wait` until what comes is here (on CUDA: until this stream will see it), `end` it when done.
 
-    __slots__ = ("_finish", "_group", "_operation", "_what", "_works")
+    received, sent: their works. finish: what is left to do with what came.
+    """
+
+    __slots__ = ("_finish", "_group", "_operation", "_received", "_sent", "_what")
 
     def __init__(
-        self, works: list[Any], operation: str, group: Group, what: str, finish: Callable[[], None] | None = None
+        self,
+        received: list[Any],
+        sent: list[Any],
+        operation: str,
+        group: Group,
+        what: str,
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        self._works = works
+        self._received = received
+        self._sent = sent
         self._operation = operation
         self._group = group
         self._what = what
@@ -40,42 +50,52 @@ class Exchange:
 
     def wait(self) -> None:
         """Raises RunError `collective-failed`, naming operation, group and tensors; a second call does nothing."""
-        works, self._works = self._works, []
-        for work in works:
-            guarded(work.wait, self._operation, self._group, self._what)
+        received, self._received = self._received, []
+        self._await(received)
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+    def end(self) -> None:
+        """Waits for what was sent too: the memory of both may be written afterwards. Raises as `wait` does."""
+        self.wait()
+        sent, self._sent = self._sent, []
+        self._await(sent)
+
+    def _await(self, works: list[Any]) -> None:
+        for work in works:
+            guarded(work.wait, self._operation, self._group, self._what)
 
 
 def gather_rows(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: Group, *, what: str) -> Exchange:
     """Starts to fill each of `wholes` [size x n, ...] with the ranks' `shards` [n, ...], in the order of `group`.
 
-    All are contiguous and stay as they are until `wait` has returned. Runs on the lane `gather`; all ranks of the group
+    All are contiguous; `shards` stay as they are until `end` has returned. Runs on the lane `gather`; all ranks of the group
     call it in one order with as many tensors of the same shapes.
     """
     own = group.coord
     if group.size == 1:
         for whole, shard in zip(wholes, shards, strict=True):
             whole.copy_(shard)
-        return Exchange([], "gather", group, what)
+        return Exchange([], [], "gather", group, what)
     lane = group.lane(GATHER)
-    works: list[Any] = []
+    received: list[Any] = []
+    sent: list[Any] = []
 
     def start() -> None:
         for tag, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
             if not _is_direct(lane, shard):
-                works.append(all_gather_single(whole, shard, group=lane, async_op=True))
+                received.append(all_gather_single(whole, shard, group=lane, async_op=True))
                 continue
             rows = whole.view(group.size, *shard.shape)
             for peer in _others(group):
-                works.append(dist.irecv(rows[peer], group.ranks[peer], group=lane, tag=tag))
+                received.append(lane.recv([rows[peer]], peer, tag))
             for peer in _others(group):
-                works.append(dist.isend(shard, group.ranks[peer], group=lane, tag=tag))
+                sent.append(lane.send([shard], peer, tag))
             rows[own].copy_(shard)
 
     guarded(start, "gather", group, what)
-    return Exchange(works, "gather", group, what)
+    return Exchange(received, sent, "gather", group, what)
 
 
 def num_received(rows: int, group: Group) -> int:
@@ -86,14 +106,15 @@ def num_received(rows: int, group: Group) -> int:
 def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Group, *, what: str) -> Exchange:
     """Starts to sum each of `wholes` [size x n, ...] over `group`; after `wait` this rank's n rows hold the sum.
 
-    scratches: [`num_received(n)`, ...] of the same type. All are contiguous and the exchange's until `wait` has returned;
+    scratches: [`num_received(n)`, ...] of the same type. All are contiguous and the exchange's until `end` has returned;
     the other ranks' rows of `wholes` are undefined then. Runs on the lane `reduce`; all ranks of the group call it in
     one order with as many tensors of the same shapes.
     """
     if group.size == 1:
-        return Exchange([], "reduce", group, what)
+        return Exchange([], [], "reduce", group, what)
     lane = group.lane(REDUCE)
-    works: list[Any] = []
+    came: list[Any] = []
+    sent: list[Any] = []
     sums: list[tuple[Tensor, Tensor]] = []
     for whole, scratch in zip(wholes, scratches, strict=True):
         rows = whole.view(group.size, -1, *whole.shape[1:])
@@ -102,13 +123,13 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
     def start() -> None:
         for tag, (whole, (_, received)) in enumerate(zip(wholes, sums, strict=True)):
             if not _is_direct(lane, whole):
-                works.append(_reduce_scatter_single(received[0], whole, group=lane, async_op=True))
+                came.append(_reduce_scatter_single(received[0], whole, group=lane, async_op=True))
                 continue
             rows = whole.view(group.size, -1, *whole.shape[1:])
             for at, peer in enumerate(_others(group)):
-                works.append(dist.irecv(received[at], group.ranks[peer], group=lane, tag=tag))
+                came.append(lane.recv([received[at]], peer, tag))
             for peer in _others(group):
-                works.append(dist.isend(rows[peer], group.ranks[peer], group=lane, tag=tag))
+                sent.append(lane.send([rows[peer]], peer, tag))
 
     def finish() -> None:
         for own, received in sums:
@@ -119,7 +140,7 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
                 own.add_(part)
 
     guarded(start, "reduce", group, what)
-    return Exchange(works, "reduce", group, what, finish)
+    return Exchange(came, sent, "reduce", group, what, finish)
 
 
 _reduce_scatter_single = (

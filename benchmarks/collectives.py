@@ -1,0 +1,66 @@
+"""Gathers and reductions of rows on gloo: core's direct exchanges against gloo's own collectives, per size and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from protocol import arguments, compare, interleave, noise_of, report
+from sley_core.comm.groups import make_groups
+from sley_core.comm.rows import gather_rows, num_received, reduce_rows
+from sley_core.testing.ranks import Ranks
+from sley_core.topology import Topology
+
+WORLDS = (2, 4)
+MEBIBYTES = (1, 8, 64)
+
+
+def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds on this rank for a whole tensor of that size, by kind and form."""
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    topology = Topology.of(size, wp=size)
+    group = make_groups(topology, dist.get_rank(), backend="gloo", timeout=timedelta(seconds=60))["wp"]
+    rows = (mebibytes << 18) // size // 1024
+    whole, shard = torch.zeros(size * rows, 1024), torch.zeros(rows, 1024)
+    scratch = torch.zeros(num_received(rows, group), 1024)
+    own: Any = dist
+
+    def direct_gather() -> None:
+        gather_rows([whole], [shard], group, what="rows").end()
+
+    def direct_reduce() -> None:
+        reduce_rows([whole], [scratch], group, what="rows").end()
+
+    kinds: dict[str, dict[str, Callable[[], object]]] = {
+        "gather": {
+            "gloo's": lambda: own.all_gather_single(whole, shard, group=group.lane("gather")),
+            "gloo's again": lambda: own.all_gather_single(whole, shard, group=group.lane("gather")),
+            "direct": direct_gather,
+        },
+        "reduce": {
+            "gloo's": lambda: own.reduce_scatter_single(shard, whole, group=group.lane("reduce")),
+            "gloo's again": lambda: own.reduce_scatter_single(shard, whole, group=group.lane("reduce")),
+            "direct": direct_reduce,
+        },
+    }
+    return {kind: interleave(forms, rounds, barrier=dist.barrier) for kind, forms in kinds.items()}
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", rounds=40)
+    for world in WORLDS:
+        ranks = Ranks(world, timeout_s=600)
+        for mebibytes in MEBIBYTES:
+            for kind, seconds in ranks(times, mebibytes, options.rounds)[0].items():
+                rows = compare(seconds, "gloo's")
+                facts = {"noise": round(noise_of(rows, "gloo's again"), 4)}
+                report(f"{kind}, {mebibytes} MiB, {world} ranks", rows, facts, options.json)
+
+
+if __name__ == "__main__":
+    main()
