@@ -5,8 +5,12 @@ its usual time. Each stage issues its sends and posts in that order. So however 
 pair of stages, or as one communicator on which everything waits for what was issued before), the first transfer of the
 order that is not done is the next one at both of its ends, and no two ends can wait for each other.
 
+For that a post must be reached without anything that comes later in the order: it stands before the first action that
+takes a later transfer of either lane. Else, where a stage has several neighbours on a lane, one that reaches its post late
+could hold up the message for which it waits, by way of the others.
+
 Within that order a receive is posted `ahead` actions before the one that takes it: while these compute, it comes in. It is
-posted earlier only where it would else stand behind a later send of its lane.
+posted earlier only where it would else stand behind a later send of its lane, or too late to be reached.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 
@@ -15,6 +19,7 @@ posted earlier only where it would else stand behind a later send of its lane.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -50,12 +55,14 @@ def order_of(sent_s: Mapping[Parcel, float]) -> dict[Parcel, int]:
 class _Issue(NamedTuple):
     """One end of a transfer in one stage's list: `action` is the number of the one that makes it or takes it.
 
-    post: the word to place, None for a send, whose place is fixed.
+    post: the word to place, None for a send, whose place is fixed. latest: the number of the first action that takes a
+    later transfer, or `action` if that is smaller.
     """
 
     order: int
     action: int
     post: Transfer | None
+    latest: int
 
 
 def posts_of(
@@ -63,15 +70,19 @@ def posts_of(
 ) -> dict[int, list[Transfer]]:
     """What `stage` posts: by the number of the action in its list before which it does."""
     issues: dict[Lane, list[_Issue]] = {lane: [] for lane in LANES}
+    latest_taken: list[int] = []
     for number, action in enumerate(actions):
         position = placement.position(stage, action.chunk)
         made, needed = given(action, position, placement), taken(action, position, placement)
         if made is not None and made in order:
-            issues[made.lane].append(_Issue(order[made], number, None))
+            issues[made.lane].append(_Issue(order[made], number, None, number))
         if needed is not None and needed in order:
             source = placement.holder(needed.origin)
             post = Transfer("post", needed.lane, action.chunk, action.micro, source.stage, source.chunk)
-            issues[needed.lane].append(_Issue(order[needed], number, post))
+            latest = bisect_right(latest_taken, order[needed])
+            issues[needed.lane].append(_Issue(order[needed], number, post, latest))
+        before = latest_taken[-1] if latest_taken else -1
+        latest_taken.append(max(before, order.get(needed, -1) if needed else -1))
     posts: dict[int, list[Transfer]] = {}
     for lane in LANES:
         for number, post in _placed(sorted(issues[lane], key=lambda issue: issue.order), ahead):
@@ -82,13 +93,13 @@ def posts_of(
 def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
     """Each post among `issues`, one lane of one stage in order, with the number of the action that it stands before.
 
-    From the end: a post is `ahead` actions before the one that takes it, but not behind anything that follows it in the
-    lane. From the start: nor before anything that precedes it.
+    From the end: a post is `ahead` actions before the one that takes it, but not behind its latest place nor behind
+    anything that follows it in the lane. From the start: nor before anything that precedes it.
     """
     wanted: list[int] = []
     following = max((issue.action for issue in issues), default=0)
     for issue in reversed(issues):
-        following = min(following, issue.action - ahead if issue.post else issue.action)
+        following = min(following, issue.latest, issue.action - ahead if issue.post else issue.action)
         wanted.append(max(0, following))
     placed: list[tuple[int, Transfer]] = []
     preceding = 0
