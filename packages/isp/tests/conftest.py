@@ -76,7 +76,11 @@ def parity(ranks: Any, folder: Path, sharded: Callable[..., Tables]) -> Callable
     """`parity(world, wp=..., dp=..., weights=..., **changes)`: every rank's run, which equals that of one process."""
 
     def parity(world: int, *, wp: int, dp: int | None = None, weights: Tables | None = None, **changes: Any) -> Any:
-        alone = {key: value for key, value in changes.items() if not key.startswith(("gradient_handlers", "parallel"))}
+        alone = {
+            key: value
+            for key, value in changes.items()
+            if not key.startswith(("gradient_handlers", "parallel", "sequence"))
+        }
         reference = record(sharded(1, 1, **alone), 3, folder=folder)
         found = ranks(world, 120)(record, sharded(wp, dp, weights, **changes), 3, folder=folder)
         assert_parity(reference, found, changes.get("precision__compute", "fp64"))

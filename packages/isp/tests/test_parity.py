@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
-
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("wp", [2, 4])
@@ -17,10 +15,16 @@ def test_every_rank_holds_a_shard(parity, wp, tied):
     parity(wp, wp=wp, model__tie_embeddings=tied)
 
 
-@pytest.mark.parametrize("use", ["core.each"])
-def test_copies_of_shards_are_summed(parity, use):
+def test_copies_of_shards_are_summed(parity):
     """A01: two shards in two copies; a shard's gradient is summed over `wdp`, a norm's over the stage."""
-    parity(4, wp=2, dp=4, gradient_handlers=[{"use": use}])
+    parity(4, wp=2, dp=4)
+
+
+@pytest.mark.parametrize(("world", "sp", "wp"), [(2, 2, 2), (4, 2, 4), (4, 2, 2), (4, 4, 2)])
+def test_shards_of_weights_and_slices_of_sequences(parity, world, sp, wp):
+    """A01: `sp` and `wp` are independent; either may be the larger."""
+    changes = {"parallel": {"sp": sp}, "sequence": {"use": "isp.all_to_all"}, "model__heads": 4}
+    parity(world, wp=wp, dp=world // sp, **changes)
 
 
 def test_single_precision(parity):

@@ -117,7 +117,7 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
     sent: list[Any] = []
     sums: list[tuple[Tensor, Tensor]] = []
     for whole, scratch in zip(wholes, scratches, strict=True):
-        rows = whole.view(group.size, -1, *whole.shape[1:])
+        rows = whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:])
         sums.append((rows[group.coord], scratch.view(group.size - 1, *rows.shape[1:])))
 
     def start() -> None:
@@ -125,7 +125,7 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
             if not _is_direct(lane, whole):
                 came.append(_reduce_scatter_single(received[0], whole, group=lane, async_op=True))
                 continue
-            rows = whole.view(group.size, -1, *whole.shape[1:])
+            rows = whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:])
             for at, peer in enumerate(_others(group)):
                 came.append(lane.recv([received[at]], peer, tag))
             for peer in _others(group):

@@ -1,0 +1,69 @@
+"""Rows are gathered and reduced as a dense sum says, on any number of ranks, several tensors at a time."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+
+from sley_core.comm.groups import make_groups
+from sley_core.comm.rows import gather_rows, num_received, reduce_rows
+from sley_core.testing.recorder import collectives
+from sley_core.testing.sequence import assert_same_sequence
+from sley_core.topology import Topology
+
+SHAPES = [(3, 2), (1,), (2, 0), (4, 2, 2)]
+
+
+def value(rank, number, shape, dtype):
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def exchange(dtype):
+    """What a gather and a reduction of all shapes gave on this rank, and what it called."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    topology = Topology.of(size, wp=size)
+    group = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30))["wp"]
+    wholes = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
+    shards = [value(rank, number, shape, dtype) for number, shape in enumerate(SHAPES)]
+    with collectives() as calls:
+        first = gather_rows(wholes, shards, group, what="weights")
+        given = [value(rank, number, whole.shape, dtype) for number, whole in enumerate(wholes)]
+        scratches = [torch.empty((num_received(shape[0], group), *shape[1:]), dtype=dtype) for shape in SHAPES]
+        second = reduce_rows(given, scratches, group, what="gradients")
+        second.wait()
+        first.wait()
+        first.wait()
+        first.end()
+        second.end()
+    own = [one.view(size, shape[0], *shape[1:])[rank] for one, shape in zip(given, SHAPES, strict=True)]
+    return wholes, own, list(calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_of_many_tensors(ranks, size, dtype):
+    found = ranks(size)(exchange, dtype)
+    for number, shape in enumerate(SHAPES):
+        expected = torch.cat([value(rank, number, shape, dtype) for rank in range(size)])
+        terms = [value(rank, number, (size * shape[0], *shape[1:]), dtype).view(size, *shape) for rank in range(size)]
+        for rank, (wholes, own, _) in enumerate(found):
+            assert torch.equal(wholes[number], expected)
+            others = [terms[other][rank] for other in range(size) if other != rank]
+            total = terms[rank][rank].clone()
+            for term in others:
+                total += term
+            assert torch.equal(own[number], total), "own part first, then by ascending rank"
+    if size == 2:
+        assert_same_sequence([calls for _, _, calls in found])
+
+
+def test_one_rank_alone(ranks):
+    ((wholes, own, calls),) = ranks(1)(exchange, torch.float64)
+    for number, shape in enumerate(SHAPES):
+        assert torch.equal(wholes[number], value(0, number, shape, torch.float64))
+        assert torch.equal(own[number], value(0, number, shape, torch.float64))
+    assert calls == []
