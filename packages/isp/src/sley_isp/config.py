@@ -21,7 +21,7 @@ class CommunicatorConfig(Table):
     """How many units are gathered before they are needed."""
 
     launch: str = "*"
-    """A layer's first module whose name within the layer matches starts the gathers ahead: `"attention.output"`."""
+    """The modules of a layer, by their names within it, whose forward starts the gathers ahead: `"attention.output"`."""
 
     reductions: Positive = 4
     """How many modules' weight gradients may be on their way at once; each takes its full size until it is there."""
