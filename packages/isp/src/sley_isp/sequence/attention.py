@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sley_core.comm.groups import Group
@@ -52,8 +53,11 @@ def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[...,
     return attention_over_slices
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
     """`attention(*args, **more)` on slices: one exchange there, one back; in the backward the same again.
+
+    A compiled layer's graph breaks around it: nothing of an exchange is for a compiler.
 
     Raises RunError "sequence-attention" for arguments, or a context, of other shapes than `SequenceAttention` says, and
     "sequence-heads" where the query heads do not divide among the ranks; before anything is exchanged.

@@ -79,7 +79,6 @@ def _gather_heads(group: Group, tensors: Any, what: str) -> list[Tensor]:
     return unpack_heads(_exchanged(pack_positions(tensors, group.size), group, what), shapes)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def _exchanged(buffer: Tensor, group: Group, what: str) -> Tensor:
     """Row i of the result is this rank's row of rank i's buffer."""
     received = torch.empty_like(buffer)
