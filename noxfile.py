@@ -34,6 +34,8 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """A test's ranks share the machine's cores; more threads than cores only make them wait for one another."""
+SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
+"""One file of tests per core at a time: much of a test of ranks is waiting for processes to start."""
 
 
 class Package:
@@ -72,7 +74,7 @@ def dev(session: nox.Session) -> None:
     """Make .nox/dev: every package editable, with what its tests need. Point an editor here."""
     editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
     tests = [requirement for package in PACKAGES for requirement in package.test_requirements()]
-    session.install(*CONSTRAINTS, *editable, *tests, "mypy")
+    session.install(*CONSTRAINTS, *editable, *tests, "pytest-xdist", "mypy")
 
 
 def in_dev(session: nox.Session, *command: str, **env: str) -> None:
@@ -95,7 +97,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
     """All tests of all packages in one environment."""
-    in_dev(session, "python", "-m", "pytest", *session.posargs, **ONE_THREAD)
+    in_dev(session, "python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, **ONE_THREAD)
 
 
 @nox.session
@@ -121,7 +123,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def isolated(session: nox.Session) -> None:
     """Each package passes its tests with nothing of Sley but core beside it, from wheels."""
-    session.install(*CONSTRAINTS, "torch")
+    session.install(*CONSTRAINTS, "torch", "pytest-xdist")
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, Path] = {}
         for package in PACKAGES:
@@ -138,7 +140,8 @@ def isolated(session: nox.Session) -> None:
             program.write_text(alone_program(package), "utf-8")
             session.run("python", "-P", str(program))
             session.run(*install, *package.test_requirements())
-            session.run("python", "-P", "-m", "pytest", package.tests, *session.posargs, env=ONE_THREAD)
+            tests = ("python", "-P", "-m", "pytest", package.tests, *SIDE_BY_SIDE)
+            session.run(*tests, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -53,7 +53,6 @@ def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[...,
     return attention_over_slices
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
     """`attention(*args, **more)` on slices: one exchange there, one back; in the backward the same again.
 
@@ -62,6 +61,12 @@ def attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], 
     Raises RunError "sequence-attention" for arguments, or a context, of other shapes than `SequenceAttention` says, and
     "sequence-heads" where the query heads do not divide among the ranks; before anything is exchanged.
     """
+    context: Tensor = _attend(attention, group, args, more)
+    return context
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
     if group.size == 1:
         return attention(*args, **more)
     given = _leading(args)
