@@ -7,23 +7,19 @@ with injected latency at least 80 % of the reduction hidden.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from contestants import Cleared, Sley, Torch, plan
+from memory import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
 from sley_core.comm import collectives
-from sley_core.metrics.memory import resident_mb
 from sley_core.testing.ranks import Ranks
 
 RANKS = 2
@@ -81,24 +77,13 @@ def times(whole: bool, tokens: int, micros: int, rounds: int) -> dict[str, list[
 
 
 def memory(whole: bool, name: str, micros: int) -> float:
-    """Peak of live tensor bytes in three steps of `name` alone, in MiB, construction included."""
-    torch.set_num_threads(1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        _three_steps(whole, name, micros)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]") / 2**20
+    """Peak of live tensor bytes in three steps of `name` alone, in MiB."""
+    return peak_live_mb(lambda: _three_steps(whole, name, micros))
 
 
 def resident(whole: bool, name: str, micros: int) -> float:
     """High-water RSS of three steps of `name` alone above the state after imports, in MiB."""
-    torch.set_num_threads(1)
-    gc.collect()
-    before = resident_mb()
-    _three_steps(whole, name, micros)
-    return resident_mb() - before
+    return peak_resident_mb(lambda: _three_steps(whole, name, micros))
 
 
 def _three_steps(whole: bool, name: str, micros: int) -> None:
@@ -125,14 +110,14 @@ class Late(collectives.Pending):
 
 def hidden(rounds: int) -> dict[str, float]:
     """Milliseconds per step: overlapped, blocking at every bucket, and how much latency was injected."""
-    import sley_dp.bucketed as bucketed
+    from sley_dp import sums
 
     torch.set_num_threads(1)
     contestant = Sley(
         plan({**SHAPE, "sequence": 512}, 1, [{"use": "dp.bucketed", "bucket_mb": 6.0}]), backward_only=True
     )
     batch = contestant.batch()
-    plain = bucketed.all_reduce
+    plain = sums.all_reduce
 
     def overlapped(*args: Any, **kwargs: Any) -> collectives.Pending:
         return Late(plain(*args, **kwargs))
@@ -147,7 +132,7 @@ def hidden(rounds: int) -> dict[str, float]:
         contestant.step(batch)
     for _ in range(rounds):
         for name, form in (("overlapped", overlapped), ("blocking", blocking)):
-            bucketed.all_reduce = form  # type: ignore[assignment]
+            sums.all_reduce = form  # type: ignore[assignment]
             dist.barrier()
             began = time.perf_counter()
             contestant.step(batch)

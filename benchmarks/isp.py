@@ -7,18 +7,16 @@ injected latency at least 80 % of it hidden at every fraction of recomputed bloc
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from contestants import Cleared, Sley, Torch, plan
+from memory import peak_live_mb
 from protocol import Ratio, compare, interleave, noise_of, parser, report
 from sley_core.testing.ranks import Ranks
 
@@ -78,17 +76,14 @@ def times(tokens: int, rounds: int) -> dict[str, list[float]]:
 
 def memory(name: str, tokens: int) -> float:
     """Peak of live tensor bytes in three steps of `name` alone, in MiB, construction included."""
-    torch.set_num_threads(1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        contestant = contestants(tokens)[name]()
-        batch = {key: torch.zeros(1, tokens, dtype=torch.int64) for key in ("tokens", "labels")}
-        for _ in range(3):
-            contestant.backward(batch)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]") / 2**20
+    return peak_live_mb(lambda: three_steps(name, tokens))
+
+
+def three_steps(name: str, tokens: int) -> None:
+    contestant = contestants(tokens)[name]()
+    batch = {key: torch.zeros(1, tokens, dtype=torch.int64) for key in ("tokens", "labels")}
+    for _ in range(3):
+        contestant.backward(batch)
 
 
 def counts(tokens: int) -> dict[str, Any]:

@@ -7,9 +7,6 @@ schedules; ours / perfect <= 1.05, with PyTorch's ratio to the same perfect besi
 
 from __future__ import annotations
 
-import gc
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from contestants import Sley, plan
+from memory import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
 from schedules import SCHEDULES
 from sley_core.actions.costs import Costs
@@ -28,7 +26,6 @@ from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import Span, Timeline
 from sley_core.engine.clock import ActionClock
-from sley_core.metrics.memory import resident_mb
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.ranks import Ranks
 
@@ -134,23 +131,12 @@ def perfect(name: str, stages: int, by_rank: list[list[list[Span]]]) -> float:
 
 def live(name: str, stages: int, who: str) -> float:
     """Peak of live tensor bytes in three steps of `who` alone, in MiB, construction included."""
-    torch.set_num_threads(1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        three_steps(name, stages, who)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]") / 2**20
+    return peak_live_mb(lambda: three_steps(name, stages, who))
 
 
 def resident(name: str, stages: int, who: str) -> float:
     """High-water RSS of three steps of `who` alone above the state after imports, in MiB."""
-    torch.set_num_threads(1)
-    gc.collect()
-    before = resident_mb()
-    three_steps(name, stages, who)
-    return resident_mb() - before
+    return peak_resident_mb(lambda: three_steps(name, stages, who))
 
 
 def three_steps(name: str, stages: int, who: str) -> None:
