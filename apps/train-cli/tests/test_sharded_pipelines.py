@@ -11,6 +11,9 @@ import pytest
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.runs import record
 
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
 PLAN: dict[str, Any] = {
     "run": {"name": "sharded", "steps": 3, "device": "cpu", "seed": 7},
     "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 27, "vocab_size": 257},
@@ -70,15 +73,22 @@ SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_two_stages_of_two_shards(ranks, folder, schedule, tied):
     """A15: also where weight gradients are put off, and where a stage holds two parts of the model."""
     parallel = {"pp": 2, "dp": 2, "wp": 2}
     check(ranks, folder, 4, parallel, pipeline={"use": schedule}, model__tie_embeddings=tied)
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-@pytest.mark.parametrize("unit", ["layer", "module"])
+@pytest.mark.parametrize(
+    ("fraction", "unit"),
+    [
+        (0.5, "layer"),
+        (1.0, "module"),
+        pytest.param(0.5, "module", marks=pytest.mark.campaign),
+        pytest.param(1.0, "layer", marks=pytest.mark.campaign),
+    ],
+)
 def test_recomputed_stages(ranks, folder, fraction, unit):
     changes = {"pipeline": {"use": "pp.zero_bubble_h1"}, "weights": {"unit": unit}}
     activations = {"use": "core.recompute", "fraction": fraction}

@@ -12,6 +12,9 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.runs import record
 
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
 PLAN = {
     "run": {"name": "slices", "steps": 3, "device": "cpu", "seed": 7},
     "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn_hidden": 24},

@@ -110,7 +110,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("activations", [{"use": "core.keep"}, {"use": "core.recompute", "fraction": 0.5}])
+@pytest.mark.parametrize(
+    "activations",
+    [{"use": "core.keep"}, pytest.param({"use": "core.recompute", "fraction": 0.5}, marks=pytest.mark.campaign)],
+)
 def test_no_option_changes_a_bit(ranks, sharded, folder, activations):
     """A02: fp32, three steps, against the mode that waits for everything at once; three ranks, so sums have an order."""
     changes = {"activations": activations, "precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}

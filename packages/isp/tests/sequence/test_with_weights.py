@@ -30,7 +30,7 @@ def test_any_relation(ranks, folder, sharded, world, sp, wp):
 
 
 @pytest.mark.parametrize(("sp", "wp"), [(2, 4), (4, 2)])
-@pytest.mark.parametrize("documents", ["pack", "cut"])
+@pytest.mark.parametrize("documents", ["pack", pytest.param("cut", marks=pytest.mark.campaign)])
 def test_single_precision(ranks, folder, sharded, sp, wp, documents):
     check(ranks, folder, sharded, 4, sp, wp, precision__compute="fp32", data__documents=documents)
 
