@@ -62,7 +62,16 @@ def counted(tables: dict[str, Any], folder: Any, num_steps: int = 3) -> dict[str
         }
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize(
+    "fraction",
+    [
+        0.0,
+        0.5,
+        1.0,
+        pytest.param(0.25, marks=pytest.mark.campaign),
+        pytest.param(0.75, marks=pytest.mark.campaign),
+    ],
+)
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
     """A05-A07, A24, P02, with one micro-batch a step: two gathers per block and one for what stays between, one demand.

@@ -23,7 +23,17 @@ def check(ranks, folder, sharded, world, sp, wp, **changes):
 
 
 @pytest.mark.parametrize(
-    ("world", "sp", "wp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 4, 2), (4, 2, 4), (4, 4, 4), (4, 2, 2), (4, 2, 1)]
+    ("world", "sp", "wp"),
+    [
+        (2, 2, 1),
+        (2, 1, 2),
+        (2, 2, 2),
+        (4, 4, 2),
+        (4, 2, 4),
+        pytest.param(4, 4, 4, marks=pytest.mark.campaign),
+        pytest.param(4, 2, 2, marks=pytest.mark.campaign),
+        pytest.param(4, 2, 1, marks=pytest.mark.campaign),
+    ],
 )
 def test_any_relation(ranks, folder, sharded, world, sp, wp):
     check(ranks, folder, sharded, world, sp, wp, model__tie_embeddings=world == 4)
