@@ -6,16 +6,14 @@ Each contestant is measured alone, in processes made for it.
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from protocol import Step
 from sley_core.metrics.memory import resident_mb
+from sley_core.testing.live_bytes import peak_bytes
 
 
 def peak_live_mb(work: Step) -> float:
@@ -26,24 +24,7 @@ def peak_live_mb(work: Step) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        return peak_of(json.loads(path.read_text())["traceEvents"]) / 2**20
-
-
-def peak_of(events: Iterable[Mapping[str, Any]]) -> int:
-    """The most bytes that were live at once, by address.
-
-    The profiler's own sum does not see what gloo's threads free; by address, the next user of a place takes it over.
-    """
-    live: dict[int, int] = {}
-    total = peak = 0
-    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
-        place, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
-        total -= live.pop(place, 0)
-        if num_bytes > 0:
-            live[place] = num_bytes
-            total += num_bytes
-        peak = max(peak, total)
-    return peak
+        return peak_bytes(path) / 2**20
 
 
 def peak_resident_mb(work: Step) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.live_bytes import peak_bytes
 
 OWN = Path(__file__).parent / "own"
 PLAN = {
@@ -39,26 +39,9 @@ def live_bytes(lengths, folder):
                 lasting = sum(run.memory.values())
             trace = Path(folder, f"{world.rank}.json")
             profiler.export_chrome_trace(str(trace))
-            peak = peak_of(json.loads(trace.read_text())["traceEvents"])
+            peak = peak_bytes(trace)
             found.append((peak, peak - lasting))
     return found
-
-
-def peak_of(events):
-    """The most bytes that were live at once, by address.
-
-    The profiler's own sum does not see what gloo's threads free; by address, the next user of a place takes it over.
-    """
-    live: dict[int, int] = {}
-    total = peak = 0
-    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
-        place, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
-        total -= live.pop(place, 0)
-        if num_bytes > 0:
-            live[place] = num_bytes
-            total += num_bytes
-        peak = max(peak, total)
-    return peak
 
 
 def test_two_ranks_hold_almost_twice_the_sequence(ranks, tmp_path, monkeypatch):

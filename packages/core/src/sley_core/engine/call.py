@@ -43,7 +43,7 @@ class LayerCaller:
         self.seed = seed
         self.policy = policy
         self.hooks = hooks
-        self._keeps_all = isinstance(policy, Keep)
+        self._keeps_all = type(policy) is Keep  # a policy derived from it may do more
         self._slice = ("slice", slice_index) if slice_index else ()
         self._place: tuple[int, int] | None = None
         self._layer_seeds: dict[str, int] = {}
