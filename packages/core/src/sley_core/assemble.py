@@ -84,6 +84,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
         attention: SequenceAttention = plan.sequence.build(groups["sp"])
         attention.attach(model.layers)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
+    if communicator is not None:
+        communicator.prepare(model.layers)
     shards = shards_of(model.layers, communicator.takes, groups[AXIS]) if communicator else {}
     book = ParameterBook(stage.chunks, stage.stages, shards)
     if world.is_fake:

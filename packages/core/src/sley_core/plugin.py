@@ -54,7 +54,7 @@ def sley_datasets() -> list[DatasetRecord]:
 @hookimpl
 def sley_losses() -> list[LossRecord]:
     build = "sley_core.losses.cross_entropy:CrossEntropy"
-    return [LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=build)]
+    return [LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=build, split_logits=True)]
 
 
 @hookimpl

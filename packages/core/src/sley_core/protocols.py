@@ -90,6 +90,30 @@ class Loss(Protocol):
         ...
 
 
+@runtime_checkable
+class SplitLogits(Protocol):
+    """What a weight communicator lets the last layer return in place of logits, where ranks share the classes.
+
+    Only a loss whose record says `split_logits` is given one.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's logits if there were any: [..., classes]."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """The sum over this rank's `labels` int64 [...], fp32 at least; what `core.cross_entropy` means by its options.
+
+        A collective of the ranks that share the classes. The gradient that comes in must be the same on all of them, as
+        the one over the weight of the global batch is.
+        """
+        ...
+
+
 class StageLink(Protocol):
     """Moves outputs and their gradients between stages; named by the schedule's record.
 
@@ -108,13 +132,16 @@ class StageLink(Protocol):
 class WeightCommunicator(Protocol):
     """Gathers sharded weights just before they are used, and reduces their gradients over `wp` after.
 
-         takes* ──> attach ──> begin ──> during(action)* ─┐
-                                 ^                        │
-                                 └────────────────────────┘
+         prepare ──> takes* ──> attach ──> begin ──> during(action)* ─┐
+                                             ^                        │
+                                             └────────────────────────┘
 
     Core cuts what it takes. Before it gathers any weight of a layer, the communicator awaits `run.caller.waits` of that
     layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
     """
+
+    def prepare(self, layers: Sequence[Layer]) -> None:
+        """All of the model's layers, on meta, before anything is cut; raises PlanError for a model that cannot be done."""
 
     def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
         """Whether a parameter that `places` hold, and nothing else, can be sharded; asked on meta, on all ranks alike."""

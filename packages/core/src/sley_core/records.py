@@ -49,8 +49,14 @@ class DatasetRecord(Record):
     """`build(config, context: DataContext) -> Dataset` (see `sley_core.data.dataset`)."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class LossRecord(Record):
-    """`build(config) -> Loss` (see `protocols.Loss`)."""
+    """`build(config) -> Loss` (see `protocols.Loss`).
+
+    split_logits: whether its `loss` takes `protocols.SplitLogits` too, for ranks that share the classes.
+    """
+
+    split_logits: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from sley_core.errors import PlanError, RunError
 from sley_core.losses import cross_entropy
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy, SumOfCrossEntropies, plain_sum
+from sley_core.protocols import SplitLogits
 
 CLASSES = 11
 chunked_sum: Any = SumOfCrossEntropies.apply
@@ -92,6 +93,26 @@ def test_another_field_and_another_ignored_label() -> None:
     assert loss.weight(batch) == 2.0
     logits = torch.zeros(4, 3, dtype=torch.float64)
     assert float(loss.loss(logits, batch)) == pytest.approx(2 * torch.tensor(3.0).double().log().item())
+
+
+class Split(SplitLogits):
+    """Stands for logits that ranks share; remembers what it is asked."""
+
+    shape = (4, 9, CLASSES)
+    dtype = torch.float64
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        self.asked = labels.shape, ignore_index, smoothing
+        return labels.new_ones((), dtype=torch.float64)
+
+
+def test_logits_that_ranks_share_are_asked_for_the_sum() -> None:
+    split, (_, labels) = Split(), samples()
+    loss = CrossEntropy(CrossEntropyConfig(ignore_index=3, label_smoothing=0.1))
+    assert float(loss.loss(split, {"labels": labels})) == 1.0
+    assert split.asked == ((4, 9), 3, 0.1)
+    with pytest.raises(RunError, match=r"shape \[4, 9, 11\] and torch.float64 do not fit labels of shape \[4, 8\]"):
+        loss.loss(split, {"labels": labels[:, :8]})
 
 
 def test_without_a_label_that_counts_loss_and_gradient_are_zero(either_way: str) -> None:

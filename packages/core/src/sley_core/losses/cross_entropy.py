@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.config import CrossEntropyConfig
-from sley_core.protocols import Loss
+from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 """How many logits are taken at a time: on a CPU what its cache holds, on a GPU enough for a launch not to matter."""
@@ -21,7 +21,8 @@ CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 class CrossEntropy(Loss):
     """The loss `core.cross_entropy`: over any cut of a batch, weights and losses add up to those of the whole.
 
-    Labels are classes, int64 of any shape [...]; the model's output is a tensor of logits [..., classes].
+    Labels are classes, int64 of any shape [...]; the model's output is a tensor of logits [..., classes], or stands for
+    one of which ranks share the classes.
     """
 
     def __init__(self, config: CrossEntropyConfig) -> None:
@@ -41,6 +42,9 @@ class CrossEntropy(Loss):
         Raises RunError where the output is no tensor of logits that fits the labels.
         """
         labels = self._labels(batch)
+        if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
+            _check_fit(output.shape, labels, output.dtype)
+            return output.cross_entropy(labels, self.config.ignore_index, self.config.label_smoothing)
         logits = _fitting(output, labels)
         few = logits.numel() <= _chunk_elements(logits)
         function = plain_sum if few else SumOfCrossEntropies.apply
@@ -71,7 +75,7 @@ def plain_sum(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: floa
     The fastest way for few logits, and the oracle of `SumOfCrossEntropies`.
     """
     return F.cross_entropy(
-        logits.to(_wide(logits)), labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
+        logits.to(wide(logits)), labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
     )
 
 
@@ -87,8 +91,8 @@ class SumOfCrossEntropies(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         ctx.save_for_backward(logits, labels)
         ctx.ignore_index, ctx.smoothing = ignore_index, smoothing
-        total = torch.zeros((), dtype=_wide(logits), device=logits.device)
-        for rows in _chunks(logits):
+        total = torch.zeros((), dtype=wide(logits), device=logits.device)
+        for rows in chunks(logits):
             total += plain_sum(logits[rows], labels[rows], ignore_index, smoothing)
         return total
 
@@ -102,8 +106,8 @@ class SumOfCrossEntropies(torch.autograd.Function):
         targets = labels.masked_fill(ignored, 0).unsqueeze(-1)
         scale = torch.where(ignored, 0.0, gradient).unsqueeze(-1)
         on_target = gradient.new_full(targets.shape, ctx.smoothing - 1.0)
-        for rows in _chunks(logits):
-            part = torch.softmax(logits[rows], dim=-1, dtype=_wide(logits))
+        for rows in chunks(logits):
+            part = torch.softmax(logits[rows], dim=-1, dtype=wide(logits))
             if ctx.smoothing:
                 part -= ctx.smoothing / logits.shape[-1]
             part.scatter_add_(-1, targets[rows], on_target[rows])
@@ -111,7 +115,7 @@ class SumOfCrossEntropies(torch.autograd.Function):
         return result, None, None, None
 
 
-def _wide(logits: Tensor) -> torch.dtype:
+def wide(logits: Tensor) -> torch.dtype:
     """The type of the softmax: fp32, or fp64 for fp64 logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
@@ -120,7 +124,7 @@ def _chunk_elements(logits: Tensor) -> int:
     return CHUNK_ELEMENTS["cpu" if logits.device.type == "cpu" else "cuda"]
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def chunks(logits: Tensor) -> Iterator[slice]:
     """Slices of rows, as many as make one chunk, at least one."""
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     for first in range(0, len(logits), num_rows):
@@ -135,10 +139,14 @@ def _fitting(output: Any, labels: Tensor) -> Tensor:
             f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`",
             hint="let the last layer return its logits alone, or give a loss of your own through `factory`",
         )
-    if not output.is_floating_point() or output.shape[:-1] != labels.shape:
+    _check_fit(output.shape, labels, output.dtype)
+    return output
+
+
+def _check_fit(shape: tuple[int, ...], labels: Tensor, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point or shape[:-1] != labels.shape:
         raise RunError(
             "loss-output",
-            f"logits of shape {list(output.shape)} and {output.dtype} do not fit labels of shape {list(labels.shape)}",
+            f"logits of shape {list(shape)} and {dtype} do not fit labels of shape {list(labels.shape)}",
             hint="logits are floating-point, shaped like the labels with the classes as the last dim",
         )
-    return output
