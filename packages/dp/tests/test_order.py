@@ -7,11 +7,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import sley_core.engine.store
 import sley_dp.sums
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.flat import ALIGNMENT_BYTES
+from sley_core.engine.slot import GradientBuffer
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.runs import record, same_on_all
@@ -66,6 +69,35 @@ def test_the_first_bucket_holds_what_is_used_last_and_the_order_is_learned_once(
         assert names[2] == names[3] == names[4], "learned once"
         last = names[2][-1]
         assert all(name.startswith("first.") for name in last)
+
+
+def most_bytes_of_buffers(tables, folder):
+    """How many layouts four steps had, the last with an entry frozen; and the most bytes of buffers that were alive at once."""
+    alive = []
+    most = 0
+
+    class Counted(GradientBuffer):
+        def __init__(self, *args):
+            nonlocal most
+            super().__init__(*args)
+            alive.append((StorageWeakRef(self.data.untyped_storage()), self.num_bytes))
+            most = max(most, sum(num_bytes for storage, num_bytes in alive if not storage.expired()))
+
+    sley_core.engine.store.GradientBuffer = Counted
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        for step in range(4):
+            if step == 3:
+                run.book.trainable[0].parameter.requires_grad_(False)
+            run.step()
+        return run.store.num_layouts, most
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_two_layouts_are_never_there_at_once(ranks, small, own, compute):
+    """The buckets of the learned order, and those after a parameter was frozen, are made when the ones before are gone."""
+    tables = small(precision__compute=compute)
+    one_layout = sum(num_bytes for _, num_bytes in ranks(2)(layouts, tables, own, 1)[0][0])
+    assert ranks(2)(most_bytes_of_buffers, tables, own) == [(4, one_layout)] * 2
 
 
 def orders(tables, folder):

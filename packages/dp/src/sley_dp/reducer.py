@@ -98,8 +98,10 @@ class BucketReducer(GradientHandler):
     def _plan(self, entries: list[Entry]) -> Layout:
         """Buckets per family, filled in the agreed order; entries that it does not know come last.
 
-        What reduces over a group of one lies in no bucket.
+        What reduces over a group of one lies in no bucket. The store makes its buffers next: those of before are let go
+        here, so that the two are never there at once.
         """
+        self.buckets, self._bucket_of = [], {}
         if self._order is not None:
             place = {entry: at for at, entry in enumerate(self._order)}
             entries = sorted(entries, key=lambda entry: place.get(entry, len(place)))
