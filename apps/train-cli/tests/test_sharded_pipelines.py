@@ -95,6 +95,26 @@ def test_recomputed_stages(ranks, folder, fraction, unit):
     check(ranks, folder, 4, {"pp": 2, "dp": 2, "wp": 2}, activations=activations, **changes)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "tied", "fused"),
+    [
+        ("pp.zero_bubble_v", True, True),
+        ("pp.interleaved", True, False),
+        pytest.param("pp.zero_bubble_h1", False, False, marks=pytest.mark.campaign),
+        pytest.param("pp.one_f_one_b", True, True, marks=pytest.mark.campaign),
+    ],
+)
+def test_gradients_reduced_once_per_step(ranks, folder, schedule, tied, fused):
+    """Summed at full size over the micro-batches, in W actions too, and of ties between the parts that one stage holds."""
+    changes = {"pipeline": {"use": schedule}, "weights": {"reduce": "step", "fused": fused}}
+    check(ranks, folder, 4, {"pp": 2, "dp": 2, "wp": 2}, model__tie_embeddings=tied, **changes)
+
+
+def test_gradients_reduced_once_per_step_in_buckets(ranks, folder):
+    handlers = [{"use": "dp.bucketed", "bucket_mb": 0.0005}]
+    check(ranks, folder, 4, {"dp": 4, "wp": 2}, gradient_handlers=handlers, weights={"reduce": "step"})
+
+
 @pytest.mark.parametrize("bucket_mb", [0.0005, 25.0])
 @pytest.mark.parametrize("wp", [2, 4])
 def test_shards_in_buckets(ranks, folder, bucket_mb, wp):

@@ -95,7 +95,7 @@ def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
     assert one["allocations"] == 0
     assert one["left"] == ((0, 0), (0, 0))
     assert one["max_held"] <= (2 if unit == "layer" else 2 * 7 + 1), "two blocks"
-    assert one["max_live"] <= 4
+    assert one["max_live"] <= (2 * 7 if unit == "layer" else 4), "two blocks"
 
 
 def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, folder):
@@ -113,6 +113,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "far ahead": {"ahead": 3},
     "not ahead": {"ahead": 0},
     "one reduction": {"reductions": 1},
+    "not fused": {"fused": False},
     "no pool": {"pool": "isp.fresh"},
     "after attention": {"launch": "attention.output"},
     "before the feed-forward": {"launch": "feed_forward.gate"},

@@ -24,9 +24,10 @@ from sley_core.engine.shards import AXIS
 from sley_core.engine.step_state import Phase
 from sley_core.engine.weight_queue import Handover
 from sley_core.protocols import WeightCommunicator
+from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
 from sley_isp.reductions import Reductions
-from sley_isp.sites import Site, embedding_gradients, install, is_plain, linear_gradients, uninstall
+from sley_isp.sites import Site, embedding_gradient, install, is_plain, linear_gradient, uninstall
 from sley_isp.units import Gathered, Unit
 
 if TYPE_CHECKING:
@@ -63,8 +64,10 @@ class Communicator(WeightCommunicator):
         self._waits = run.caller.waits
         self._queue = run.stepper.executor.queue
         self.pool = run.plan.build_named("memory_pools", self.config.pool)
-        bound = self.config.reductions if self.config.overlap else 0
-        self.reductions = Reductions(bound, run.store, self.pool, self._group)
+        bound = self.config.bound if self.config.overlap else 0
+        once = self.config.reduce == "step"
+        self.reductions = Reductions(bound, run.store, self.pool, self._group, once=once)
+        self.parcels = Parcels(fused=self.config.fused, once=once)
         for layer in run.layers:
             self._take(layer)
 
@@ -74,6 +77,8 @@ class Communicator(WeightCommunicator):
         # Also the action before: what an earlier one began must not count as the last one's.
         self._drains = {at - before for at in last.values() for before in (0, 1)}
         self._at = -1
+        for site in self.sites:
+            self.parcels.add(site)
         passes = [(phase, action.kind, action.chunk) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT]
         self.prefetch.begin(passes)
         self._drop(list(self._gathered))
@@ -101,6 +106,7 @@ class Communicator(WeightCommunicator):
 
     def detach(self) -> None:
         for site in self.sites:
+        self.reductions.flush()
             uninstall(site)
         self.sites.clear()
 
@@ -116,8 +122,12 @@ class Communicator(WeightCommunicator):
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most units that were held at once, and the most modules' full-size gradients."""
-        return {"most units held": self.prefetch.max_held, "most gradients under way": self.reductions.max_live}
+        """The most units that were held at once, and the most gradients of full size, with their bytes."""
+        return {
+            "resident units": self.prefetch.max_held,
+            "live full-size gradients": self.reductions.max_live,
+            "bytes of full-size gradients": self.reductions.max_live_bytes,
+        }
 
     @property
     def pool_allocations(self) -> int:
@@ -203,7 +213,11 @@ class Communicator(WeightCommunicator):
 
     @torch.no_grad()
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
-        write = embedding_gradients if isinstance(site.module, nn.Embedding) else linear_gradients
-        self.reductions.start(site.trained, lambda wholes: write(site, rows, inputs, wholes), site.unit.name)
+        gradient = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
+        for entry in site.trained:
+            self.reductions.add(self.parcels.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
         if self._action is None:
             self.reductions.finish()
+            self.reductions.flush(everything=True)
+        elif not self.parcels.fused and not self.parcels.once:
+            self.reductions.flush()

@@ -23,11 +23,29 @@ class CommunicatorConfig(Table):
     launch: str = "*"
     """The modules of a layer, by their names within it, whose forward starts the gathers ahead: `"attention.output"`."""
 
-    reductions: Positive = 4
-    """How many modules' weight gradients may be on their way at once; each takes its full size until it is there."""
+    fused: bool = True
+    """Reduce the weight gradients of a unit in one exchange, as its weights are gathered; false: one per module."""
+
+    reduce: Literal["micro_batch", "step"] = "micro_batch"
+    """When weight gradients are reduced: after every micro-batch, or summed at full size and reduced once per step.
+
+    Per step is one exchange instead of one per micro-batch, for memory: every sharded weight of the rank has a gradient
+    of its full size from its first backward to the last, in `precision.gradients`.
+    """
+
+    reductions: Positive | None = None
+    """How many exchanges of gradients may be live at once, the one being written included; each takes the full size.
+
+    Left out: two fused ones, or those of four modules.
+    """
 
     pool: Annotated[str, RecordReference("memory_pools")] = "isp.slots"
     """Where buffers for whole weights and gradients come from."""
+
+    @property
+    def bound(self) -> int:
+        """`reductions`, or what it is when left out."""
+        return self.reductions or (2 if self.fused and self.unit == "layer" else 4)
 
 
 class AllToAllConfig(SequenceConfig):

@@ -1,21 +1,26 @@
-"""Weight gradients on their way from full size to shards: a queue with a bound, oldest first.
+"""Weight gradients on their way from full size to shards: parcels that are filled, and a queue of those under way.
 
-lease ──> product written ──> sent and received ──> own rows summed ──> store.add ──> lease back
-          `start` returns here       in the background     `finish`, when the bound or the end of a pass asks
+lease ──> products written ──> sent and received ──> own rows summed ──> store.add ──> lease back
+            `add`                in the background      `finish`, when the bound or the end of a pass asks
+
+Once per micro-batch a parcel leaves in the action that filled it. Once per step it stays, at full size, until the last
+action that can add to it: fewer exchanges, for the memory of all full-size gradients.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sley_core.comm.rows import Exchange, num_received, reduce_rows
 from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
+from sley_isp.parcels import Open
 from sley_isp.units import padded, shard_of
 
 if TYPE_CHECKING:
@@ -23,71 +28,148 @@ if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_core.engine.store import GradientStore
     from sley_core.protocols import MemoryPool
+    from sley_isp.parcels import Parcel
+    from sley_isp.sites import Site
+
+Write = Callable[[Tensor, bool], None]
+"""Puts a gradient into a tensor of the store's dtype, or adds it there when the flag is set."""
 
 
 class _Reduction(NamedTuple):
     exchange: Exchange
     owned: list[tuple[Entry, Tensor]]
     lease: ExitStack
+    num_bytes: int
 
 
 class Reductions:
-    """Sums gradients over `group` and adds this rank's rows to `store`, at most `bound` modules' at a time.
+    """Sums gradients over `group` and adds this rank's rows to `store`, at most `bound` parcels' at a time.
 
-    bound: 0 waits for each at once. num_started, max_live: counted since the beginning; the latter includes the one that
-    is being written.
+    bound: 0 waits for each at once. once: parcels wait for the last action of the step that can add to them; `bound` then
+    holds for those that have left. num_started, num_bytes, max_live, max_live_bytes: exchanges and what they sent; full-size
+    gradients at most, in entries and bytes, the ones being written included; since the beginning.
     """
 
-    def __init__(self, bound: int, store: GradientStore, pool: MemoryPool, group: Group) -> None:
+    def __init__(self, bound: int, store: GradientStore, pool: MemoryPool, group: Group, *, once: bool = False) -> None:
         self.bound = bound
+        self.once = once
         self.store = store
         self.pool = pool
         self.group = group
         self.num_started = 0
+        self.num_bytes = 0
         self.max_live = 0
+        self.max_live_bytes = 0
+        self._current: Parcel | None = None
+        self._open: dict[Parcel, Open] = {}
         self._under_way: deque[_Reduction] = deque()
+        self._live = 0
+        self._live_bytes = 0
 
-    def start(self, entries: Sequence[Entry], write: Callable[[list[Tensor]], None], what: str) -> None:
-        """Reduces what `write` puts into full-size tensors, one per entry, of the store's dtype, without padding."""
-        self.finish(max(0, self.bound - 1))
-        lease = ExitStack()
-        shapes = [padded(entry) for entry in entries]
-        scratch = [(num_received(shard_of(entry).rows, self.group), *entry.shape[1:]) for entry in entries]
-        starts, numel = offsets([*shapes, *scratch], ALIGNMENT_BYTES // self.store.dtype.itemsize)
-        flat = lease.enter_context(self.pool.lease((numel,), self.store.dtype, self.store.device))
-        views = [
-            flat[start : start + prod(shape)].view(shape)
-            for start, shape in zip(starts, [*shapes, *scratch], strict=True)
-        ]
-        wholes, received = views[: len(shapes)], views[len(shapes) :]
-        for entry, whole in zip(entries, wholes, strict=True):
-            whole[entry.shape[0] :].zero_()
-        write([whole[: entry.shape[0]] for entry, whole in zip(entries, wholes, strict=True)])
-        # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers.
-        exchange = reduce_rows(wholes, received, self.group, what=f"the gradients of {what}")
-        owned = [(entry, self._own(entry, whole)) for entry, whole in zip(entries, wholes, strict=True)]
-        self._under_way.append(_Reduction(exchange, owned, lease))
-        self.num_started += 1
-        self.max_live = max(self.max_live, len(self._under_way))
-        self.finish(self.bound)
+    def add(self, parcel: Parcel, site: Site, entry: Entry, write: Write) -> None:
+        """`site` contributes to `entry`, a part of `parcel`, what `write` puts or adds into a full-size tensor."""
+        if parcel is not self._current:
+            before = self._open.get(self._current) if self._current is not None else None
+            if before is not None and self._may_leave(before.parcel) and (before.is_complete or not self.once):
+                self._start(before)
+            self._current = parcel
+        filled = self._open.get(parcel) or self._opened(parcel)
+        write(filled.wholes[entry][: entry.shape[0]], entry in filled.written)
+        filled.written.add(entry)
+        filled.came.add((site, entry))
+
+    def flush(self, *, everything: bool = False) -> None:
+        """Whatever may leave does: the action that filled it ends, or its only site has contributed.
+
+        everything: outside of a step, where no contribution is known to be the last.
+        """
+        for filled in list(self._open.values()):
+            if everything or self._may_leave(filled.parcel):
+                self._start(filled)
+            filled.came.clear()
+        self._current = None
 
     def finish(self, left: int = 0) -> None:
         """Waits for the oldest until at most `left` are under way; each goes to the store."""
         while len(self._under_way) > left:
-            exchange, owned, lease = self._under_way.popleft()
-            exchange.wait()
-            for entry, rows in owned:
+            reduction = self._under_way.popleft()
+            reduction.exchange.wait()
+            for entry, rows in reduction.owned:
                 self.store.add(entry, rows)
-            exchange.end()
-            lease.close()
+            self._end(reduction)
 
     def forget(self) -> None:
         """Waits for all, and adds none: a step failed."""
+        for filled in self._open.values():
+            filled.lease.close()
+        self._open.clear()
+        self._current = None
         while self._under_way:
-            exchange, _, lease = self._under_way.popleft()
-            exchange.end()
-            lease.close()
+            self._end(self._under_way.popleft())
+        self._live = self._live_bytes = 0
+
+    def _may_leave(self, parcel: Parcel) -> bool:
+        return not self.once or self.store.state.gradients_final(parcel.chunks)
+
+    def _opened(self, parcel: Parcel) -> Open:
+        if not self.once:
+            self.finish(max(0, self.bound - 1))
+        entries = [entry for entry in parcel.entries if entry.trainable]
+        lease = ExitStack()
+        wholes = self._lent([padded(entry) for entry in entries], lease)
+        for entry, whole in zip(entries, wholes, strict=True):
+            whole[entry.shape[0] :].zero_()
+        filled = self._open[parcel] = Open(parcel, dict(zip(entries, wholes, strict=True)), lease)
+        self._live += len(wholes)
+        self._live_bytes += _bytes_of(wholes)
+        self.max_live = max(self.max_live, self._live)
+        self.max_live_bytes = max(self.max_live_bytes, self._live_bytes)
+        return filled
+
+    def _start(self, filled: Open) -> None:
+        """Sends the parcel off; what nobody wrote to stays."""
+        parcel = filled.parcel
+        del self._open[parcel]
+        if self.once:
+            self.finish(max(0, self.bound - 1))
+        wholes = {entry: filled.wholes[entry] for entry in filled.wholes if entry in filled.written}
+        self._count_out(
+            len(filled.wholes) - len(wholes), _bytes_of(filled.wholes.values()) - _bytes_of(wholes.values())
+        )
+        scratch = [(num_received(shard_of(entry).rows, self.group), *entry.shape[1:]) for entry in wholes]
+        received = self._lent(scratch, filled.lease)
+        # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers.
+        what = f"the gradients of {parcel.name}"
+        exchange = reduce_rows(list(wholes.values()), received, self.group, what=what)
+        owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
+        num_bytes = _bytes_of(wholes.values())
+        self._under_way.append(_Reduction(exchange, owned, filled.lease, num_bytes))
+        self.num_started += 1
+        self.num_bytes += num_bytes * (self.group.size - 1) // self.group.size
+        self.finish(self.bound)
+
+    def _lent(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
+        """Tensors of these shapes in one buffer of the pool, until `lease` ends."""
+        starts, numel = offsets(shapes, ALIGNMENT_BYTES // self.store.dtype.itemsize)
+        if numel:
+            flat = lease.enter_context(self.pool.lease((numel,), self.store.dtype, self.store.device))
+        else:
+            flat = torch.empty(0, dtype=self.store.dtype, device=self.store.device)
+        return [flat[start : start + prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=True)]
+
+    def _end(self, reduction: _Reduction) -> None:
+        reduction.exchange.end()
+        reduction.lease.close()
+        self._count_out(len(reduction.owned), reduction.num_bytes)
+
+    def _count_out(self, num: int, num_bytes: int) -> None:
+        self._live -= num
+        self._live_bytes -= num_bytes
 
     def _own(self, entry: Entry, whole: Tensor) -> Tensor:
         rows = shard_of(entry).rows
         return whole[self.group.coord * rows : (self.group.coord + 1) * rows]
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -47,9 +47,14 @@ class Site:
         self.sink: Sink
 
     @property
+    def entries(self) -> list[Entry]:
+        """The sharded entries."""
+        return [entry for entry in (self.weight, self.bias) if entry is not None]
+
+    @property
     def trained(self) -> list[Entry]:
-        """The sharded entries that have a gradient."""
-        return [entry for entry in (self.weight, self.bias) if entry is not None and entry.trainable]
+        """Those that have a gradient."""
+        return [entry for entry in self.entries if entry.trainable]
 
     def use(self, *, pins: int = 0, launches: bool | None = None) -> Gathered:
         """The unit's weights, which are there or on their way."""
@@ -114,15 +119,19 @@ class _Linear(torch.autograd.Function):
         return of_input, None, None, None
 
 
-def linear_gradients(site: Site, rows: Tensor, inputs: Tensor, wholes: list[Tensor]) -> None:
-    """Writes the weight's gradient rows^T inputs, the bias's, or both, into `wholes`, in the order of `site.trained`."""
-    for entry, whole in zip(site.trained, wholes, strict=True):
-        if entry is site.bias:
-            torch.sum(rows, 0, dtype=whole.dtype, out=whole)
-        elif rows.dtype == whole.dtype:
-            torch.mm(rows.t(), inputs, out=whole)
+def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whole: Tensor, adds: bool) -> None:
+    """Writes the gradient of `entry`, the weight's rows^T inputs or the bias's, into `whole`, or adds it there."""
+    if entry is site.bias:
+        if adds:
+            whole += rows.sum(0, dtype=whole.dtype)
         else:
-            whole.copy_(rows.t() @ inputs)
+            torch.sum(rows, 0, dtype=whole.dtype, out=whole)
+    elif rows.dtype != whole.dtype:
+        _put(rows.t() @ inputs, whole, adds)
+    elif adds:
+        whole.addmm_(rows.t(), inputs)
+    else:
+        torch.mm(rows.t(), inputs, out=whole)
 
 
 def embedding_forward(site: Site, tokens: Tensor) -> Tensor:
@@ -160,13 +169,19 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def embedding_gradients(site: Site, rows: Tensor, tokens: Tensor, wholes: list[Tensor]) -> None:
-    """Writes the table's gradient: each token's row of `rows`, added where the table was read."""
-    (whole,) = wholes
+def embedding_gradient(site: Site, entry: Entry, rows: Tensor, tokens: Tensor, whole: Tensor, adds: bool) -> None:
+    """The gradient of a table: each token's row of `rows`, added where the table was read."""
     module = site.module
     assert isinstance(module, nn.Embedding), module
     padding = -1 if module.padding_idx is None else module.padding_idx
-    whole.copy_(torch.ops.aten.embedding_dense_backward(rows, tokens, whole.shape[0], padding, False))
+    _put(torch.ops.aten.embedding_dense_backward(rows, tokens, whole.shape[0], padding, False), whole, adds)
+
+
+def _put(gradient: Tensor, whole: Tensor, adds: bool) -> None:
+    if adds:
+        whole.add_(gradient)
+    else:
+        whole.copy_(gradient)
 
 
 def is_plain(module: nn.Module, attribute: str) -> bool:

@@ -1,0 +1,80 @@
+"""Which weight gradients travel together: a layer's, or one module's; and how far each has come.
+
+contribution ──> open, full size ──> contribution* ──> leaves: its sites have all been, and another parcel's turn came
+                                                        (or the action that may complete it ends)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sley_core.engine.book import Entry
+    from sley_isp.sites import Site
+
+
+@dataclass(eq=False)
+class Parcel:
+    """Entries whose gradients are reduced in one exchange. sources: who contributes to which of them.
+
+    chunks: those of all of its entries, where it is reduced once per step.
+    """
+
+    name: str
+    chunks: frozenset[int]
+    entries: list[Entry] = field(default_factory=list)
+    sources: set[tuple[Site, Entry]] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Open:
+    """A parcel that is being filled. wholes: full size, padded. written: those that hold something.
+
+    came: the sources that have contributed during the running action.
+    """
+
+    parcel: Parcel
+    wholes: dict[Entry, Tensor]
+    lease: ExitStack
+    written: set[Entry] = field(default_factory=set)
+    came: set[tuple[Site, Entry]] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every source of what is trained has contributed during this action."""
+        return all(source in self.came for source in self.parcel.sources if source[1] in self.wholes)
+
+
+class Parcels:
+    """Deals the entries of sites to parcels.
+
+    fused: one parcel per unit, else one per site. once: each entry is in one parcel only, however many sites hold it, so that
+    it can be reduced once; else a tied weight travels from each place where it is used.
+    """
+
+    def __init__(self, *, fused: bool, once: bool) -> None:
+        self.fused = fused
+        self.once = once
+        self._parcels: dict[Hashable, Parcel] = {}
+        self._homes: dict[Entry, Site] = {}
+
+    def add(self, site: Site) -> None:
+        """`site` will contribute to all of its entries."""
+        for entry in site.entries:
+            home = self._homes.setdefault(entry, site) if self.once else site
+            parcel = self._parcels.setdefault(self._key(home, entry), Parcel(home.unit.name, entry.chunks))
+            if entry not in parcel.entries:
+                parcel.entries.append(entry)
+            parcel.sources.add((site, entry))
+
+    def of(self, site: Site, entry: Entry) -> Parcel:
+        """Where `site` puts its gradient of `entry`."""
+        return self._parcels[self._key(self._homes[entry] if self.once else site, entry)]
+
+    def _key(self, home: Site, entry: Entry) -> Hashable:
+        return (home.unit if self.fused else home, entry.chunks if self.once else None)

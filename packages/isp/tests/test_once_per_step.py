@@ -1,0 +1,72 @@
+"""Gradients that are summed at full size and reduced once per step: the same numbers, fewer exchanges, counted memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+
+ONCE = {"reduce": "step"}
+BATCH = {"global_size": 12, "micro_size": 2}
+"""Three micro-batches on each of two ranks."""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parity(parity, fused, tied):
+    parity(2, wp=2, weights=ONCE | {"fused": fused}, batch=BATCH, model__tie_embeddings=tied)
+
+
+@pytest.mark.parametrize("match", ["blocks.*", "*query*", "embed*"])
+def test_frozen_weights(parity, match):
+    parity(2, wp=2, weights=ONCE, batch=BATCH, optimizer__groups=[{"match": match, "freeze": True}])
+
+
+def test_copies_of_shards(parity):
+    """The shards are then summed over `wdp`, by a reducer that starts as soon as they are complete."""
+    parity(4, wp=2, dp=4, weights=ONCE, batch__micro_size=1)
+
+
+def test_recomputation(parity):
+    activations = {"use": "core.recompute", "fraction": 0.5}
+    parity(2, wp=2, weights=ONCE, batch=BATCH, activations=activations)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_gradients_wider_than_weights(parity, compute):
+    parity(2, wp=2, weights=ONCE, batch=BATCH, precision__compute=compute)
+
+
+def counted(tables: dict[str, Any], folder: Any) -> dict[str, int]:
+    """Of the third step: exchanges of gradients and new buffers; and the peaks of all three."""
+    plan = plan_from_dict(tables, folder)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        communicator = run.stepper.executor.weights
+        for _ in range(2):
+            run.step()
+        before = communicator.counters
+        run.step()
+        counted = {name: now - before[name] for name, now in communicator.counters.items()}
+        return counted | communicator.peaks | {"lent": communicator.pool.num_lent}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fused", [True, False])
+def test_each_gradient_travels_once(ranks, sharded, folder, fused, tied):
+    """Per micro-batch every unit sends its gradients three times; per step once, and a tied weight is one of them."""
+    changes = {"batch": BATCH, "evaluation": {"every": 9, "steps": 1}, "model__tie_embeddings": tied}
+    num_units = 5 if fused else 3 * 7 + 2
+    for reduce, number in (("micro_batch", 3 * num_units), ("step", num_units - tied)):
+        found = ranks(2)(counted, sharded(2, weights={"reduce": reduce, "fused": fused}, **changes), folder)
+        for one in found:
+            assert one["reductions"] == number
+            assert one["pool allocations"] == 0
+            assert one["lent"] == 0
+            if reduce == "step":
+                assert one["live full-size gradients"] == 3 * 7 + 2 - tied, "all of them"
+            else:
+                assert one["live full-size gradients"] <= (2 * 7 if fused else 4)
