@@ -48,6 +48,4 @@ def test_the_folder_s_plan_has_the_seconds(
     assert len(found) == 3, "embedding, block, head"
     assert min(found) > 0
     again = cli("check", "--model", written, "--set", 'run.name="again"')
-    assert (again.code, again.err) == (0, "1 plan is fine\n")
-    assert start("run", written, "--set", 'run.name="again"').finish().code == 0
-    assert costs(folder / "runs" / "again" / "plan.toml") == found
+    assert (again.code, again.err) == (0, "1 plan is fine\n"), "nothing is left to time"

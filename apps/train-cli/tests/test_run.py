@@ -87,9 +87,9 @@ def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) ->
 
 def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> None:
     """They listen on loopback alone, the launcher on nothing, and their numbers are those of one rank."""
-    many = ("--set", "run.steps=200")
+    many = ("--set", "run.steps=100")
     program = start("run", plan, *many)
-    program.wait_for("step 2/200")
+    program.wait_for("step 2/100")
     ranks = program.ranks()
     assert len(ranks) == 2
     listening = [each for process in ranks for each in listening_sockets(process.pid)]
@@ -98,12 +98,12 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
     assert listening_sockets(program.process.pid) == []
     result = program.finish()
     assert result.code == 0, result.err
-    assert (result.out, result.err.count("finished: 200 steps")) == ("", 1)
+    assert (result.out, result.err.count("finished: 100 steps")) == ("", 1)
     assert [line for line in result.err.splitlines() if not line.startswith(("step ", "finished: ", "  "))] == []
     assert_is_complete(folder / "runs" / "small", plan, *many)
-    assert cli("run", plan, *many, "--set", "parallel.dp=1", "--set", 'run.name="alone"').code == 0
-    pairs = zip(rows(folder / "runs" / "small"), rows(folder / "runs" / "alone"), strict=True)
-    for two, one in list(pairs)[:3]:
+    alone = ("--set", "run.steps=3", "--set", "parallel.dp=1", "--set", 'run.name="alone"')
+    assert cli("run", plan, *alone).code == 0
+    for two, one in zip(rows(folder / "runs" / "small"), rows(folder / "runs" / "alone"), strict=False):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 

@@ -8,7 +8,7 @@ cut, so they do not depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -102,12 +102,23 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 
 def whole(entry: Entry, own: Tensor, groups: Groups) -> Tensor:
-    """The whole of which `own`, of the shape of the entry's parameter, is this rank's part; a copy.
+    """The whole of which `own`, of the shape of the entry's parameter, is this rank's part; a copy."""
+    return wholes({entry: own}, groups)[entry]
 
-    A collective over `wp` where the entry is sharded: its ranks ask for the same entries in the same order.
+
+def wholes(parts: Mapping[Entry, Tensor], groups: Groups) -> dict[Entry, Tensor]:
+    """Copies of the wholes of which `parts`, each of the shape of its entry's parameter, are this rank's.
+
+    One collective over `wp` per dtype of what is sharded: its ranks ask for the same entries in the same order.
     """
-    if entry.shard is None:
-        return own.detach().clone()
-    rows = own.new_empty((entry.shard.count * entry.shard.rows, *own.shape[1:]))
-    all_gather(rows, own.detach().contiguous(), groups[AXIS], what=entry.name, lane="gather").wait()
-    return rows[: entry.shape[0]].clone()
+    found = {entry: own.detach().clone() for entry, own in parts.items() if entry.shard is None}
+    sharded = {entry: own.detach() for entry, own in parts.items() if entry.shard is not None}
+    for dtype in dict.fromkeys(own.dtype for own in sharded.values()):
+        alike = {entry: own for entry, own in sharded.items() if own.dtype == dtype}
+        sent = torch.cat([own.reshape(-1) for own in alike.values()])
+        received = sent.new_empty((groups[AXIS].size, sent.numel()))
+        all_gather(received, sent[None], groups[AXIS], what="parts of parameters", lane="gather").wait()
+        slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
+        for (entry, own), every in zip(alike.items(), slices, strict=True):
+            found[entry] = every.reshape(-1, *own.shape[1:])[: entry.shape[0]].clone()
+    return {entry: found[entry] for entry in parts}

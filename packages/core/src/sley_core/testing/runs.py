@@ -17,7 +17,7 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.cut import AnyBatch
-from sley_core.engine.shards import whole
+from sley_core.engine.shards import wholes
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
@@ -80,7 +80,8 @@ def record(
 def gradients(run: Run) -> Tensors:
     """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole."""
     present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
-    return {entry.name: whole(entry, run.store.gradient(entry), run.groups) for entry in run.book if entry in present}
+    parts = {entry: run.store.gradient(entry) for entry in run.book if entry in present}
+    return {entry.name: gradient for entry, gradient in wholes(parts, run.groups).items()}
 
 
 def _own(batch: AnyBatch, run: Run) -> AnyBatch:
@@ -93,7 +94,8 @@ def _own(batch: AnyBatch, run: Run) -> AnyBatch:
 
 def weights(run: Run) -> Tensors:
     """Copies of this rank's parameters and buffers, by name; sharded ones are gathered whole."""
-    found = {entry.name: whole(entry, entry.parameter, run.groups).cpu() for entry in run.book}
+    parts = wholes({entry: entry.parameter for entry in run.book}, run.groups)
+    found = {entry.name: weight.cpu() for entry, weight in parts.items()}
     for layer in run.layers:
         found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
     return found
