@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,9 @@ from train_cli.faults import Fault
 from train_cli.options import PlanArgument, SetOption
 from train_cli.progress import draws_line
 from train_cli.run_folder import check_run_folder, drop_unused, make_run_folder, run_folder
+
+_HEAD_START_S = 3.0
+"""How long a rank that found what rank 0 tells waits: a launcher ends all ranks when the first of them has ended."""
 
 
 def run(
@@ -106,8 +110,12 @@ def _as_rank(path: Path, overrides: Sequence[str], settings: Settings, *, overwr
 
 def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
     report.write(fault)
-    if tell and not lifeline.is_held():
+    if lifeline.is_held():
+        return fault.exit_code  # the launcher, which is ours, tells
+    if tell:
         console.show(fault, settings)
+    else:
+        time.sleep(_HEAD_START_S)
     return fault.exit_code
 
 
