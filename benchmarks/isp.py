@@ -32,40 +32,48 @@ BUCKETED = [{"use": "dp.bucketed", "start": "trust"}]
 EACH = [{"use": "core.each"}]
 VARIANTS: dict[str, dict[str, Any]] = {
     "isp": {},
-    "isp, everything ahead": {"ahead": 8, "reductions": 64},
-    "isp, by module": {"unit": "module", "ahead": 4},
+    "isp, sockets": {"host_memory": False},
+    "isp, not fused": {"fused": False},
     "isp, no overlap": {"overlap": False},
     "isp, no pool": {"pool": "isp.fresh"},
+    "isp, everything ahead": {"ahead": 8, "reductions": 64},
 }
+ONCE = {
+    "isp, reduced per step": {"reduce": "step"},
+    "isp, per step, sockets": {"reduce": "step", "host_memory": False},
+}
+"""With several micro-batches only."""
 
 
-def tables(tokens: int, options: dict[str, Any], fraction: float = 0.0) -> dict[str, Any]:
+def tables(tokens: int, options: dict[str, Any], fraction: float = 0.0, micros: int = 1) -> dict[str, Any]:
     """The plan whose weights are sharded over all ranks."""
+    weights = {"use": "isp.communicator", **options}
+    parallel = {"wp": dist.get_world_size(), "host_memory": weights.pop("host_memory", True)}
     return plan(
         {**SHAPE, "sequence": tokens},
-        1,
+        micros,
         BUCKETED,
-        parallel={"wp": dist.get_world_size()},
-        weights={"use": "isp.communicator", **options},
+        parallel=parallel,
+        weights=weights,
         activations={"use": "core.recompute", "fraction": fraction},
     )
 
 
-def contestants(tokens: int) -> dict[str, Callable[[], Any]]:
-    whole = plan({**SHAPE, "sequence": tokens}, 1, EACH)
+def contestants(tokens: int, micros: int = 1) -> dict[str, Callable[[], Any]]:
+    whole = plan({**SHAPE, "sequence": tokens}, micros, EACH)
     torchs = {"fsdp2": "fsdp2", "fsdp2 again": "fsdp2", "ddp": "ddp", "no communication": "none"}
     found: dict[str, Callable[[], Any]] = {
-        name: lambda kind=kind: Cleared(Torch(whole, kind, 1)) for name, kind in torchs.items()
+        name: lambda kind=kind: Cleared(Torch(whole, kind, micros)) for name, kind in torchs.items()
     }
-    for name, options in VARIANTS.items():
-        found[name] = lambda options=options: Sley(tables(tokens, options), backward_only=True)
+    for name, options in (VARIANTS | (ONCE if micros > 1 else {})).items():
+        found[name] = lambda options=options: Sley(tables(tokens, options, micros=micros), backward_only=True)
     return found
 
 
-def times(tokens: int, rounds: int) -> dict[str, list[float]]:
+def times(tokens: int, micros: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per step on this rank."""
     torch.set_num_threads(1)
-    made = {name: build() for name, build in contestants(tokens).items()}
+    made = {name: build() for name, build in contestants(tokens, micros).items()}
     batch = made["isp"].batch()
 
     def one(contestant: Any) -> Callable[[], object]:
@@ -93,9 +101,8 @@ def counts(tokens: int) -> dict[str, Any]:
     batch = contestant.batch()
     communicator: Any = contestant.run.stepper.executor.weights
     for _ in range(3):
-        before = communicator.counters
         contestant.step(batch)
-    return {name: now - before[name] for name, now in communicator.counters.items()} | communicator.peaks
+    return communicator.counts()
 
 
 class Lane:
@@ -118,6 +125,7 @@ class Lane:
 
             class Late:
                 end = exchange.end
+                free = exchange.free
 
                 def wait(self) -> None:
                     wait()
@@ -173,20 +181,22 @@ def main() -> None:
     options = parser(__doc__ or "", rounds=40)
     options.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     options.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
+    options.add_argument("--micros", type=int, default=1, help="micro-batches per step and rank")
     options.add_argument("--only", choices=("times", "memory", "hidden"), default=None)
     chosen = options.parse_args()
     for world in chosen.worlds:
         ranks = Ranks(world, timeout_s=3000)
         for tokens in chosen.tokens if chosen.only in (None, "times") else ():
-            rows = compare(ranks(times, tokens, chosen.rounds)[0], "fsdp2")
+            rows = compare(ranks(times, tokens, chosen.micros, chosen.rounds)[0], "fsdp2")
             noise = noise_of(rows, "fsdp2 again")
             ours = next(row for row in rows if row.name == "isp")
             facts: dict[str, object] = {"noise": round(noise, 4)}
-            if tokens in TIME_TARGET:
+            if tokens in TIME_TARGET and chosen.micros == 1:
                 facts[f"isp <= {TIME_TARGET[tokens]}"] = ours.meets(TIME_TARGET[tokens], noise)
             facts[f"of FSDP2's communication removed (target {REMOVED_TARGET})"] = round(removed(rows), 3)
             facts |= ranks(counts, tokens)[0]
-            report(f"forward, backward, reduction, {tokens} tokens, {world} ranks", rows, facts, chosen.json)
+            title = f"forward, backward, reduction, {chosen.micros} x {tokens} tokens, {world} ranks"
+            report(title, rows, facts, chosen.json)
         if chosen.only in (None, "memory"):
             facts = {name: round(ranks(memory, name, 512)[0]) for name in ranks(names)[0]}
             report(f"peak MiB of live tensors, 512 tokens, {world} ranks", [], facts, chosen.json)

@@ -77,7 +77,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     costs, notes = _layer_costs(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
     extra = tie_groups(stage, topology)
-    groups = world.groups(topology, plan.limits.collective_timeout_s, extra)
+    reads_memory = plan.parallel.host_memory
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=reads_memory)
     if not world.is_fake:
         _agree(plan, [*topology.groups(), *extra], groups, dataset)
     if plan.sequence is not None and topology.sp > 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from datetime import timedelta
 
 import pytest
@@ -14,6 +16,8 @@ from sley_core.testing.recorder import collectives
 from sley_core.testing.sequence import assert_same_sequence
 from sley_core.topology import Topology
 
+reads = pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="x86-64 Linux only")
+
 SHAPES = [(3, 2), (1,), (2, 0), (4, 2, 2)]
 
 
@@ -22,11 +26,13 @@ def value(rank, number, shape, dtype):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def exchange(dtype):
+def exchange(dtype, reads_memory):
     """What a gather and a reduction of all shapes gave on this rank, and what it called."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = Topology.of(size, wp=size)
-    group = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30))["wp"]
+    limit = timedelta(seconds=30)
+    group = make_groups(topology, rank, backend="gloo", timeout=limit, reads_memory=reads_memory)["wp"]
+    assert len(group.memories) == (2 if reads_memory and size > 1 else 0)
     wholes = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
     shards = [value(rank, number, shape, dtype) for number, shape in enumerate(SHAPES)]
     with collectives() as calls:
@@ -45,8 +51,10 @@ def exchange(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_rows_of_many_tensors(ranks, size, dtype):
-    found = ranks(size)(exchange, dtype)
+@pytest.mark.parametrize("reads_memory", [pytest.param(True, marks=reads), False])
+def test_rows_of_many_tensors(ranks, size, dtype, reads_memory):
+    """By reading each other's memory, and by messages: the same bits."""
+    found = ranks(size)(exchange, dtype, reads_memory)
     for number, shape in enumerate(SHAPES):
         expected = torch.cat([value(rank, number, shape, dtype) for rank in range(size)])
         terms = [value(rank, number, (size * shape[0], *shape[1:]), dtype).view(size, *shape) for rank in range(size)]
@@ -62,7 +70,7 @@ def test_rows_of_many_tensors(ranks, size, dtype):
 
 
 def test_one_rank_alone(ranks):
-    ((wholes, own, calls),) = ranks(1)(exchange, torch.float64)
+    ((wholes, own, calls),) = ranks(1)(exchange, torch.float64, True)
     for number, shape in enumerate(SHAPES):
         assert torch.equal(wholes[number], value(0, number, shape, torch.float64))
         assert torch.equal(own[number], value(0, number, shape, torch.float64))

@@ -24,6 +24,7 @@ from sley_core.engine.shards import AXIS
 from sley_core.engine.step_state import Phase
 from sley_core.engine.weight_queue import Handover
 from sley_core.protocols import WeightCommunicator
+from sley_isp.counts import Counts
 from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
 from sley_isp.reductions import Reductions
@@ -40,12 +41,13 @@ BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 class Communicator(WeightCommunicator):
-    """The only one that gathers; `prefetch`, `reductions` and `pool` hold its counters."""
+    """The only one that gathers; `tally` says how often, and what was there at most."""
 
     pool: MemoryPool
     reductions: Reductions
 
     def __init__(self, config: CommunicatorConfig) -> None:
+    tally: Counts
         self.config = config
         self.prefetch = Prefetch(config.ahead if config.overlap else 0)
         self.sites: list[Site] = []
@@ -53,8 +55,10 @@ class Communicator(WeightCommunicator):
         self._gathered: dict[Unit, Gathered] = {}
         self._action: Action | None = None
         self._at = -1
+        self._leaving: list[Gathered] = []
         self._drains: set[int] = set()
 
+        self._final = -1
     def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
         return all(is_plain(module, attribute) for module, attribute in places)
 
@@ -74,12 +78,15 @@ class Communicator(WeightCommunicator):
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         self._action = None
         last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+        self.tally = Counts(self.prefetch, self.reductions, self.pool)
         # Also the action before: what an earlier one began must not count as the last one's.
         self._drains = {at - before for at in last.values() for before in (0, 1)}
         self._at = -1
         for site in self.sites:
             self.parcels.add(site)
+        self._final = len(actions) - 1
         passes = [(phase, action.kind, action.chunk) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT]
+        actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # nothing runs in these
         self.prefetch.begin(passes)
         self._drop(list(self._gathered))
         self.reductions.forget()
@@ -89,7 +96,9 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
+        self._end()
         """Reductions may outlive an action, but not the one that completes a gradient, and none enters it from before."""
+        self.tally.begin(actions, phase)
         self._at += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
@@ -110,29 +119,12 @@ class Communicator(WeightCommunicator):
             uninstall(site)
         self.sites.clear()
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """Since the beginning: gathers, those that nobody foresaw, reductions, and buffers that were allocated."""
-        return {
-            "gathers": self.prefetch.num_gathers,
-            "demand gathers": self.prefetch.num_demands,
-            "reductions": self.reductions.num_started,
-            "pool allocations": self.pool_allocations,
-        }
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """The most units that were held at once, and the most gradients of full size, with their bytes."""
-        return {
-            "resident units": self.prefetch.max_held,
-            "live full-size gradients": self.reductions.max_live,
-            "bytes of full-size gradients": self.reductions.max_live_bytes,
-        }
-
-    @property
-    def pool_allocations(self) -> int:
-        """Of this package's pools; another's pool counts for itself."""
-        return int(getattr(self.pool, "num_allocations", 0))
+        if self._at == self._final:
+            self._end()
+            self.tally.end()
+    def counts(self) -> dict[str, float]:
+        """`protocols.Counts`: of the last step, and at most."""
+        return self.tally.report()
 
     # -- what sites ask for
 
@@ -162,6 +154,7 @@ class Communicator(WeightCommunicator):
         self._drop(decision.drop)
         for unit in decision.gather:
             assert isinstance(unit, Unit), unit
+            gathered.end()
             self._gathered[unit] = self._gather(unit)
 
     def _gather(self, unit: Unit) -> Gathered:
@@ -175,7 +168,18 @@ class Communicator(WeightCommunicator):
     def _drop(self, units: Sequence[object]) -> None:
         for unit in units:
             assert isinstance(unit, Unit), unit
-            self._gathered.pop(unit).release()
+        if self._action is not None:
+            self.tally.gathered(unit, gathered)
+            gathered = self._gathered.pop(unit)
+            gathered.release()
+            self.tally.dropped(gathered)
+            self._leaving.append(gathered)
+
+    def _end(self) -> None:
+        """The shards may change from now on: everybody has them."""
+        for gathered in self._leaving:
+            gathered.end()
+        self._leaving.clear()
 
     # -- the model
 
@@ -217,7 +221,7 @@ class Communicator(WeightCommunicator):
         for entry in site.trained:
             self.reductions.add(self.parcels.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
         if self._action is None:
-            self.reductions.finish()
             self.reductions.flush(everything=True)
         elif not self.parcels.fused and not self.parcels.once:
             self.reductions.flush()
+            self.reductions.finish()

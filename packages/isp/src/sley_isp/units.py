@@ -60,7 +60,10 @@ class Unit:
 
 
 class Gathered:
-    """The whole weights of `unit`, on their way until `wait`. The buffer is leased from `pool` until `release`."""
+    """The whole weights of `unit`, on their way until `wait`. The buffer is leased from `pool` until `release`.
+
+    num_bytes: of the buffer. num_received_bytes: of those, what comes from others. The shards stay as they are until `end`.
+    """
 
     def __init__(self, unit: Unit, pool: MemoryPool, group: Group) -> None:
         parameters = [parameter.detach() for parameter in unit.parameters]
@@ -70,6 +73,8 @@ class Gathered:
         self._stack = ExitStack()
         flat = self._stack.enter_context(pool.lease((numel,), dtype, device))
         views = views_of(flat, unit.entries, starts)
+        self.num_bytes = flat.nbytes
+        self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (group.size - 1)
         # The unit's own order of entries, the same on all ranks of `wp`, which gather the same units in one order.
         self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}")
         self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
@@ -83,10 +88,14 @@ class Gathered:
         return self._wholes[entry]
 
     def release(self) -> None:
-        """Gives the buffer back; what is still on its way into it, or out of the shards, is awaited first."""
-        self._exchange.end()
+        """Gives the buffer back, once nothing comes into it any more."""
+        self._exchange.free()
         self._stack.close()
         self._wholes = {}
+
+    def end(self) -> None:
+        """Returns when every other rank has this one's shards."""
+        self._exchange.end()
 
 
 def layout(entries: Sequence[Entry], itemsize: int) -> tuple[list[int], int]:

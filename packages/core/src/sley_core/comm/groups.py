@@ -6,13 +6,14 @@ Nothing runs on the default group after start-up, and nobody else calls `new_gro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from sley_core.comm.host_memory import HostMemory
 from sley_core.errors import RunError
-from sley_core.topology import AXES, DEFAULT_LANE, GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_LANE, LANES, GroupEntry, Topology
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Group:
     """The ranks of one axis that this rank talks to, with one communicator per lane.
 
     ranks: global, ascending. A group of one rank has no communicator, and every collective on it is the identity.
+    memories: for those lanes whose ranks can read each other's memory.
     """
 
     axis: str
     ranks: tuple[int, ...]
     rank: int
     lanes: dict[str, dist.ProcessGroup]
+    memories: dict[str, HostMemory] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -67,6 +70,7 @@ class Groups(Mapping[str, Group]):
         """
         for group in self._groups.values():
             group.lanes.clear()
+            group.memories.clear()
 
 
 def make_groups(
@@ -76,6 +80,7 @@ def make_groups(
     backend: str,
     timeout: timedelta,
     extra: Iterable[GroupEntry] = (),
+    reads_memory: bool = False,
 ) -> Groups:
     """Joins every line of the table that names `rank`; every rank of the world calls this once, with equal tables.
 
@@ -83,6 +88,7 @@ def make_groups(
     by the members alone (`use_local_synchronization`) it still counts, and waits for ever where one member has joined
     more groups than another, as with ties of stages (1, 2) and (2, 3).
 
+    reads_memory: whether ranks that share weights may read each other's memory, where they can; only for tensors on the host.
     backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
     communicator: what runs on them is issued in one order by all members anyway.
     Raises RunError `group-failed` where a member does not come within `timeout`.
@@ -108,7 +114,13 @@ def make_groups(
             lanes.setdefault(entry.axis, {})[entry.lane] = joined
     for axis in AXES:
         members.setdefault(axis, (rank,))
-    return Groups({axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()})
+    groups = Groups({axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()})
+    shares = groups["wp"]
+    for lane in LANES["wp"] if reads_memory and shares.size > 1 and backend == "gloo" else ():
+        memory = HostMemory.open(shares, lane, timeout.total_seconds())
+        if memory is not None:
+            shares.memories[lane] = memory
+    return groups
 
 
 def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:

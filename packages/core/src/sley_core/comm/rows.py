@@ -3,29 +3,48 @@
     gather   rank 0: a0      a0 a1        reduce   rank 0: a0 a1     a0 + b0
              rank 1:    a1   a0 a1                 rank 1: b0 b1               a1 + b1
 
-On gloo every rank sends to every other directly: two to four times faster than gloo's own reduce-scatter, and what is
-received needs no copy (docs/measurements.md). Elsewhere the backend's own collectives are the best there are. A shard is
-summed on its own rank, own part first, then by ascending coordinate, so the result does not depend on who is late.
+On the CPU of one host, ranks read each other's memory where the system lets them. On gloo otherwise every rank sends to
+every other directly: two to four times faster than gloo's own reduce-scatter, and what is received needs no copy
+(docs/measurements.md). Elsewhere the backend's own collectives are the best there are. A shard is summed on its own rank,
+own part first, then by ascending coordinate, so the result depends neither on who is late nor on the way that it took.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.collectives import all_gather_single, guarded
 from sley_core.comm.groups import Group
+from sley_core.comm.host_rows import HostGather, HostReduce
 
 GATHER = "gather"
 REDUCE = "reduce"
 """The lanes of `wp`: a gather must not wait for a reduction."""
 
 
-class Exchange:
-    """Messages under way: `wait` until what comes is here (on CUDA: until this stream will see it), `end` it when done.
+watchers: list[Callable[[str, Group, Sequence[Tensor]], None]] = []
+"""Told of every exchange that torch does not see: `gather` or `reduce`, its group, and what this rank gives."""
+
+
+class Exchange(Protocol):
+    """Rows under way. `wait` until what comes is here (on CUDA: until this stream will see it), `end` it when done."""
+
+    def wait(self) -> None:
+        """Raises RunError `collective-failed`, naming operation, group and tensors; a second call does nothing."""
+
+    def free(self) -> None:
+        """Nothing comes any more, whether it was awaited or not: the memory it would go to may be used otherwise."""
+
+    def end(self) -> None:
+        """Waits for what was sent too: the memory of both may be written afterwards. Raises as `wait` does."""
+
+
+class Messages:
+    """An exchange by works of a process group.
 
     received, sent: their works. finish: what is left to do with what came.
     """
@@ -49,15 +68,16 @@ class Exchange:
         self._finish = finish
 
     def wait(self) -> None:
-        """Raises RunError `collective-failed`, naming operation, group and tensors; a second call does nothing."""
         received, self._received = self._received, []
         self._await(received)
         if self._finish is not None:
             self._finish()
             self._finish = None
 
+    def free(self) -> None:
+        self.wait()
+
     def end(self) -> None:
-        """Waits for what was sent too: the memory of both may be written afterwards. Raises as `wait` does."""
         self.wait()
         sent, self._sent = self._sent, []
         self._await(sent)
@@ -77,7 +97,11 @@ def gather_rows(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: Group
     if group.size == 1:
         for whole, shard in zip(wholes, shards, strict=True):
             whole.copy_(shard)
-        return Exchange([], [], "gather", group, what)
+        return Messages([], [], "gather", group, what)
+    memory = group.memories.get(GATHER)
+    if memory is not None:
+        _tell("gather", group, shards)
+        return HostGather(memory, wholes, shards, what)
     lane = group.lane(GATHER)
     received: list[Any] = []
     sent: list[Any] = []
@@ -95,12 +119,12 @@ def gather_rows(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: Group
             rows[own].copy_(shard)
 
     guarded(start, "gather", group, what)
-    return Exchange(received, sent, "gather", group, what)
+    return Messages(received, sent, "gather", group, what)
 
 
 def num_received(rows: int, group: Group) -> int:
     """The rows of scratch memory that `reduce_rows` needs for a shard of `rows`."""
-    return rows * max(group.size - 1, 0)
+    return 0 if REDUCE in group.memories else rows * (group.size - 1)
 
 
 def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Group, *, what: str) -> Exchange:
@@ -111,7 +135,11 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
     one order with as many tensors of the same shapes.
     """
     if group.size == 1:
-        return Exchange([], [], "reduce", group, what)
+        return Messages([], [], "reduce", group, what)
+    memory = group.memories.get(REDUCE)
+    if memory is not None:
+        _tell("reduce", group, wholes)
+        return HostReduce(memory, wholes, what)
     lane = group.lane(REDUCE)
     came: list[Any] = []
     sent: list[Any] = []
@@ -140,13 +168,18 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
                 own.add_(part)
 
     guarded(start, "reduce", group, what)
-    return Exchange(came, sent, "reduce", group, what, finish)
+    return Messages(came, sent, "reduce", group, what, finish)
 
 
 _reduce_scatter_single = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 )
 """Renamed in torch 2.13."""
+
+
+def _tell(operation: str, group: Group, tensors: Sequence[Tensor]) -> None:
+    for watcher in watchers:
+        watcher(operation, group, tensors)
 
 
 def _others(group: Group) -> list[int]:

@@ -108,11 +108,21 @@ class World(AbstractContextManager["World"]):
             raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
         return value  # type: ignore[return-value]  # without a fault it is what `make` returned
 
-    def groups(self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = ()) -> Groups:
-        """This rank's communicators, those of `extra` after the topology's; a collective over the world."""
+    def groups(
+        self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, reads_memory: bool = False
+    ) -> Groups:
+        """This rank's communicators, those of `extra` after the topology's; a collective over the world.
+
+        reads_memory: whether ranks on the CPUs of one host may read each other's memory.
+        """
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
         groups = make_groups(
-            topology, self.rank, backend=self.device.backend, timeout=timedelta(seconds=timeout_s), extra=extra
+            topology,
+            self.rank,
+            backend=self.device.backend,
+            timeout=timedelta(seconds=timeout_s),
+            extra=extra,
+            reads_memory=reads_memory and self.device.torch_device.type == "cpu",
         )
         self.made.append(groups)
         return groups

@@ -121,6 +121,9 @@ class ParallelTable(Table):
     wp: Positive = 1
     """Ranks that split each weight."""
 
+    host_memory: bool = True
+    """Ranks of `wp` on the CPUs of one host read each other's memory, where the system lets them; false: gloo's sockets."""
+
 
 class EvaluationTable(Table):
     """Measures the loss on held-out data during the run and at its end; left out, never."""

@@ -8,7 +8,7 @@ functions of `torch.distributed` would miss the imported names, patching Process
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sley_core.comm import rows
+from sley_core.comm.groups import Group
 from sley_core.testing.sequence import Collective
 
 _NAMES = {
@@ -45,8 +47,12 @@ _NUM_SITES = 3
 def collectives() -> Iterator[list[Collective]]:
     """The list to which the collectives of the block are added, in the order in which this rank issues them."""
     recorder = _Recorder()
-    with recorder:
-        yield recorder.calls
+    rows.watchers.append(recorder.saw)
+    try:
+        with recorder:
+            yield recorder.calls
+    finally:
+        rows.watchers.remove(recorder.saw)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -63,6 +69,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             if group is not None:
                 self.calls.append(_describe(schema.name, _unboxed(group), given))
         return func(*args, **(kwargs or {}))
+
+    def saw(self, operation: str, group: Group, tensors: Sequence[Tensor]) -> None:
+        """An exchange through the host's memory, which torch does not dispatch."""
+        numel, dtype = sum(one.numel() for one in tensors), str(tensors[0].dtype).removeprefix("torch.")
+        label = f"{group} {operation}"
+        self.calls.append(
+            Collective(operation, label, group.ranks, numel, dtype, is_async=True, peer=None, site=_site())
+        )
 
 
 def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> Collective:

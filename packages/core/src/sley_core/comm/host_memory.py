@@ -1,0 +1,181 @@
+"""Ranks of one host read each other's memory: one copy by the kernel, where a socket takes two and a thread between.
+
+    owner                                    reader
+    offer(tensors) ── addresses, number ──>  inbox
+                                             take: waits for the number, then reads the rows it wants
+    is_read    <────── number ─────────────  done: the owner may write again
+
+Addresses and numbers are pushed into the other's inbox, so that waiting looks at one's own memory and a rank that has done
+its part may end. Linux's `process_vm_readv` and `process_vm_writev` do the copies; both need the right to trace the peer, which
+same users have unless Yama or a container forbids it. `HostMemory.open` tries, and answers None where any pair of ranks cannot.
+Only x86-64: the number is written after the addresses, and other processors may show that in another order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sley_core.comm.system_memory import Span, read, write
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+
+_kept: list[ctypes.Array[ctypes.c_int64]] = []
+"""Every inbox of this process: a peer of a run that failed may still write into it."""
+
+RING = 1024
+"""Offers that may be open at once."""
+
+_FIELDS = 3
+"""Of an offer in an inbox: the address of its table of addresses, how many there are, and the offer's number, last."""
+
+_PEER = RING * (_FIELDS + 1)
+_WORD = 8
+_YIELD_S = 1e-3
+_SLEEP_S = 50e-6
+"""A rank that waits lets others run, and sleeps after a millisecond."""
+
+_LOOK_S = 0.5
+"""How often a rank that waits looks whether the peer is still there."""
+
+Table = ctypes.Array[ctypes.c_int64]
+
+
+class _Card(NamedTuple):
+    """How others find a rank: its machine, process, inbox, and the number with which that begins."""
+
+    host: Hashable
+    pid: int
+    inbox: int
+    token: int
+
+
+class HostMemory:
+    """What the members of a group have for each other, in one order of offers on all of them.
+
+    Made by `open`. The tensors of an offer are contiguous, and stay as they are until `is_read` has returned.
+    """
+
+    def __init__(self, ranks: Sequence[int], coord: int, timeout_s: float) -> None:
+        self.ranks = ranks
+        self.coord = coord
+        self.timeout_s = timeout_s
+        self.peers = [peer for peer in range(len(ranks)) if peer != coord]
+        # The token first, then for each peer the ring of its offers and the ring of what it has read.
+        self._inbox: Table = (ctypes.c_int64 * (1 + len(ranks) * _PEER))()
+        self._inbox[0] = secrets.randbits(62)
+        _kept.append(self._inbox)
+        self._cards = [_Card(_host(), os.getpid(), ctypes.addressof(self._inbox), self._inbox[0])]
+        self._num_offers = 0
+        self._tables: dict[int, Table] = {}
+
+    @classmethod
+    def open(cls, group: Group, lane: str, timeout_s: float) -> HostMemory | None:
+        """The memories of the members of `group`, which all call this; it talks over `lane`. None if any cannot."""
+        made = cls(group.ranks, group.coord, timeout_s)
+        cards: list[_Card] = made._cards * group.size
+        # Both: the lane's members, in the order of the table of groups.
+        dist.all_gather_object(cards, made._cards[0], group=group.lane(lane))
+        made._cards = cards
+        hosts = {card.host for card in cards}
+        able = len(hosts) == 1 and None not in hosts and all(made._can_reach(peer) for peer in made.peers)
+        votes = [able] * group.size
+        dist.all_gather_object(votes, able, group=group.lane(lane))
+        return made if all(votes) else None
+
+    def offer(self, tensors: Sequence[Tensor], what: str) -> int:
+        """Lets every peer read `tensors`; returns the offer's number. All members make their offers in one order."""
+        number = self._num_offers = self._num_offers + 1
+        if number > RING:
+            self.is_read(number - RING, what)
+        table = self._tables[number % RING] = (ctypes.c_int64 * len(tensors))(*(one.data_ptr() for one in tensors))
+        card = (ctypes.c_int64 * _FIELDS)(ctypes.addressof(table), len(tensors), number)
+        at = 1 + self.coord * _PEER + (number % RING) * _FIELDS
+        parts = [Span(ctypes.addressof(card), 2 * _WORD), Span(ctypes.addressof(card) + 2 * _WORD, _WORD)]
+        for peer in self.peers:
+            address = self._cards[peer].inbox + at * _WORD
+            there = [Span(address, 2 * _WORD), Span(address + 2 * _WORD, _WORD)]
+            self._copied(write(self._cards[peer].pid, parts, there), there, peer, what)
+        return number
+
+    def table(self, peer: int, number: int, what: str) -> Sequence[int]:
+        """Where the tensors of the peer's offer `number` lie in its memory; waits for the offer."""
+        at = 1 + peer * _PEER + (number % RING) * _FIELDS
+        self._await(at + 2, number, peer, what)
+        addresses: Table = (ctypes.c_int64 * self._inbox[at + 1])()
+        here = Span(ctypes.addressof(addresses), ctypes.sizeof(addresses))
+        self.read(peer, [here], [Span(self._inbox[at], here.num_bytes)], what)
+        return list(addresses)
+
+    def read(self, peer: int, here: Sequence[Span], there: Sequence[Span], what: str) -> None:
+        """Copies `there`, of the peer's memory, into `here`; both are as long."""
+        self._copied(read(self._cards[peer].pid, here, there), there, peer, what)
+
+    def done(self, peer: int, number: int, what: str) -> None:
+        """This rank has read, or will never read, the peer's offer `number`."""
+        word = ctypes.c_int64(number)
+        at = 1 + self.coord * _PEER + RING * _FIELDS + number % RING
+        there = [Span(self._cards[peer].inbox + at * _WORD, _WORD)]
+        self._copied(write(self._cards[peer].pid, [Span(ctypes.addressof(word), _WORD)], there), there, peer, what)
+
+    def is_read(self, number: int, what: str) -> None:
+        """Waits until every peer is done with this rank's offer `number`."""
+        for peer in self.peers:
+            self._await(1 + peer * _PEER + RING * _FIELDS + number % RING, number, peer, what)
+
+    def _await(self, at: int, number: int, peer: int, what: str) -> None:
+        """Until the word `at` of the inbox is `number`, or later."""
+        inbox = self._inbox
+        began = looked = time.perf_counter()
+        while inbox[at] < number:
+            now = time.perf_counter()
+            if now - began < _YIELD_S:
+                os.sched_yield()
+                continue
+            time.sleep(_SLEEP_S)
+            if now - looked > _LOOK_S:
+                looked = now
+                if not self._can_reach(peer):
+                    raise self._failed(peer, what, "it has ended")
+                if now - began > self.timeout_s:
+                    raise self._failed(peer, what, f"it did not come within {self.timeout_s:g} s")
+
+    def _copied(self, num_bytes: int, spans: Sequence[Span], peer: int, what: str) -> None:
+        if num_bytes != sum(span.num_bytes for span in spans):
+            raise self._failed(peer, what, "its memory cannot be reached any more")
+
+    def _failed(self, peer: int, what: str, why: str) -> RunError:
+        return RunError(
+            "collective-failed",
+            f"the exchange of {what} with rank {self.ranks[peer]} failed on rank {self.ranks[self.coord]}: {why}",
+            hint="another rank of the group stopped, or did not come within [limits] collective_timeout_s",
+        )
+
+    def _can_reach(self, peer: int) -> bool:
+        """Whether the peer's inbox can be read, and written; it begins with its token."""
+        card = self._cards[peer]
+        word = ctypes.c_int64()
+        here, there = [Span(ctypes.addressof(word), _WORD)], [Span(card.inbox, _WORD)]
+        if read(card.pid, here, there) != _WORD or word.value != card.token:
+            return False
+        return write(card.pid, here, there) == _WORD
+
+
+def _host() -> Hashable:
+    """Which machine, and which numbering of processes; None where memory of others cannot be read."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return boot, Path("/proc/self/ns/pid").stat().st_ino

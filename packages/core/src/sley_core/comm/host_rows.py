@@ -1,0 +1,104 @@
+"""Gathers and reductions of rows by ranks that read each other's memory; the same sums, in the same order, as messages.
+
+What comes is read when it is awaited: nothing else moves it, so a wait costs the copy, and no core is taken before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.host_memory import HostMemory
+from sley_core.comm.system_memory import Span
+
+PIECE_BYTES = 1 << 18
+"""How much of a gradient is read before it is added: it stays in the cache in between."""
+
+
+class HostGather:
+    """Fills each of `wholes` with the ranks' `shards`."""
+
+    def __init__(self, memory: HostMemory, wholes: Sequence[Tensor], shards: Sequence[Tensor], what: str) -> None:
+        self._memory = memory
+        self._what = what
+        self._shards = shards  # alive while others may read them
+        self._number = memory.offer(shards, what)
+        self._rows = [whole.view(len(memory.ranks), *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
+        self._is_open = True
+        for rows, shard in zip(self._rows, shards, strict=True):
+            rows[memory.coord].copy_(shard)
+
+    def wait(self) -> None:
+        """Reads what comes from the others, once."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for peer in self._memory.peers:
+            addresses = self._memory.table(peer, self._number, self._what)
+            here = [_span(rows[peer]) for rows in self._rows]
+            there = [Span(address, span.num_bytes) for address, span in zip(addresses, here, strict=True)]
+            self._memory.read(peer, here, there, self._what)
+            self._memory.done(peer, self._number, self._what)
+
+    def free(self) -> None:
+        """What was not awaited is never read."""
+        if self._is_open:
+            self._is_open = False
+            for peer in self._memory.peers:
+                self._memory.done(peer, self._number, self._what)
+
+    def end(self) -> None:
+        """Waits until the others have read the shards."""
+        self.free()
+        self._memory.is_read(self._number, self._what)
+
+
+class HostReduce:
+    """Adds the others' part of each of `wholes` to this rank's rows of it."""
+
+    def __init__(self, memory: HostMemory, wholes: Sequence[Tensor], what: str) -> None:
+        self._memory = memory
+        self._what = what
+        self._wholes = wholes  # alive while others may read them
+        self._number = memory.offer(wholes, what)
+        self._own = [whole.view(len(memory.ranks), -1)[memory.coord] for whole in wholes]
+        self._is_open = True
+
+    def wait(self) -> None:
+        """Reads and adds, once."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        memory = self._memory
+        tables = [memory.table(peer, self._number, self._what) for peer in memory.peers]
+        for at, own in enumerate(self._own):
+            addresses = [table[at] + memory.coord * own.nbytes for table in tables]
+            self._sum(own, addresses)
+        for peer in memory.peers:
+            memory.done(peer, self._number, self._what)
+
+    def free(self) -> None:
+        """Reads what has not been read: a sum has no part that may be left out."""
+        self.wait()
+
+    def end(self) -> None:
+        """Waits until the others have read."""
+        self.wait()
+        self._memory.is_read(self._number, self._what)
+
+    def _sum(self, own: Tensor, addresses: Sequence[int]) -> None:
+        length = PIECE_BYTES // own.element_size()
+        piece = torch.empty(min(length, own.numel()), dtype=own.dtype)
+        for first in range(0, own.numel(), length):
+            target = own[first : first + length]
+            came = piece[: target.numel()]
+            for peer, address in zip(self._memory.peers, addresses, strict=True):
+                there = Span(address + first * own.element_size(), target.nbytes)
+                self._memory.read(peer, [_span(came)], [there], self._what)
+                target.add_(came)
+
+
+def _span(tensor: Tensor) -> Span:
+    return Span(tensor.data_ptr(), tensor.nbytes)

@@ -1,0 +1,122 @@
+"""Ranks of one host that read each other's memory: what is read, who waits for whom, and what is said when nobody comes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.comm import host_memory
+from sley_core.comm.groups import make_groups
+from sley_core.comm.rows import gather_rows, reduce_rows
+from sley_core.comm.system_memory import Span, read, write
+from sley_core.errors import RunError
+from sley_core.topology import Topology
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="memory of peers is read on x86-64 Linux only"
+)
+
+LIMIT = timedelta(seconds=30)
+
+
+def wp(limit: timedelta = LIMIT) -> Any:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return make_groups(Topology.of(size, wp=size), rank, backend="gloo", timeout=limit, reads_memory=True)["wp"]
+
+
+def laps() -> list[float]:
+    """Many more exchanges than offers can be open, by a rank that is now early and now late."""
+    group = wp()
+    host_memory.RING = 4
+    sums = []
+    shard = torch.empty(3)
+    for lap in range(20):
+        if lap % 5 == group.coord:
+            time.sleep(0.005)
+        shard.fill_(10.0 * lap + group.coord)
+        whole = torch.empty(3 * group.size)
+        exchange = gather_rows([whole], [shard], group, what="laps")
+        exchange.wait()
+        exchange.end()
+        given = whole.clone()
+        reduction = reduce_rows([given], [], group, what="laps")
+        reduction.end()
+        sums.append(float(given.view(group.size, 3)[group.coord][0]))
+    return sums
+
+
+def test_no_one_reads_what_is_written_again(ranks):
+    """`end` returns when all others have read, however late they are: the next lap overwrites the same shard."""
+    for rank, sums in enumerate(ranks(3)(laps)):
+        assert sums == [3 * (10.0 * lap + rank) for lap in range(20)]
+
+
+def unread() -> float:
+    group = wp()
+    exchanges = [
+        gather_rows([torch.empty(2 * group.size)], [torch.full((2,), 1.0)], group, what="weights") for _ in range(3)
+    ]
+    whole = torch.empty(2 * group.size)
+    last = gather_rows([whole], [torch.full((2,), 5.0)], group, what="weights")
+    last.wait()
+    for exchange in (*exchanges, last):
+        exchange.end()
+    return float(whole.sum())
+
+
+def test_what_nobody_waits_for_is_not_read(ranks):
+    """A gather that was not used ends too, and the one after it is right."""
+    assert ranks(2)(unread) == [20.0, 20.0]
+
+
+def nobody_comes() -> str:
+    group = wp(timedelta(seconds=1))
+    if group.coord == 1:
+        time.sleep(2.5)
+        return ""
+    exchange = gather_rows([torch.empty(4)], [torch.ones(2)], group, what="the weights of block.3")
+    with pytest.raises(RunError) as raised:
+        exchange.wait()
+    return str(raised.value)
+
+
+def test_a_peer_that_does_not_come(ranks):
+    said, _ = ranks(2)(nobody_comes)
+    assert "the weights of block.3 with rank 1 failed on rank 0: it did not come within 1 s" in said
+
+
+def stranger() -> list[int]:
+    group = wp()
+    inbox = group.memories["gather"]._cards[0].inbox
+    word = torch.zeros(1, dtype=torch.int64)
+    here = [Span(word.data_ptr(), 8)]
+    return [
+        read(os.getpid(), here, [Span(inbox, 8)]),
+        read(2**22 + 1, here, [Span(inbox, 8)]),
+        write(1, here, [Span(8, 8)]),
+    ]
+
+
+def test_what_cannot_be_reached_is_said(ranks):
+    """No such process, and no such memory."""
+    found, _ = ranks(2)(stranger)
+    assert found == [8, -1, -1]
+
+
+def refused(monkeypatched: bool) -> list[int]:
+    if monkeypatched and os.environ["RANK"] == "1":
+        host_memory.read = lambda *_: -1
+    return sorted(wp().memories)
+
+
+def test_messages_where_one_rank_may_not_read(ranks):
+    """All ranks take the same way."""
+    assert ranks(3)(refused, False) == [["gather", "reduce"]] * 3
+    assert ranks(3)(refused, True) == [[]] * 3

@@ -1,0 +1,112 @@
+"""What a communicator counts: in one step, in one evaluation's batch, and at most; for the end of a run and for tests.
+
+begin ──> gathered*, dropped* ──> end: differences are those of one pass over the rank's actions
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sley_core.actions.action import Action
+from sley_core.engine.step_state import Phase
+
+if TYPE_CHECKING:
+    from sley_core.protocols import MemoryPool
+    from sley_isp.prefetch import Prefetch
+    from sley_isp.reductions import Reductions
+    from sley_isp.units import Gathered, Unit
+
+MIB = 1 << 20
+WARM_UP = 2
+"""Steps after which a pool has what it needs: the order of the first is not known beforehand."""
+
+
+@dataclass
+class Counts:
+    """Of one rank. `of(pool)` is its buffers that were allocated so far, where the pool tells."""
+
+    prefetch: Prefetch
+    reductions: Reductions
+    pool: MemoryPool
+    num_steps: int = 0
+    max_bytes: int = 0
+    _bytes: int = 0
+    _per_micro: dict[str, float] = field(default_factory=dict)
+    _last: dict[str, float] = field(default_factory=dict)
+    _before: dict[str, int] = field(default_factory=dict)
+    _warm_allocations: int | None = None
+    _units: Counter[Unit] = field(default_factory=Counter)
+    _gathered_bytes: int = 0
+    _num_micros: int = 1
+    _phase: Phase = Phase.TRAIN
+
+    def begin(self, actions: Sequence[Action], phase: Phase) -> None:
+        """`actions` are about to run."""
+        self._units.clear()
+        self._phase = phase
+        self._num_micros = len({(action.chunk, action.micro) for action in actions}) or 1
+        self._num_micros //= len({action.chunk for action in actions}) or 1
+        self._before = self.totals
+
+    def gathered(self, unit: Unit, gathered: Gathered) -> None:
+        """A gather has begun."""
+        self._units[unit] += 1
+        self._bytes += gathered.num_bytes
+        self._gathered_bytes += gathered.num_received_bytes
+        self.max_bytes = max(self.max_bytes, self._bytes)
+
+    def dropped(self, gathered: Gathered) -> None:
+        """Its buffer went back."""
+        self._bytes -= gathered.num_bytes
+
+    def end(self) -> None:
+        """The last of the actions is over."""
+        self._per_micro[self._phase] = max(self._units.values(), default=0) / self._num_micros
+        if self._phase is not Phase.TRAIN:
+            return
+        self.num_steps += 1
+        self._last = {name: now - self._before[name] for name, now in self.totals.items()}
+        if self.num_steps == WARM_UP:
+            self._warm_allocations = self.num_allocations
+
+    @property
+    def num_allocations(self) -> int:
+        """Of this package's pools; another's pool counts for itself."""
+        return int(getattr(self.pool, "num_allocations", 0))
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Since the beginning: gathers, those that nobody foresaw, exchanges of gradients, what came and what went."""
+        return {
+            "gathers": self.prefetch.num_gathers,
+            "demand_gathers": self.prefetch.num_demands,
+            "reductions": self.reductions.num_started,
+            "gathered_bytes": self._gathered_bytes,
+            "reduced_bytes": self.reductions.num_bytes,
+            "allocations": self.num_allocations,
+        }
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """At most, at one time: gathered units and their bytes, weights with a gradient of full size and the bytes of these."""
+        return {
+            "resident_units": self.prefetch.max_held,
+            "resident_bytes": self.max_bytes,
+            "full_gradients": self.reductions.max_live,
+            "full_gradient_bytes": self.reductions.max_live_bytes,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """The last step, and the most of all steps."""
+        last = {name: value for name, value in self._last.items() if name != "allocations"}
+        found: dict[str, Any] = {"gathers_per_unit_and_micro_batch": self._per_micro.get(Phase.TRAIN, 0)}
+        if Phase.EVALUATE in self._per_micro:
+            found["gathers_per_unit_and_micro_batch_evaluating"] = self._per_micro[Phase.EVALUATE]
+        found |= {f"{name}_per_step": value for name, value in last.items()}
+        found |= {f"most_{name}": value for name, value in self.peaks.items()}
+        if self._warm_allocations is not None:
+            found[f"allocations_after_step_{WARM_UP}"] = self.num_allocations - self._warm_allocations
+        return found
