@@ -45,20 +45,20 @@ class Communicator(WeightCommunicator):
 
     pool: MemoryPool
     reductions: Reductions
+    tally: Counts
 
     def __init__(self, config: CommunicatorConfig) -> None:
-    tally: Counts
         self.config = config
         self.prefetch = Prefetch(config.ahead if config.overlap else 0)
         self.sites: list[Site] = []
         self.units: list[Unit] = []
         self._gathered: dict[Unit, Gathered] = {}
+        self._leaving: list[Gathered] = []
         self._action: Action | None = None
         self._at = -1
-        self._leaving: list[Gathered] = []
+        self._final = -1
         self._drains: set[int] = set()
 
-        self._final = -1
     def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
         return all(is_plain(module, attribute) for module, attribute in places)
 
@@ -71,34 +71,34 @@ class Communicator(WeightCommunicator):
         bound = self.config.bound if self.config.overlap else 0
         once = self.config.reduce == "step"
         self.reductions = Reductions(bound, run.store, self.pool, self._group, once=once)
+        self.tally = Counts(self.prefetch, self.reductions, self.pool)
         self.parcels = Parcels(fused=self.config.fused, once=once)
         for layer in run.layers:
             self._take(layer)
+        for site in self.sites:
+            self.parcels.add(site)
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         self._action = None
+        actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # nothing runs in these
         last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
-        self.tally = Counts(self.prefetch, self.reductions, self.pool)
         # Also the action before: what an earlier one began must not count as the last one's.
         self._drains = {at - before for at in last.values() for before in (0, 1)}
         self._at = -1
-        for site in self.sites:
-            self.parcels.add(site)
         self._final = len(actions) - 1
         passes = [(phase, action.kind, action.chunk) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT]
-        actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # nothing runs in these
         self.prefetch.begin(passes)
         self._drop(list(self._gathered))
+        self._end()
         self.reductions.forget()
+        self.tally.begin(actions, phase)
 
     def during(self, action: Action) -> AbstractContextManager[None]:
         return self._during(action)
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
-        self._end()
         """Reductions may outlive an action, but not the one that completes a gradient, and none enters it from before."""
-        self.tally.begin(actions, phase)
         self._at += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
@@ -108,20 +108,20 @@ class Communicator(WeightCommunicator):
             yield
         finally:
             self._action = None
+        self.reductions.flush()
         if is_pass:
             self._apply(self.prefetch.leave())
         if self._at in self._drains:
             self.reductions.finish()
-
-    def detach(self) -> None:
-        for site in self.sites:
-        self.reductions.flush()
-            uninstall(site)
-        self.sites.clear()
-
         if self._at == self._final:
             self._end()
             self.tally.end()
+
+    def detach(self) -> None:
+        for site in self.sites:
+            uninstall(site)
+        self.sites.clear()
+
     def counts(self) -> dict[str, float]:
         """`protocols.Counts`: of the last step, and at most."""
         return self.tally.report()
@@ -147,6 +147,7 @@ class Communicator(WeightCommunicator):
         """A use is over."""
         if self._action is None:
             gathered.release()
+            gathered.end()
 
     # -- the machine's decisions
 
@@ -154,13 +155,14 @@ class Communicator(WeightCommunicator):
         self._drop(decision.drop)
         for unit in decision.gather:
             assert isinstance(unit, Unit), unit
-            gathered.end()
             self._gathered[unit] = self._gather(unit)
 
     def _gather(self, unit: Unit) -> Gathered:
         for wait in self._waits.get(unit.layer, ()):
             wait()
         gathered = Gathered(unit, self.pool, self._group)
+        if self._action is not None:
+            self.tally.gathered(unit, gathered)
         if not self.config.overlap:
             gathered.wait()
         return gathered
@@ -168,8 +170,6 @@ class Communicator(WeightCommunicator):
     def _drop(self, units: Sequence[object]) -> None:
         for unit in units:
             assert isinstance(unit, Unit), unit
-        if self._action is not None:
-            self.tally.gathered(unit, gathered)
             gathered = self._gathered.pop(unit)
             gathered.release()
             self.tally.dropped(gathered)
@@ -206,9 +206,9 @@ class Communicator(WeightCommunicator):
                 self.units.append(unit)
             site = Site(self, unit, module, held.get("weight"), held.get("bias"))
             site.sink = Handover(partial(self._reduce, site), self._queue)
-            sites[name.removeprefix(f"{layer.name}.")] = site
             for entry in held.values():
                 self._run.store.expect_products(entry)
+            sites[name.removeprefix(f"{layer.name}.")] = site
             install(site)
         matching = [site for name, site in sites.items() if fnmatchcase(name, self.config.launch)]
         for site in matching if matching and self.config.unit == "layer" else sites.values():
@@ -222,6 +222,6 @@ class Communicator(WeightCommunicator):
             self.reductions.add(self.parcels.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
         if self._action is None:
             self.reductions.flush(everything=True)
+            self.reductions.finish()
         elif not self.parcels.fused and not self.parcels.once:
             self.reductions.flush()
-            self.reductions.finish()
