@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.actions.action import Action, Kind, actions_of, sequential
@@ -178,6 +179,26 @@ def test_freezing_and_unfreezing_between_steps_is_followed():
     wanted = dict(zip(["l0.weight", "l0.bias", "l1.weight", "l1.bias"], reference([a, b], losses), strict=True))
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_memory_is_taken_over_by_the_next_layout_unless_somebody_may_still_write_to_it():
+    """Not after a freeze: the step before may have failed with a reduction on its way. Closing frees it."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    harness = Harness(first, second)
+    harness.store.lay_out(by_reduce_group)
+    (buffer,) = harness.store.buffers
+    buffer.data.fill_(1)
+    harness.store.lay_out(lambda entries: by_reduce_group(entries[::-1]))
+    assert harness.store.buffers[0].data.data_ptr() == buffer.data.data_ptr()
+    assert not buffer.data.any()
+    first.requires_grad_(False)
+    second.requires_grad_(True)
+    harness.store.begin_step()
+    assert harness.store.num_bytes == buffer.num_bytes
+    assert harness.store.buffers[0].data.data_ptr() != buffer.data.data_ptr()
+    memory = StorageWeakRef(harness.store.buffers[0].data.untyped_storage())
+    harness.store.close()
+    assert memory.expired()
 
 
 def test_all_frozen_is_an_empty_store():

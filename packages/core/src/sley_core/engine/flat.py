@@ -22,12 +22,19 @@ class FlatBuffer:
     """`len(shapes)` contiguous views into one zeroed tensor `data` of `dtype` on `device`, each view aligned.
 
     data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
-    written, so a sum or a norm over `data` is one over the views.
+    written, so a sum or a norm over `data` is one over the views. memory: `data` itself, zeroed; left out, it is made.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
         self.offsets, numel = offsets(shapes, ALIGNMENT_BYTES // dtype.itemsize)
-        self.data: Tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self.data: Tensor = torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
+        assert self.data.shape == (numel,), f"{self.data.shape} for {numel} elements"
         self.views: list[Tensor] = [
             self.data[start : start + prod(shape)].view(tuple(shape))
             for start, shape in zip(self.offsets, shapes, strict=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry, ParameterBook
-from sley_core.engine.slot import GradientBuffer, LooseSlot, Slot, check_not_sharded, dense
+from sley_core.engine.slot import GradientBuffer, GradientMemory, LooseSlot, Slot, check_not_sharded, dense
 from sley_core.engine.step_state import StepState
 
 Ready = Callable[[Entry], None]
@@ -69,6 +69,7 @@ class GradientStore:
         self.device = device
         self.state = state
         self.buffers: list[GradientBuffer] = []
+        self._memory = GradientMemory(dtype, device)
         self.on_ready: list[Ready] = []
         self.on_chunk_done: list[Callable[[int], None]] = []
         self._slots: dict[Entry, Slot] = {}
@@ -85,7 +86,10 @@ class GradientStore:
         self.lay_out(planner or by_reduce_group)
 
     def lay_out(self, planner: Planner) -> None:
-        """Makes the buffers anew, as `planner` says from now on. What they held, and a step under way, is forgotten."""
+        """Makes the buffers anew, as `planner` says from now on. What they held, and a step under way, is forgotten.
+
+        Nobody writes into those of before any more: their memory is taken over.
+        """
         self._planner = planner
         trainable = self.book.trainable
         layout = planner(trainable[::-1])
@@ -94,7 +98,7 @@ class GradientStore:
             assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
         expected = {entry: slot.expected for entry, slot in self._slots.items()}
         self._forget()
-        self.buffers = [GradientBuffer(entries, self.dtype, self.device) for entries in layout.buffers if entries]
+        self.buffers = self._memory.buffers([entries for entries in layout.buffers if entries])
         for buffer in self.buffers:
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
                 keeps = entry not in self._products
@@ -168,6 +172,7 @@ class GradientStore:
     def begin_step(self) -> None:
         """Forgets the step before, complete or not: the first contribution of this one overwrites."""
         if self._trainability() != self._laid_out_for:
+            self._memory.forget()  # a reduction that a failed step began may still write into it
             self.lay_out(self._planner)
         if not self._is_watching:
             self.watch()
@@ -209,8 +214,9 @@ class GradientStore:
             notify(chunk)
 
     def close(self) -> None:
-        """Leaves the parameters as if there had been no store."""
+        """Leaves the parameters as if there had been no store, and no memory of its own."""
         self._forget()
+        self._memory.forget()
 
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
         """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself.
