@@ -81,6 +81,20 @@ def test_two_stages_of_two_shards(ranks, folder, schedule, tied):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [
+        ("pp.zero_bubble_v", False),
+        ("pp.zero_bubble_h1", True),
+        pytest.param("pp.interleaved", True, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_vocabulary_shared_on_the_last_stage(ranks, folder, schedule, tied):
+    """Its weight gradients are put off too, and in a V the last layer is on the first stage."""
+    changes = {"pipeline": {"use": schedule}, "weights": {"head": "vocabulary"}, "model__tie_embeddings": tied}
+    check(ranks, folder, 4, {"pp": 2, "dp": 2, "wp": 2}, **changes)
+
+
+@pytest.mark.parametrize(
     ("fraction", "unit"),
     [
         (0.5, "layer"),

@@ -30,6 +30,8 @@ from sley_isp.prefetch import Decision, Prefetch
 from sley_isp.reductions import Reductions
 from sley_isp.sites import Site, embedding_gradient, install, is_plain, linear_gradient, uninstall
 from sley_isp.units import Gathered, Unit
+from sley_isp.vocabulary.find import find_head
+from sley_isp.vocabulary.head import Head
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
@@ -58,6 +60,11 @@ class Communicator(WeightCommunicator):
         self._at = -1
         self._final = -1
         self._drains: set[int] = set()
+        self._head: nn.Linear | None = None
+
+    def prepare(self, layers: Sequence[Layer]) -> None:
+        if self.config.head == "vocabulary":
+            self._head = find_head(layers)
 
     def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
         return all(is_plain(module, attribute) for module, attribute in places)
@@ -187,7 +194,7 @@ class Communicator(WeightCommunicator):
         """Finds the sharded modules of `layer`, puts them into units, and installs their forwards."""
         book = self._run.book
         sites: dict[str, Site] = {}
-        unit = Unit(layer.name, layer.name)
+        together = Unit(layer.name, layer.name)
         known = {id(site.module) for site in self.sites}
         for name, module in layer.module.named_modules(prefix=layer.name):
             if id(module) in known:
@@ -199,8 +206,8 @@ class Communicator(WeightCommunicator):
             }
             if not held:
                 continue
-            if self.config.unit == "module":
-                unit = Unit(name, layer.name)
+            is_alone = self.config.unit == "module" or module is self._head
+            unit = Unit(name, layer.name) if is_alone else together
             unit.entries += [entry for entry in held.values() if entry not in unit.entries]
             if unit not in self.units:
                 self.units.append(unit)
@@ -208,12 +215,20 @@ class Communicator(WeightCommunicator):
             site.sink = Handover(partial(self._reduce, site), self._queue)
             for entry in held.values():
                 self._run.store.expect_products(entry)
+            if module is self._head:
+                self._share_vocabulary(site)
+                continue
             sites[name.removeprefix(f"{layer.name}.")] = site
             install(site)
         matching = [site for name, site in sites.items() if fnmatchcase(name, self.config.launch)]
         for site in matching if matching and self.config.unit == "layer" else sites.values():
             site.launches = True
         self.sites += sites.values()
+
+    def _share_vocabulary(self, site: Site) -> None:
+        """No action gathers the head's weight; outside of one it is a site like any other."""
+        Head(site, self._group, self._run.store, self.pool, self._queue, lambda: self._action is not None).install()
+        self.sites.append(site)
 
     @torch.no_grad()
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:

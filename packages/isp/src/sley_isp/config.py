@@ -39,6 +39,10 @@ class CommunicatorConfig(Table):
     Left out: two fused ones, or those of four modules.
     """
 
+    head: Literal["gather", "vocabulary"] = "gather"
+    """What the model's last linear does: gather its weight like any other; or keep its rows, the vocabulary's slice, and take
+    the tokens of all `wp` ranks instead, for `core.cross_entropy`."""
+
     pool: Annotated[str, RecordReference("memory_pools")] = "isp.slots"
     """Where buffers for whole weights and gradients come from."""
 

@@ -9,6 +9,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
 from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
 from sley_isp.sequence.check import check_heads
+from sley_isp.vocabulary.check import check_loss
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -41,6 +42,7 @@ def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     yield from check_heads(plan)
+    yield from check_loss(plan)
 
 
 @hookimpl

@@ -1,0 +1,236 @@
+"""The head of a model whose vocabulary the ranks of `wp` share: each multiplies all ranks' tokens by its own rows.
+
+    forward    x [n, h] ──gather──> [wp n, h] ──own rows──> logits [wp n, v / wp] ──statistics, gathered──> own tokens' losses
+    backward   logits become their gradient P, in place;   P W ──reduce──> dx [n, h]   while   P^T [wp n, h] ──> store
+
+No weight of the head is gathered and no gradient of it is reduced: what travels is as large as the tokens, twice. Of the
+logits there are as many numbers as a rank's own would have been, once: their gradient takes their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sley_core.comm.rows import Exchange, gather_rows, num_received, reduce_rows
+from sley_core.engine.weight_queue import Handover
+from sley_core.errors import RunError
+from sley_core.protocols import SplitLogits
+from sley_isp.sites import Site, linear_forward
+from sley_isp.units import shard_of
+from sley_isp.vocabulary import sums
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+    from sley_core.engine.store import GradientStore
+    from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.protocols import MemoryPool
+
+
+class Head:
+    """The forward of the linear at `site`. is_running: whether a run is in an action; a call by hand gathers the weight."""
+
+    def __init__(
+        self,
+        site: Site,
+        group: Group,
+        store: GradientStore,
+        pool: MemoryPool,
+        queue: WeightQueue,
+        is_running: Callable[[], bool],
+    ) -> None:
+        assert site.weight is not None, f"{site.unit} is not sharded"
+        shard = shard_of(site.weight)
+        self.site = site
+        self.group = group
+        self.store = store
+        self.pool = pool
+        self.is_running = is_running
+        self.classes = sums.Classes(shard.index * shard.rows, shard.own_rows, shard.shape[0])
+        self.sink = Handover(self._accumulate, queue)
+
+    def install(self) -> None:
+        """The module returns logits that its loss computes."""
+        self.site.module.forward = self._forward
+
+    def _forward(self, x: Tensor) -> Tensor | Scores:
+        if not self.is_running():
+            return linear_forward(self.site, x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return Scores(self, x)
+
+    # -- communication: all ranks of `wp` run the same micro-batches in the same order, so they come here alike
+
+    def most_tokens(self, num_tokens: int) -> int:
+        """The most that a rank of the group has; the others pad. Blocks: sizes must be known before anything is sent."""
+        counts = torch.empty(self.group.size, dtype=torch.int64, device=self.store.device)
+        own = torch.full((1,), num_tokens, dtype=torch.int64, device=self.store.device)
+        self._gather([counts], [own], "numbers of tokens")
+        return int(counts.max())
+
+    def all_tokens(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Every rank's `x` [n, h] and `targets` [n], in the order of the group, padded to one size each."""
+        most = self.most_tokens(len(x))
+        own = [F.pad(x, (0, 0, 0, most - len(x))), F.pad(targets, (0, most - len(x)), value=sums.NO_TARGET)]
+        wholes = [each.new_empty((self.group.size * most, *each.shape[1:])) for each in own]
+        self._gather(wholes, [each.contiguous() for each in own], "the head's inputs")
+        return wholes[0], wholes[1]
+
+    def all_slices(self, statistics: Tensor) -> Tensor:
+        """Every slice's `statistics` [k, n], in the order of the group: [size, k, n]."""
+        wholes = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
+        self._gather([wholes], [statistics], "statistics of logits")
+        return wholes.view(self.group.size, *statistics.shape)
+
+    def _gather(self, wholes: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
+        exchange = gather_rows(wholes, own, self.group, what=what)
+        exchange.wait()
+        exchange.end()
+
+    # -- this rank's slice
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """[n, rows of a shard]; padding rows of the weight give columns that `own` leaves out."""
+        parameters = self.site.module._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None, self.site.unit
+        return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
+
+    def own(self, logits: Tensor) -> Tensor:
+        """The columns of classes that there are."""
+        return logits[:, : self.classes.size]
+
+    def start_input_gradient(self, gradient: Tensor) -> _Reducing:
+        """The logits' gradient [size x n, rows] times the weight, on its way to the ranks whose tokens they are."""
+        weight = self.site.module._parameters["weight"]
+        assert weight is not None, self.site.unit
+        return _Reducing(self, gradient, weight.to(gradient.dtype))
+
+    @torch.no_grad()
+    def _accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
+        """The shards' gradients, summed over all tokens of `wp` already."""
+        for entry in self.site.trained:
+            if entry is self.site.bias:
+                self.store.add(entry, gradient.sum(0, dtype=self.store.dtype))
+            else:
+                self.store.add_product(entry, gradient, inputs)
+
+
+class _Reducing:
+    """The input gradient under way."""
+
+    def __init__(self, head: Head, gradient: Tensor, weight: Tensor) -> None:
+        size = head.group.size
+        own_tokens = len(gradient) // size
+        num_scratch = num_received(own_tokens, head.group)
+        self._stack = ExitStack()
+        shape = (len(gradient) + num_scratch, weight.shape[1])
+        buffer = self._stack.enter_context(head.pool.lease(shape, gradient.dtype, gradient.device))
+        whole, scratch = buffer[: len(gradient)], buffer[len(gradient) :]
+        torch.mm(gradient, weight, out=whole)
+        first = head.group.coord * own_tokens
+        self._own = whole[first : first + own_tokens]
+        self._exchange: Exchange = reduce_rows([whole], [scratch], head.group, what="the head's input gradient")
+
+    def finish(self, num_tokens: int) -> Tensor:
+        """The gradient of this rank's tokens [num_tokens, h], in memory of its own."""
+        self._exchange.wait()
+        result = self._own[:num_tokens].clone()
+        self._exchange.end()
+        self._stack.close()
+        return result
+
+
+class Scores(SplitLogits):
+    """Logits that are not there: `x` [..., h] waits for the loss, which takes what it needs of them."""
+
+    def __init__(self, head: Head, x: Tensor) -> None:
+        self.head = head
+        self.x = x
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.head.classes.total)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        parameters = self.head.site.module._parameters
+        rows = self.x.reshape(-1, self.x.shape[-1])
+        targets = labels.reshape(-1)
+        targets = targets.masked_fill(targets == ignore_index, sums.NO_TARGET)
+        total: Tensor = _Sum.apply(rows, parameters["weight"], parameters["bias"], targets, self.head, smoothing)  # type: ignore[no-untyped-call]  # torch's
+        return total
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor's methods, which it has not."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _touched(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Whatever torch is asked to do with them."""
+        raise _touched(getattr(function, "__name__", str(function)))
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of this rank's losses. Autograd sees the shards as inputs and gets None for them, as of any site."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, targets: Tensor, head: Head, smoothing: float
+    ) -> Tensor:
+        inputs, all_targets = head.all_tokens(x, targets)
+        logits = head.logits(inputs)
+        found = sums.statistics(head.own(logits), all_targets, head.classes, smoothing)
+        first = head.group.coord * (len(inputs) // head.group.size)
+        combined = sums.combine(head.all_slices(found))
+        ctx.head, ctx.smoothing, ctx.num_tokens = head, smoothing, len(x)
+        ctx.save_for_backward(logits, inputs if head.site.trained else None, all_targets, combined.log_sum)
+        losses = sums.losses(combined, all_targets, head.classes.total, smoothing)
+        return losses[first : first + len(x)].sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        head: Head = ctx.head
+        logits, inputs, targets, log_sum = ctx.saved_tensors
+        sums.to_gradient(head.own(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
+        logits[:, head.classes.size :].zero_()
+        # Started first, so that it travels while the weight's gradient is computed.
+        reducing = head.start_input_gradient(logits) if ctx.needs_input_grad[0] else None
+        if head.site.trained:
+            assert inputs is not None, f"{head.site.unit} was unfrozen between a forward and its backward"
+            head.sink(logits, inputs)
+        of_input = None if reducing is None else reducing.finish(ctx.num_tokens)
+        return of_input, None, None, None, None, None
+
+
+def _touched(what: str) -> RunError:
+    return RunError(
+        "logits-split",
+        f"`{what}` of logits of which no rank has all: the last layer must return them as its linear gives them",
+        path=("weights", "head"),
+        hint='use `head = "gather"` for a model or a loss that does something with its logits',
+    )
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(self: Scores, *args: Any) -> Any:
+        raise _touched(name)
+
+    return refuse
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "neg", "matmul", "getitem", "len", "iter"):
+    setattr(Scores, f"__{_name}__", _refuse(_name))

@@ -1,0 +1,126 @@
+"""A vocabulary that ranks share changes no number (DESIGN 13.1; statements A01, A03, A11, A13, A17, A20)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.data.dataset import IGNORED
+from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+SHARED = {"head": "vocabulary"}
+OWN_DATA = {"data": {"factory": "scored:Labelled"}, "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
+
+
+def recorded(plans, folder):
+    """Each of several plans, run one after the other on the same ranks."""
+    return [record(tables, 3, folder=folder) for tables in plans]
+
+
+@pytest.fixture
+def check(ranks, folder, sharded):
+    """`check(world, cases, **changes)`: for each case, (wp, dp, more changes), every rank equals one process."""
+
+    def check(world, cases, weights=None, **changes):
+        weights = SHARED | (weights or {})
+        plans, references = [], []
+        for wp, dp, more in cases:
+            every = changes | more
+            alone = {key: value for key, value in every.items() if key not in ("parallel", "sequence")}
+            references.append(record(sharded(1, 1, **alone), 3, folder=folder))
+            plans.append(sharded(wp, dp, weights=weights, **every))
+        found = ranks(world, 180)(recorded, plans, folder)
+        for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
+            assert_parity(reference, layouts, changes.get("precision__compute", "fp64"))
+            same_on_all(layouts)
+            for layout in layouts:
+                assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9)
+        return references, found
+
+    return check
+
+
+def test_every_rank_scores_its_classes(check):
+    """257 classes over two ranks, 129 and 128: tied or not, with micro-batches of one and of four samples."""
+    tied, rest = {"model__tie_embeddings": True}, {"batch__micro_size": 1}
+    check(2, [(2, 2, {}), (2, 2, tied), (2, 2, rest), (2, 2, tied | {"batch__micro_size": 4})])
+
+
+def test_ignored_labels_and_smoothing(check):
+    """A20; in `pad` every sample ends in labels that are ignored."""
+    padded = {"data__documents": "pad"}
+    smooth = {"loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
+    check(2, [(2, 2, padded), (2, 2, smooth), (2, 2, padded | smooth)])
+
+
+def test_recomputation_and_modules(check):
+    again = {"activations": {"use": "core.recompute", "fraction": 1.0}, "model__tie_embeddings": True}
+    check(2, [(2, 2, again)], weights={"unit": "module"})
+    check(2, [(2, 2, again)], weights={"overlap": False, "pool": "isp.fresh"})
+
+
+def test_slices_of_sequences(check):
+    """Each rank has other tokens of the same samples; the shared classes are those of all of them."""
+    split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
+    check(2, [(2, 1, split), (2, 1, split | {"model__tie_embeddings": True, "data__documents": "cut"})])
+
+
+@pytest.mark.parametrize("wp", [2, 4])
+def test_four_ranks(check, wp):
+    """Two copies of two slices, and four slices, also of sequences in two."""
+    split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
+    check(4, [(wp, 4, {}), (wp, 2, split)])
+
+
+def test_frozen_weights(check):
+    """A11: no gradient is made for a frozen head; none goes back where nothing before it is trained."""
+    cases = [{"optimizer__groups": [{"match": match, "freeze": True}]} for match in ("head.output*", "[eb]*")]
+    check(2, [(2, 2, case) for case in cases])
+
+
+def test_a_head_with_a_bias_and_ranks_without_a_class(check, own):
+    """A17: four classes over three ranks are two, two and none; samples all of whose labels are ignored."""
+    sizes = {"batch": {"global_size": 6, "micro_size": 1}, **OWN_DATA}
+    cases = [{"model": {"factory": "scored:layers", "options": {"frozen": name}}} for name in ("", "head", "embed")]
+    check(3, [(3, 3, case) for case in cases], **sizes)
+
+
+def test_single_precision(ranks, folder, sharded):
+    for tied in (False, True):
+        changes = {"precision__compute": "fp32", "model__tie_embeddings": tied}
+        reference = record(sharded(1, 1, **changes), 3, folder=folder)
+        assert_parity(reference, ranks(2)(record, sharded(2, weights=SHARED, **changes), 3, folder=folder), "fp32")
+
+
+def test_half_precision(ranks, folder, sharded):
+    """The head's input gradient is a sum of bf16 parts, one per slice; gradients are as near as DESIGN 13.1 asks."""
+    changes = {"precision__compute": "bf16"}
+    reference = record(sharded(1, 1, **changes), 1, folder=folder)
+    for layout in ranks(2)(record, sharded(2, weights=SHARED, **changes), 1, folder=folder):
+        assert_close_gradients(reference.gradients[0], layout.gradients[0], 2**-7)
+        assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
+
+
+def batches(num_steps):
+    """Micro-batches of two samples and of every length: at the same time, ranks have unequal ones."""
+    import torch
+
+    found = []
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(step)
+        micros = []
+        for length in (5, 9, 7, 3):
+            tokens = torch.randint(4, (2, length), generator=generator)
+            labels = tokens.roll(-1, 1)
+            labels[:, -1] = IGNORED
+            micros.append({"tokens": tokens, "labels": labels})
+        found.append(micros)
+    return found
+
+
+def test_unequal_numbers_of_tokens(ranks, folder, sharded, own):
+    """What one rank has more than another is padded where they meet."""
+    changes = {"model": {"factory": "scored:layers"}, **OWN_DATA, "evaluation": {"every": 9, "steps": 1}}
+    reference = record(sharded(1, 1, **changes), 3, folder=folder, batches=batches(3))
+    tables = sharded(2, weights=SHARED, **changes)
+    assert_parity(reference, ranks(2)(record, tables, 3, folder=folder, batches=batches(3)), "fp64")

@@ -1,0 +1,61 @@
+"""Losses and models that cannot share their vocabulary are refused: by the plan, on meta, or in the first forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError, RunError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+
+SHARED = {"head": "vocabulary"}
+OWN_DATA = {"data": {"factory": "scored:Labelled"}}
+
+
+def test_another_loss(own, sharded, folder):
+    """Found by `check`, without torch."""
+    tables = sharded(2, weights=SHARED, loss={"factory": "isp_parts:Squares"})
+    (problem,) = check_plan(plan_from_dict(tables, folder), 2)
+    assert problem.code == "head-loss"
+    assert "`isp_parts:Squares` takes all logits of a token" in problem.message
+    assert check_plan(plan_from_dict(sharded(2, weights=SHARED), folder), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("doubled", "found: `first`, `second`"),
+        ("held_elsewhere", "`table` holds the head's weight too"),
+        ("no_linear", "found: none"),
+    ],
+)
+def test_another_head(own, sharded, factory, message):
+    """Found on meta, on every rank of any stage: what `check --model` says."""
+    tables = sharded(2, weights=SHARED, model={"factory": f"scored:{factory}"}, **OWN_DATA)
+    plan = plan_from_dict(tables, own)
+    with World.fake(0, 2) as world, pytest.raises(PlanError) as caught, assemble(plan, world):
+        pass
+    assert caught.value.diagnostics[0].code == "head-vocabulary"
+    assert message in str(caught.value)
+
+
+def steps(tables: dict[str, Any], folder: Any) -> str:
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        try:
+            run.step()
+        except RunError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("change", "what"), [("times", "mul"), ("tanh", "tanh"), ("item", "mean")])
+def test_logits_that_are_not_returned_as_they_are(ranks, own, sharded, change, what):
+    """Found in the first forward, on all ranks alike, before anything is sent."""
+    model = {"factory": "scored:scaled", "options": {"change": change}}
+    for said in ranks(2)(steps, sharded(2, weights=SHARED, model=model, **OWN_DATA), own):
+        assert said.startswith("error[logits-split]")
+        assert f"`{what}` of logits of which no rank has all" in said
