@@ -32,8 +32,9 @@ nox.needs_version = ">=2025.2"
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""A test's ranks share the machine's cores; more threads than cores only make them wait for one another."""
+FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+"""A test's ranks share the machine's cores: more threads than cores only make them wait for one another. Programs that
+tests start find compiled modules, as those of a user do."""
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 """One file of tests per core at a time: much of a test of ranks is waiting for processes to start."""
 
@@ -97,7 +98,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
     """All tests of all packages in one environment."""
-    in_dev(session, "python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, **ONE_THREAD)
+    in_dev(session, "python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, **FOR_TESTS)
 
 
 @nox.session
@@ -122,7 +123,10 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def isolated(session: nox.Session) -> None:
-    """Each package passes its tests with nothing of Sley but core beside it, from wheels."""
+    """Each package passes its tests with nothing of Sley but core beside it, from wheels.
+
+    Of a test with parameters, the first case: what a wheel lacks, it lacks for all. With arguments, what these say.
+    """
     session.install(*CONSTRAINTS, "torch", "pytest-xdist")
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, Path] = {}
@@ -140,8 +144,14 @@ def isolated(session: nox.Session) -> None:
             program.write_text(alone_program(package), "utf-8")
             session.run("python", "-P", str(program))
             session.run(*install, *package.test_requirements())
-            tests = ("python", "-P", "-m", "pytest", package.tests, *SIDE_BY_SIDE)
-            session.run(*tests, *session.posargs, env=ONE_THREAD)
+            pytest = ("python", "-P", "-m", "pytest")
+            chosen = session.posargs
+            if not chosen:
+                listed = session.run(*pytest, package.tests, "--collect-only", "-q", silent=True, env=FOR_TESTS)
+                names = Path(folder, f"{package.module}_tests.txt")
+                names.write_text("\n".join(first_cases(str(listed))), "utf-8")
+                chosen = [f"@{names}"]
+            session.run(*pytest, *SIDE_BY_SIDE, *chosen, env=FOR_TESTS)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
@@ -162,13 +172,13 @@ def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- overhead`."""
     for script in sorted((ROOT / "benchmarks").glob("*.py")):
         if not session.posargs or script.stem in session.posargs:
-            in_dev(session, "python", str(script), **ONE_THREAD)
+            in_dev(session, "python", str(script), **FOR_TESTS)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
 def campaign(session: nox.Session) -> None:
     """The tests that are too long for every change."""
-    in_dev(session, "python", "-m", "pytest", "-m", "campaign", *session.posargs, **ONE_THREAD)
+    in_dev(session, "python", "-m", "pytest", "-m", "campaign", *session.posargs, **FOR_TESTS)
 
 
 # -- what the sessions are made of -------------------------------------------------------------------------------------
@@ -217,6 +227,12 @@ def torch_free_modules() -> Iterator[str]:
                 yield name
             elif first == "sley_core" and len(rest) == 1 and rest[0] in of_core:
                 yield f"{first}.{rest[0]}"
+
+
+def first_cases(listed: str) -> list[str]:
+    """Of the names of tests that pytest lists, one a line, the first of each test: the others differ in parameters."""
+    names = [line for line in listed.splitlines() if "::" in line]
+    return list({name.partition("[")[0]: name for name in reversed(names)}.values())[::-1]
 
 
 def alone_program(package: Package) -> str:
