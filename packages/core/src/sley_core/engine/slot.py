@@ -46,7 +46,7 @@ class GradientMemory:
         else:
             self.forget()
             self._data = self._data.new_zeros(sum(sizes))
-        parts = self._data.split(sizes)
+        parts = torch.split(self._data, sizes)
         return [GradientBuffer(entries, part) for entries, part in zip(lists, parts, strict=True)]
 
 
