@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,10 +54,10 @@ class Embed(nn.Module):
 class Mixed(nn.Module):
     """A block of plain linears with attention of its own: no two of one size, some without bias, one used twice.
 
-    turned: registers its modules in another order than it uses them.
+    turned: registers its modules in another order than it uses them: in the opposite one, or shuffled by this string.
     """
 
-    def __init__(self, ffn: int, turned: bool = False) -> None:
+    def __init__(self, ffn: int, turned: bool | str = False) -> None:
         super().__init__()
         makers = {
             "qkv": lambda: nn.Linear(WIDTH, 3 * WIDTH),
@@ -65,7 +67,10 @@ class Mixed(nn.Module):
             "down": lambda: nn.Linear(ffn, WIDTH),
             "norm": lambda: nn.LayerNorm(WIDTH),
         }
-        for name in reversed(makers) if turned else makers:
+        names = list(makers)
+        if isinstance(turned, str):
+            random.Random(turned).shuffle(names)
+        for name in reversed(names) if turned is True else names:
             self.add_module(name, makers[name]())
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -151,9 +156,11 @@ class Fails(nn.Linear):
         return super().forward(hidden)
 
 
-def mixed(turned: bool = False) -> list[tuple[str, nn.Module]]:
-    """Four blocks of different sizes."""
-    blocks = [(f"block{at}", Mixed(ffn, turned)) for at, ffn in enumerate((7, 12, 5, 8))]
+def mixed(turned: bool = False, order: int | None = None) -> list[tuple[str, nn.Module]]:
+    """Four blocks of different sizes. order: shuffles the registration of each block's modules, each in another way."""
+    blocks = [
+        (f"block{at}", Mixed(ffn, turned if order is None else f"{order} {at}")) for at, ffn in enumerate((7, 12, 5, 8))
+    ]
     return [("embed", Embed()), *blocks, ("head", nn.Linear(WIDTH, WIDTH))]
 
 
