@@ -78,12 +78,20 @@ def check(ranks, folder, parallel, schedule=None, handlers=None, **changes):
             assert_same_bits(layouts[first].weights, other.weights)
 
 
-@pytest.mark.parametrize("schedule", ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "pp.interleaved",
+        "pp.zero_bubble_h1",
+        pytest.param("pp.gpipe", marks=pytest.mark.campaign),
+        pytest.param("pp.one_f_one_b", marks=pytest.mark.campaign),
+    ],
+)
 def test_slices_on_two_stages(ranks, texts, schedule):
     check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, schedule, model__tie_embeddings=schedule != "pp.gpipe")
 
 
-@pytest.mark.parametrize("documents", ["cut", "pad"])
+@pytest.mark.parametrize("documents", ["cut", pytest.param("pad", marks=pytest.mark.campaign)])
 def test_documents_on_two_stages(ranks, texts, documents):
     """Where the data has no positions, every stage is given the same ones."""
     check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, "pp.one_f_one_b", data__documents=documents)
@@ -98,7 +106,7 @@ def test_single_precision_on_two_stages(ranks, texts):
     check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, "pp.one_f_one_b", precision__compute="fp32")
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_buckets_over_slices_and_replicas(ranks, texts, dp):
     """Buckets of half a layer: the reduce group is the whole stage, slices and replicas alike."""
     check(ranks, texts, {"sp": 2, "dp": dp}, handlers=BUCKETS, batch__micro_size=1, model__tie_embeddings=True)

@@ -15,7 +15,7 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.recorder import collectives
-from sley_core.testing.runs import record, weights
+from sley_core.testing.runs import Recorded, record, weights
 from sley_core.testing.sequence import assert_same_sequence
 
 BLOCKS = 6
@@ -127,11 +127,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_no_option_changes_a_bit(ranks, sharded, folder, activations):
     """A02: fp32, three steps, against the mode that waits for everything at once; three ranks, so sums have an order."""
     changes = {"activations": activations, "precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
-    wanted, *_ = ranks(3)(record, sharded(3, **changes), 3, folder=folder)
-    for name, options in VARIANTS.items():
-        for found in ranks(3)(record, sharded(3, weights=options, **changes), 3, folder=folder):
-            assert [row["loss"] for row in found.rows] == [row["loss"] for row in wanted.rows], name
-            assert_same_bits(wanted.weights, found.weights)
+    changes["evaluation"] = {"every": 100, "steps": 1}
+    plans = {"": sharded(3, **changes)} | {name: sharded(3, weights=VARIANTS[name], **changes) for name in VARIANTS}
+    for found in ranks(3, 120)(all_recorded, plans, folder):
+        wanted = found.pop("")
+        for name, other in found.items():
+            assert [row["loss"] for row in other.rows] == [row["loss"] for row in wanted.rows], name
+            assert_same_bits(wanted.weights, other.weights)
+
+
+def all_recorded(plans: dict[str, Any], folder: Any) -> dict[str, Recorded]:
+    return {name: record(tables, 3, folder=folder) for name, tables in plans.items()}
 
 
 def varying(tables: dict[str, Any], folder: Any, sizes: list[int]) -> Any:

@@ -28,14 +28,21 @@ def test_linears_of_all_sizes_with_attention_of_their_own(parity, foreign, unit)
     parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed"))
 
 
-@pytest.mark.parametrize("unit", ["layer", "module"])
+@pytest.mark.parametrize("unit", ["layer", pytest.param("module", marks=pytest.mark.campaign)])
 def test_the_order_of_registration_means_nothing(parity, foreign, unit):
     """A08."""
     parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed", turned=True))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("unit", ["layer", "module"])
+@pytest.mark.parametrize(
+    ("unit", "reentrant"),
+    [
+        ("layer", True),
+        ("module", False),
+        pytest.param("layer", False, marks=pytest.mark.campaign),
+        pytest.param("module", True, marks=pytest.mark.campaign),
+    ],
+)
 def test_a_model_that_recomputes_by_itself(parity, foreign, reentrant, unit):
     """A05 names both of torch's ways."""
     parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:recomputing", reentrant=reentrant))

@@ -67,8 +67,15 @@ def test_named_where_sequences_are_whole(own):
     same_on_all([plain, record(split(PLAN, sp=1, modules=["*.attend"]), 2, folder=own)])
 
 
-@pytest.mark.parametrize("documents", ["cut", "pack"])
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "documents"),
+    [
+        ("fp64", "pack"),
+        ("fp32", "cut"),
+        pytest.param("fp64", "cut", marks=pytest.mark.campaign),
+        pytest.param("fp32", "pack", marks=pytest.mark.campaign),
+    ],
+)
 def test_transformers_llama(ranks, own, documents, precision):
     """Its blocks as they are, their attention given through transformers' interface (examples/models/hf_llama.py)."""
     tables = PLAN | {"model": HF_LLAMA, "data": PLAN["data"] | {"documents": documents}}

@@ -56,7 +56,7 @@ def check(ranks, folder, sp, dp=1, **changes):
 
 
 @pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("sp", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_documents_of_every_kind(ranks, folder, documents, sp):
     check(ranks, folder, sp, data__documents=documents)
 
@@ -66,8 +66,15 @@ def test_fewer_and_as_many_key_heads_as_ranks(ranks, folder, kv_heads):
     check(ranks, folder, 4, model__kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize("documents", ["pack", "pad"])
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize(
+    ("sp", "documents"),
+    [
+        (4, "pack"),
+        (2, "pad"),
+        pytest.param(2, "pack", marks=pytest.mark.campaign),
+        pytest.param(4, "pad", marks=pytest.mark.campaign),
+    ],
+)
 def test_single_precision(ranks, folder, documents, sp):
     check(ranks, folder, sp, data__documents=documents, precision__compute="fp32")
 
@@ -83,12 +90,12 @@ def test_half_precision(ranks, folder, sp):
         assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("fraction", [pytest.param(0.0, marks=pytest.mark.campaign), 0.5, 1.0])
 def test_recomputation(ranks, folder, fraction):
     check(ranks, folder, 2, activations__use="core.recompute", activations__fraction=fraction)
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_beside_replicas(ranks, folder, micro):
     check(ranks, folder, 2, dp=2, batch__micro_size=micro)
 
