@@ -53,7 +53,7 @@ def gathered(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit):
-    """A05 to A08: gathers, demands and peaks are those of the order of use, whatever the order of registration."""
+    """A05 to A08, A21: gathers, demands and peaks are those of the order of use, whatever the order of registration."""
     seed, _ = drawn()
     orders: list[dict[str, Any]] = [{}, *({"order": seed + at} for at in range(3))]
     plans = [
@@ -64,6 +64,7 @@ def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit)
         training, demands, evaluating, peak, left = plain
         assert demands == 1
         assert max(training.values()) == 2
+        assert training["embed" if unit == "layer" else "embed.table"] == 1, "A21: none in the backward"
         assert set(evaluating.values()) == {1}
         assert peak <= (2 if unit == "layer" else 2 * 5 + 1)
         assert left == (0, 0)

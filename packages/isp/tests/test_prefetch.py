@@ -45,7 +45,9 @@ class Rank:
             self.machine.enter()
             for use in uses:
                 unit, pins = use if isinstance(use, tuple) else (use, 0)
-                self.apply(self.machine.use(unit, pins=pins))
+                decision = self.machine.use(unit, pins=pins)
+                assert not decision.demand or decision.gather[0] == unit, "what is wanted now comes first (I4)"
+                self.apply(decision)
                 assert unit in self.here
             self.apply(self.machine.leave())
         return self.gathers

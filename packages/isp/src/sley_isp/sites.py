@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sley_core.errors import RunError
+
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_isp.units import Gathered, Unit
@@ -198,5 +200,10 @@ def install(site: Site) -> None:
 
 
 def uninstall(site: Site) -> None:
-    """The module's own forward again; its parameters stay shards."""
-    del site.module.__dict__["forward"]
+    """The module cannot be called any more: its parameters stay shards, and nobody gathers them."""
+    site.module.forward = partial(_closed, site.unit.name)
+
+
+def _closed(name: str, *args: Any) -> Tensor:
+    message = f"{name!r} is called after its run was closed, and this rank holds a part of its weights only"
+    raise RunError("weights-sharded", message, hint="call it while the run is open, or take whole weights out before")

@@ -1,0 +1,70 @@
+"""Sharded weights on CUDA: the numbers of the CPU, and nothing in a step that waits for the device (statement A28)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.runs import Recorded, assert_parity, record, same_on_all
+
+PLAN: dict[str, Any] = {
+    "run": {"name": "gpu", "steps": 3, "device": "cuda", "seed": 7},
+    "model": {"use": "core.llama", "num_layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
+    "precision": {"compute": "fp64"},
+}
+
+
+def split(**weights: Any) -> dict[str, Any]:
+    return PLAN | {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator", **weights}}
+
+
+def record_on_host(tables: dict[str, Any], num_steps: int) -> Recorded:
+    recorded = record(tables, num_steps)
+    recorded.gradients = [{name: value.cpu() for name, value in step.items()} for step in recorded.gradients]
+    return recorded
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"head": "vocabulary"}, {"overlap": False}])
+def test_two_devices_equal_one(ranks, weights):
+    reference = record_on_host(PLAN, 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record_on_host, split(**weights), 3)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [{}, {"head": "vocabulary"}])
+def test_two_ranks_on_one_device_equal_one(ranks, weights):
+    reference = record_on_host(PLAN, 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record_on_host, split(**weights), 3)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+
+
+def watched(tables: dict[str, Any]) -> bool:
+    """Launches a step while CUDA's own watch raises at any synchronisation."""
+    with World.join("cuda") as world, assemble(plan_from_dict(tables), world) as run:
+        for _ in range(2):
+            run.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = run._launch(None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return launched.totals.read().is_finite
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"reduce": "step"}])
+def test_a_step_never_waits_for_the_device(ranks, weights):
+    """A28; a shared vocabulary is not among them: its ranks tell each other how many tokens they have, and wait for that."""
+    assert ranks(2, timeout_s=180, init=False)(watched, split(**weights)) == [True, True]
