@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,10 +70,10 @@ def contestants(tokens: int, micros: int = 1) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def times(tokens: int, micros: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per step on this rank."""
+def times(tokens: int, micros: int, rounds: int, names: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds per step on this rank, of the contestants in `names`, or of all."""
     torch.set_num_threads(1)
-    made = {name: build() for name, build in contestants(tokens, micros).items()}
+    made = {name: build() for name, build in contestants(tokens, micros).items() if name in names or not names}
     batch = made["isp"].batch()
 
     def one(contestant: Any) -> Callable[[], object]:
@@ -182,12 +182,15 @@ def main() -> None:
     options.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     options.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
     options.add_argument("--micros", type=int, default=1, help="micro-batches per step and rank")
+    options.add_argument(
+        "--names", nargs="*", default=[], help="only these contestants; those of the targets are needed"
+    )
     options.add_argument("--only", choices=("times", "memory", "hidden"), default=None)
     chosen = options.parse_args()
     for world in chosen.worlds:
         ranks = Ranks(world, timeout_s=3000)
         for tokens in chosen.tokens if chosen.only in (None, "times") else ():
-            rows = compare(ranks(times, tokens, chosen.micros, chosen.rounds)[0], "fsdp2")
+            rows = compare(ranks(times, tokens, chosen.micros, chosen.rounds, chosen.names)[0], "fsdp2")
             noise = noise_of(rows, "fsdp2 again")
             ours = next(row for row in rows if row.name == "isp")
             facts: dict[str, object] = {"noise": round(noise, 4)}

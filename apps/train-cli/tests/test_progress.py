@@ -80,6 +80,7 @@ SUMMARY = {
     "mean_loss_last_20": 2.43,
     "held_out_loss": 2.5,
     "tokens_per_s": 14100.0,
+    "counts": {"mine.handler": {"kept": 3, "sent_bytes_per_step": 39321600}},
 }
 
 
@@ -88,6 +89,9 @@ def test_the_closing_lines() -> None:
     assert first == "finished: 200 steps in 58s"
     assert [line.split("  ")[1].strip() for line in lines] == ["loss", "held-out loss", "speed", "run folder"]
     assert "2.4100  (mean of the last 20: 2.4300)" in lines[0]
+    *_, counted, kept, sent = closing(SUMMARY, "runs/small", verbose=True).splitlines()
+    assert [counted, kept] == ["  mine.handler counted", "    kept                 3"]
+    assert sent == "    sent_bytes_per_step  39,321,600"
 
 
 def test_a_run_without_a_step_has_no_numbers_to_close_with() -> None:

@@ -106,8 +106,8 @@ class _Line:
         self._progress.stop()
 
 
-def closing(summary: Mapping[str, Any], folder: object) -> str:
-    """The last lines of a run, from its `summary.json`."""
+def closing(summary: Mapping[str, Any], folder: object, *, verbose: bool = False) -> str:
+    """The last lines of a run, from its `summary.json`. verbose: also what its parts have counted."""
     steps, seconds = summary["steps"], summary["seconds"]
     lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
     if summary["final_loss"] is not None:
@@ -118,6 +118,9 @@ def closing(summary: Mapping[str, Any], folder: object) -> str:
     if summary["tokens_per_s"] is not None:
         lines.append(f"  speed          {rate(summary['tokens_per_s'])}")
     lines.append(f"  run folder     {folder}")
+    for name, counts in summary["counts"].items() if verbose else ():
+        width = max(map(len, counts), default=0)
+        lines += [f"  {name} counted"] + [f"    {key:<{width}}  {value:,.10g}" for key, value in counts.items()]
     return "\n".join(lines)
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from sley_core.run import Outcome, Run
 
 
-def train(plan: Plan, folder: Path, *, line: bool) -> int:
+def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int:
     """Joins the world, trains, and leaves; the exit code, unless an exception says more.
 
-    line: whether rank 0 redraws one line of progress.
+    line: whether rank 0 redraws one line of progress. verbose: whether it says at the end what the run's parts counted.
     """
     gc.enable()
     with ExitStack() as stack:
@@ -38,7 +38,7 @@ def train(plan: Plan, folder: Path, *, line: bool) -> int:
         try:
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             run = stack.enter_context(assemble(plan, world, folder=folder))
-            _train(run, folder, stopping, line=line)
+            _train(run, folder, stopping, line=line, verbose=verbose)
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.located(error)
@@ -53,7 +53,7 @@ def train(plan: Plan, folder: Path, *, line: bool) -> int:
     return EXIT_OK if code is None else code
 
 
-def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool) -> None:
+def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: bool) -> None:
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
@@ -69,10 +69,10 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool) -> None:
             stopping.working(run.stop)
             outcome = run.train()
     finally:
-        content = summary(_facts(run), outcome, totals)
+        content = summary(_facts(run), outcome, totals, run.counts)
         if totals.steps:
             write_summary(folder, content)
-    say(closing(content, folder))
+    say(closing(content, folder, verbose=verbose))
 
 
 def _facts(run: Run) -> Facts:

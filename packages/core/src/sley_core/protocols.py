@@ -199,6 +199,18 @@ class ActivationPolicy(Protocol):
 
 
 @runtime_checkable
+class Counts(Protocol):
+    """Any live object of a run that counts: a gradient handler, the weight communicator, a scheduler hook, a policy.
+
+    `Run.counts` asks each after the last step; `summary.json` keeps what rank 0 found, and `train-cli run -v` prints it.
+    """
+
+    def counts(self) -> Mapping[str, float]:
+        """Numbers by name, with the unit in it (`gathered_bytes_per_step`); asked at any time, without communication."""
+        ...
+
+
+@runtime_checkable
 class MetricsWriter(Protocol):
     """Receives one row per optimizer step, on rank 0."""
 

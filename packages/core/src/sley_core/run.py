@@ -19,6 +19,7 @@ from sley_core.data.cut import count_micros, parts
 from sley_core.errors import KeyPath, RunError, UsageError
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
+from sley_core.protocols import Counts
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from sley_core.engine.totals import PendingTotals
     from sley_core.metrics.throughput import Meter
     from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Plan
+    from sley_core.plan.plan import Component, Plan
     from sley_core.protocols import MetricsWriter
     from sley_core.topology import Topology
 
@@ -168,6 +169,26 @@ class Run(AbstractContextManager["Run"]):
             "gradients": self.store.num_bytes,
             "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         }
+
+    @property
+    def counts(self) -> dict[str, dict[str, float]]:
+        """What the parts of this rank's run have counted, by the name in the plan: those that are `protocols.Counts`.
+
+        A name that the plan lists twice is followed by its number.
+        """
+        plan, stepper = self.plan, self.stepper
+        parts: list[tuple[Component | None, object]] = [
+            (plan.weights, stepper.executor.weights),
+            *zip(plan.gradient_handlers, stepper.handlers, strict=True),
+            *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
+            (plan.activations, self.caller.policy),
+        ]
+        found: dict[str, dict[str, float]] = {}
+        for component, part in parts:
+            if component is not None and isinstance(part, Counts):
+                same = sum(name.split(" ")[0] == component.name for name in found)
+                found[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
+        return found
 
     def close(self) -> None:
         """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it."""

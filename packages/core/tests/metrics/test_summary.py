@@ -24,7 +24,8 @@ def test_a_finished_run() -> None:
     of = rows(40)
     of[19]["held_out_loss"] = 3.75
     of[39]["held_out_loss"] = 1.5
-    assert summary(FACTS, "finished", Totals(of)) == {
+    counts = {"isp.communicator": {"gathers_per_step": 13}}
+    assert summary(FACTS, "finished", Totals(of), counts) == {
         "name": "quickstart",
         "outcome": "finished",
         "steps": 40,
@@ -38,6 +39,7 @@ def test_a_finished_run() -> None:
         "device": "cpu",
         "plugins": {"core": "sley-core 0.1.0"},
         "versions": {"torch": "2.13.0"},
+        "counts": counts,
     }
 
 

@@ -44,7 +44,10 @@ def run(
     ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
     verbose: Annotated[
-        int, typer.Option("--verbose", "-v", count=True, help="Say what is started; -vv: elastic logs.")
+        int,
+        typer.Option(
+            "--verbose", "-v", count=True, help="Say what is started and what was counted; -vv: elastic logs."
+        ),
     ] = 0,
 ) -> None:
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
@@ -54,7 +57,7 @@ def run(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
-        raise typer.Exit(_as_rank(plan, changes, settings, overwrite=overwrite, line=line))
+        raise typer.Exit(_as_rank(plan, changes, settings, overwrite=overwrite, line=line, verbose=verbose > 0))
     resolved = load_plan(plan, changes)
     size = _check(resolved, nproc or resolved.world(_num_devices(resolved)))
     check_run_folder(resolved, overwrite=overwrite)
@@ -66,10 +69,11 @@ def run(
         if size > 1:
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
             arguments += ["--no-progress"] if no_progress else []
+            arguments += ["--verbose"] if verbose else []
             raise typer.Exit(_launch(arguments, size, settings, verbose=verbose))
         from train_cli.rank import train
 
-        raise typer.Exit(train(resolved, folder, line=line))
+        raise typer.Exit(train(resolved, folder, line=line, verbose=verbose > 0))
     finally:
         drop_unused(folder)
 
@@ -86,7 +90,9 @@ def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose:
     return fault.exit_code
 
 
-def _as_rank(path: Path, overrides: Sequence[str], settings: Settings, *, overwrite: bool, line: bool) -> int:
+def _as_rank(
+    path: Path, overrides: Sequence[str], settings: Settings, *, overwrite: bool, line: bool, verbose: bool
+) -> int:
     """The exit code of this rank. What every rank finds, rank 0 alone tells; what only this one finds, it tells."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
@@ -100,7 +106,7 @@ def _as_rank(path: Path, overrides: Sequence[str], settings: Settings, *, overwr
     from train_cli.rank import train
 
     try:
-        return train(plan, folder, line=line)
+        return train(plan, folder, line=line, verbose=verbose)
     except Exception as error:
         return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
     finally:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sley_core.metrics.json_text import write_json
@@ -52,8 +53,12 @@ class Totals:
             self.held_out_loss = row["held_out_loss"]
 
 
-def summary(facts: Facts, outcome: str, totals: Totals) -> dict[str, Any]:
+def summary(
+    facts: Facts, outcome: str, totals: Totals, counts: Mapping[str, Mapping[str, float]] = MappingProxyType({})
+) -> dict[str, Any]:
     """The content of `summary.json`: a pure function of what is known and what was counted.
+
+    counts: `Run.counts` of rank 0, by the name in the plan.
 
     outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null where there was no step, or no evaluation;
     `tokens_per_s` is over all steps, the first and slow ones too.
@@ -73,6 +78,7 @@ def summary(facts: Facts, outcome: str, totals: Totals) -> dict[str, Any]:
         "device": facts.device,
         "plugins": dict(facts.plugins),
         "versions": dict(facts.versions),
+        "counts": {name: dict(values) for name, values in counts.items()},
     }
 
 

@@ -122,7 +122,7 @@ class ParallelTable(Table):
     """Ranks that split each weight."""
 
     host_memory: bool = True
-    """Ranks of `wp` on the CPUs of one host read each other's memory, where the system lets them; false: gloo's sockets."""
+    """Ranks on one host's CPUs read each other's weights and gradients, where the system lets them; false: gloo's sockets."""
 
 
 class EvaluationTable(Table):
