@@ -22,7 +22,7 @@ from functools import cached_property
 AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
 """Every group that core makes, in the order in which all ranks make them."""
 
-LANES = {"pp": ("forward", "backward"), "wp": ("gather", "reduce")}
+LANES = {"pp": ("up", "down"), "wp": ("gather", "reduce")}
 """The communicators of a group. A receive posted ahead must not block a later send, nor a gather a reduction."""
 
 DEFAULT_LANE = "main"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import LANES, Kind, Transfer, forward_only
+from sley_core.actions.action import WAYS, Kind, Transfer, forward_only, way_of
 from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
 from sley_core.actions.machine import Parcel, taken
@@ -28,6 +28,10 @@ def parcel_of(stage, step, placement) -> Parcel:
     return Parcel(step.lane, placement.position(*holder), step.micro)
 
 
+def way(stage, step):
+    return way_of(stage, step.peer) if step.op == "send" else way_of(step.peer, stage)
+
+
 def transfers(steps):
     return [step for step in steps if isinstance(step, Transfer)]
 
@@ -42,22 +46,23 @@ def test_both_ends_of_each_pair_issue_the_same_transfers_in_the_same_order(
     ends = defaultdict(list)
     for stage, steps in enumerate(lower(lists, placement, micros, training=training)):
         for step in transfers(steps):
-            pair = (step.lane, *sorted((stage, step.peer)), stage)
+            pair = (way(stage, step), *sorted((stage, step.peer)), stage)
             ends[pair].append((parcel_of(stage, step, placement), step.op))
-    for (lane, low, high, stage), issued in ends.items():
-        other = ends[lane, low, high, low + high - stage]
+    for (direction, low, high, stage), issued in ends.items():
+        other = ends[direction, low, high, low + high - stage]
         assert [parcel for parcel, _ in issued] == [parcel for parcel, _ in other]
         assert all({op, facing} == {"post", "send"} for (_, op), (_, facing) in zip(issued, other, strict=True))
+        assert len({op for _, op in issued}) == 1, "between two stages a way has one direction"
 
 
 @given(PLACEMENTS, st.integers(1, 6), st.booleans(), st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None)
-def test_lists_end_even_where_a_lane_does_one_thing_at_a_time(any_lists, placement, micros, training, seed):
-    """The strictest backend: per stage and lane one queue, whose head is done when it is the head at both ends."""
+def test_lists_end_even_where_a_way_does_one_thing_at_a_time(any_lists, placement, micros, training, seed):
+    """The strictest backend: per stage and way one queue, whose head is done when it is the head at both ends."""
     lists = any_lists(placement, micros, Random(seed))
     lists = lists if training else [forward_only(actions) for actions in lists]
     rest = [deque(steps) for steps in lower(lists, placement, micros, training=training)]
-    queues = {(stage, lane): deque() for stage in range(placement.stages) for lane in LANES}
+    queues = {(stage, direction): deque() for stage in range(placement.stages) for direction in WAYS}
     here: set[Parcel] = set()
     moved = True
     while moved:
@@ -66,7 +71,7 @@ def test_lists_end_even_where_a_lane_does_one_thing_at_a_time(any_lists, placeme
             while steps:
                 step = steps[0]
                 if isinstance(step, Transfer):
-                    queues[stage, step.lane].append((parcel_of(stage, step, placement), step.peer))
+                    queues[stage, way(stage, step)].append((parcel_of(stage, step, placement), step.peer))
                 elif step.kind is not Kind.CHUNK_DONE:
                     needed = taken(step, placement.position(stage, step.chunk), placement)
                     local = needed and placement.holder(needed.origin).stage == stage
@@ -74,10 +79,14 @@ def test_lists_end_even_where_a_lane_does_one_thing_at_a_time(any_lists, placeme
                         break
                 steps.popleft()
                 moved = True
-        for (stage, lane), queue in queues.items():
-            while queue and queues[queue[0][1], lane] and queues[queue[0][1], lane][0] == (queue[0][0], stage):
-                here.add(queue[0][0])
-                queues[queue[0][1], lane].popleft()
+        for (stage, direction), queue in queues.items():
+            while queue:
+                parcel, peer = queue[0]
+                facing = queues[peer, direction]
+                if not facing or facing[0] != (parcel, stage):
+                    break
+                here.add(parcel)
+                facing.popleft()
                 queue.popleft()
                 moved = True
     assert not any(rest)
@@ -97,8 +106,8 @@ def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(
     assert max(held.receives for held in earlier.held) >= 8
 
 
-@pytest.mark.parametrize("micros", [4, 64])
+@pytest.mark.parametrize("micros", [8, 64])
 def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_batches(breadth_first, micros):
     placement = Placement(4)
     simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.even(4))
-    assert [held.receives for held in simulated.held] == [3, 3, 3, 3]
+    assert [held.receives for held in simulated.held] == [5, 4, 4, 5]

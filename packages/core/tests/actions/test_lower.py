@@ -46,14 +46,14 @@ def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
     lists = [sequential(2), words("F0.0 D0.0 W0.0 F0.1 D0.1 W0.1")]
     first, second = lower(lists, Placement(2), 2)
     assert texts(first) == [
-        *("post backward 0.0 from stage 1", "F0.0", "send forward 0.0 to stage 1"),
-        *("post backward 0.1 from stage 1", "B0.0", "F0.1", "send forward 0.1 to stage 1", "B0.1", "C0"),
+        *("post backward 0.0 from stage 1", "post backward 0.1 from stage 1", "F0.0", "send forward 0.0 to stage 1"),
+        *("B0.0", "F0.1", "send forward 0.1 to stage 1", "B0.1", "C0"),
     ]
     assert texts(second) == [
         *(
             "post forward 0.0 from stage 0",
-            "F0.0",
             "post forward 0.1 from stage 0",
+            "F0.0",
             "D0.0",
             "send backward 0.0 to stage 0",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.actions.action import LANES
+from sley_core.actions.action import WAYS
 from sley_core.actions.placement import Holder, Placement
 from sley_core.topology import LANES as LANES_OF_GROUPS
 
@@ -42,5 +42,5 @@ def test_an_impossible_deal_is_refused(arguments, words):
         Placement(*arguments)
 
 
-def test_each_lane_has_a_communicator():
-    assert LANES_OF_GROUPS["pp"] == LANES
+def test_each_way_has_a_communicator():
+    assert LANES_OF_GROUPS["pp"] == WAYS

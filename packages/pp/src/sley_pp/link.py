@@ -1,4 +1,4 @@
-"""The stage link: activations travel forward and gradients backward, each on the lane of its direction.
+"""The stage link: what goes to a later stage and what goes to an earlier one travel on a communicator each.
 
 Sends never block the next action, and receives are posted ahead, so that a message arrives while something else computes.
 What a boundary carries is announced once for every shape of batch that it meets (variable sequence lengths: once each):
@@ -9,7 +9,11 @@ What a boundary carries is announced once for every shape of batch that it meets
                                     └────── yes ──────────> receive posted
 
 Both ends see the same batch shapes, so both know which messages are announced. Posts behind an unknown one wait for it:
-a lane delivers in order.
+a communicator delivers in order.
+
+Between two stages each communicator has messages in one direction only, whatever the placement. Gloo reads and writes a
+connection under one lock, and its thread, woken by a message that comes in while another goes out, asks for that lock again
+and again until it has used up its time on the core (docs/adr/0014).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.actions.action import Transfer
+from sley_core.actions.action import Transfer, Way, way_of
 from sley_core.comm.collectives import receive_from, send_to
 from sley_core.engine.boundary import Description, gradients_of
 from sley_core.errors import RunError
@@ -49,7 +53,7 @@ class Link:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, int, int, int], dict[Key, Description]] = {}
-        self._waiting: dict[tuple[str, int], deque[tuple[Transfer, Key]]] = {}
+        self._waiting: dict[tuple[Way, int], deque[tuple[Transfer, Key]]] = {}
         self._posted: dict[Transfer, _Posted] = {}
         self._taken: dict[Transfer, Message] = {}
         self._sending: deque[tuple[Pending, Message]] = deque()
@@ -93,7 +97,7 @@ class Link:
         self._start(message, transfer, f"what {what}")
 
     def post(self, transfer: Transfer, key: Key) -> None:
-        """Starts the receive of `transfer`, unless it or one before it on its lane is yet to be announced."""
+        """Starts the receive of `transfer`, unless it or one before it on its way is yet to be announced."""
         waiting = self._queue(transfer)
         known = self._descriptions("post", transfer)
         if waiting or key not in known:
@@ -148,7 +152,7 @@ class Link:
             assert transfer.lane == "forward", f"{transfer}: the gradients of an output that was not sent"
             head = self._lease(())
             what = f"the announcement of what {self._name(transfer, 'takes from')}"
-            receive_from(head.buffer, self._group, transfer.lane, transfer.peer, what=what).wait()
+            receive_from(head.buffer, self._group, self._way(transfer), transfer.peer, what=what).wait()
             known[key] = from_text(head.read_head())
             self._give_back(head)
         while waiting and waiting[0][1] in self._descriptions("post", waiting[0][0]):
@@ -163,11 +167,12 @@ class Link:
             return
         message = self._lease(layout_of(description.leaves))
         what = f"what {self._name(transfer, 'takes from')}"
-        pending = receive_from(message.buffer, self._group, transfer.lane, transfer.peer, what=what)
+        pending = receive_from(message.buffer, self._group, self._way(transfer), transfer.peer, what=what)
         self._posted[transfer] = _Posted(message, pending, description)
 
     def _start(self, message: Message, transfer: Transfer, what: str) -> None:
-        self._sending.append((send_to(message.buffer, self._group, transfer.lane, transfer.peer, what=what), message))
+        pending = send_to(message.buffer, self._group, self._way(transfer), transfer.peer, what=what)
+        self._sending.append((pending, message))
         while self._sending and self._sending[0][0].is_done():
             self._give_back(self._sending.popleft()[1])
 
@@ -177,7 +182,11 @@ class Link:
         return self._known.setdefault(boundary, {})
 
     def _queue(self, transfer: Transfer) -> deque[tuple[Transfer, Key]]:
-        return self._waiting.setdefault((transfer.lane, transfer.peer), deque())
+        return self._waiting.setdefault((self._way(transfer), transfer.peer), deque())
+
+    def _way(self, transfer: Transfer) -> Way:
+        sends = transfer.op == "send"
+        return way_of(self._stage, transfer.peer) if sends else way_of(transfer.peer, self._stage)
 
     def _lease(self, layout: Layout) -> Message:
         free = self._free.setdefault(layout, [])

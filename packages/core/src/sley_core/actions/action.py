@@ -50,7 +50,15 @@ class Action:
 Lane = Literal["forward", "backward"]
 """What a transfer carries: outputs of a chunk to the next one, or gradients to the one before."""
 
-LANES: tuple[Lane, Lane] = ("forward", "backward")
+Way = Literal["up", "down"]
+"""Where a transfer goes: to a stage of a higher number, or of a lower one. Each way has a communicator."""
+
+WAYS: tuple[Way, Way] = ("up", "down")
+
+
+def way_of(sender: int, receiver: int) -> Way:
+    """The way from one stage to another. Between two stages each communicator carries messages in one direction only."""
+    return "up" if receiver > sender else "down"
 
 
 @dataclass(frozen=True)

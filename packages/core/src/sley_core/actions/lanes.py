@@ -1,20 +1,20 @@
 """Where receives are posted: early enough that nothing waits for it, late enough that few buffers are in use.
 
-All transfers of a lane stand in one order, the same for all stages: that in which they would be sent if every action took
-its usual time. Each stage issues its sends and posts in that order. So however a backend joins the ends (by tag, by order per
-pair of stages, or as one communicator on which everything waits for what was issued before), the first transfer of the
-order that is not done is the next one at both of its ends, and no two ends can wait for each other.
+All transfers of a way, up or down the stages, stand in one order, the same for all stages: that in which they would be sent
+if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend joins the ends
+(by tag, by order per pair of stages, or as one communicator on which everything waits for what was issued before), the first
+transfer of the order that is not done is the next one at both of its ends, and no two ends can wait for each other.
 
 For that a post must be reached without anything that comes later in the order: it stands before the first action that
-takes a later transfer of either lane. Else, where a stage has several neighbours on a lane, one that reaches its post late
+takes a later transfer of either way. Else, where a stage has several neighbours on a way, one that reaches its post late
 could hold up the message for which it waits, by way of the others.
 
-Within that order a receive is posted `ahead` actions before the one that takes it: while these compute, it comes in. It is
-posted earlier only where it would else stand behind a later send of its lane, or too late to be reached.
+Within that order a receive is posted `ahead` actions before the one that takes it, so that it is there before the message
+is sent. It is posted earlier only where it would else stand behind a later send of its way, or too late to be reached.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 
-    post F0 F1 > F0.0 > post F2 B0 > F0.1 > post F3 > F0.2 > B0.0 > post B1 > F0.3 > B0.1 > ...
+    post F0 F1 B0 > F0.0 > post F2 > F0.1 > post F3 > F0.2 > B0.0 > post B1 > F0.3 > B0.1 > ...
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sley_core.actions.action import LANES, Action, Lane, Transfer
+from sley_core.actions.action import WAYS, Action, Lane, Transfer, Way, way_of
 from sley_core.actions.machine import Parcel, given, taken
 from sley_core.actions.placement import Placement
 
-AHEAD = 2
+AHEAD = 4
 """How many actions before the one that takes it a receive is posted.
 
-In simulated steps 2 is as fast as posting everything at once, for every schedule of sley-pp and for transfers of up to two
-actions' time, with four buffers per stage at most. 1 is slower where a transfer takes longer than an action, 0 nearly always.
+The smallest with which no schedule of sley-pp sends anything before its receive is posted, with six buffers per stage at
+most. In simulated steps 2 would do, for transfers of up to two actions' time: what a late post costs is not in the
+link but in the processes at its ends (docs/adr/0014).
 """
 
 
@@ -47,9 +48,17 @@ def send_of(action: Action, stage: int, placement: Placement) -> Transfer | None
 
 
 def order_of(sent_s: Mapping[Parcel, float]) -> dict[Parcel, int]:
-    """The one order of all transfers: by the time at which they are sent."""
-    ordered = sorted(sent_s, key=lambda parcel: (sent_s[parcel], parcel))
-    return {parcel: at for at, parcel in enumerate(ordered)}
+    """The one order of all transfers: by the time at which they are sent.
+
+    Of those that are sent at once, the one that comes first along its lane is first: a stage then posts what its neighbour
+    is about to send before it sends its own.
+    """
+
+    def place(parcel: Parcel) -> tuple[float, Lane, int, int]:
+        position = parcel.position if parcel.lane == "forward" else -parcel.position
+        return sent_s[parcel], parcel.lane, position, parcel.micro
+
+    return {parcel: at for at, parcel in enumerate(sorted(sent_s, key=place))}
 
 
 class _Issue(NamedTuple):
@@ -69,32 +78,33 @@ def posts_of(
     actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Parcel, int], ahead: int
 ) -> dict[int, list[Transfer]]:
     """What `stage` posts: by the number of the action in its list before which it does."""
-    issues: dict[Lane, list[_Issue]] = {lane: [] for lane in LANES}
+    issues: dict[Way, list[_Issue]] = {way: [] for way in WAYS}
     latest_taken: list[int] = []
     for number, action in enumerate(actions):
         position = placement.position(stage, action.chunk)
         made, needed = given(action, position, placement), taken(action, position, placement)
         if made is not None and made in order:
-            issues[made.lane].append(_Issue(order[made], number, None, number))
+            way = way_of(stage, placement.holder(made.position).stage)
+            issues[way].append(_Issue(order[made], number, None, number))
         if needed is not None and needed in order:
             source = placement.holder(needed.origin)
             post = Transfer("post", needed.lane, action.chunk, action.micro, source.stage, source.chunk)
             latest = bisect_right(latest_taken, order[needed])
-            issues[needed.lane].append(_Issue(order[needed], number, post, latest))
+            issues[way_of(source.stage, stage)].append(_Issue(order[needed], number, post, latest))
         before = latest_taken[-1] if latest_taken else -1
         latest_taken.append(max(before, order.get(needed, -1) if needed else -1))
     posts: dict[int, list[Transfer]] = {}
-    for lane in LANES:
-        for number, post in _placed(sorted(issues[lane], key=lambda issue: issue.order), ahead):
+    for way in WAYS:
+        for number, post in _placed(sorted(issues[way], key=lambda issue: issue.order), ahead):
             posts.setdefault(number, []).append(post)
     return posts
 
 
 def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
-    """Each post among `issues`, one lane of one stage in order, with the number of the action that it stands before.
+    """Each post among `issues`, one way of one stage in order, with the number of the action that it stands before.
 
     From the end: a post is `ahead` actions before the one that takes it, but not behind its latest place nor behind
-    anything that follows it in the lane. From the start: nor before anything that precedes it.
+    anything that follows it on its way. From the start: nor before anything that precedes it.
     """
     wanted: list[int] = []
     following = max((issue.action for issue in issues), default=0)

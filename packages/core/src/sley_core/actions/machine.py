@@ -1,8 +1,8 @@
 """Runs the lists of all stages at once, in simulated time, until every list is at its end or none can go on.
 
 A stage does one action at a time, in the order of its list. An action waits for what it takes; a send or a post waits for
-nothing. What is sent travels when its receive is posted, one thing after another per lane, sender and receiver, while
-both stages go on computing. The result does not depend on the order in which stages are looked at.
+nothing. What is sent travels when its receive is posted, one thing after another per sender and receiver, while both
+stages go on computing. The result does not depend on the order in which stages are looked at.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Machine:
         self.spans: list[Span] = []
         self.sent_s: dict[Parcel, float] = {}
         self._arrived_s: dict[Parcel, float] = {}
-        self._posted_s: dict[Parcel, float] = {}
-        self._free_s: dict[tuple[Lane, int, int], float] = {}
+        self.posted_s: dict[Parcel, float] = {}
+        self._free_s: dict[tuple[int, int], float] = {}
         self._now_s = [0.0] * len(lists)
         self._at = [0] * len(lists)
         self._waiting: dict[Parcel, int] = {}
@@ -92,14 +92,14 @@ class Machine:
     def _transfer(self, stage: int, step: Transfer) -> None:
         if step.op == "post":
             parcel = Parcel(step.lane, self.placement.position(stage, step.chunk), step.micro)
-            channel = step.lane, step.peer, stage
-            self._posted_s[parcel] = self._now_s[stage]
+            channel = step.peer, stage
+            self.posted_s[parcel] = self._now_s[stage]
         else:
             parcel = Parcel(step.lane, self.placement.position(step.peer, step.peer_chunk), step.micro)
-            channel = step.lane, stage, step.peer
+            channel = stage, step.peer
             self.sent_s[parcel] = self._now_s[stage]
         sent_s = self.sent_s.get(parcel)
-        posted_s = self._posted_s.get(parcel) if self.posted else 0.0
+        posted_s = self.posted_s.get(parcel) if self.posted else 0.0
         if sent_s is not None and posted_s is not None:
             start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
             end_s = self._free_s[channel] = start_s + self.costs.link_s[min(parcel.position, parcel.origin)]

@@ -25,8 +25,8 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
     """Runs lowered lists in simulated time; the same arguments give the same result.
 
     Actions take their time and wait for what they take. A transfer starts when it is sent and its receive is posted, takes
-    the time of its link, and computes nothing: it runs beside the actions of both stages. On one lane from one stage to
-    another, transfers come one after another.
+    the time of its link, and computes nothing: it runs beside the actions of both stages. From one stage to another, transfers
+    come one after another.
 
     Raises PlanError "schedule-deadlock" for lists that come to a stop.
     """
