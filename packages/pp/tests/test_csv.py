@@ -40,14 +40,14 @@ def test_waits_and_blanks_mean_nothing_and_overlapped_actions_come_one_after_ano
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("0F0,0B0\n1F0,1SEND_B0,1B0", "a.csv:2:0 has `1SEND_B0`, which is no compute action"),
-        ("0F0,0X0", "a.csv:1:0 has `0X0`"),
+        ("0F0,0B0\n1F0,1SEND_B0,1B0", "a.csv:2:5 has `1SEND_B0`, which is no compute action"),
+        ("0F0,0X0", "a.csv:1:5 has `0X0`"),
         ("0F0,0B", "has `0B`"),
         ("0F" + "9" * 5000, "has `0F999"),
         ("0F0,0B0\n2F0,2B0", "neither in a loop nor as a V (rank 0: [0]; rank 1: [2])"),
         ("0F0,0B0\n\n1F0,1B0", "neither in a loop nor as a V (rank 0: [0]; rank 1: []; rank 2: [1])"),
-        ("", "it has no actions"),
-        (" , ,", "neither in a loop nor as a V (rank 0: [])"),
+        ("", "a.csv has no actions"),
+        (" , ,", "a.csv has no actions"),
     ],
 )
 def test_what_is_no_schedule_is_refused(text, fault):

@@ -16,4 +16,4 @@ def check_enough(num_layers: int, num_positions: int) -> None:
     if num_layers < num_positions:
         message = f"{num_layers} layers cannot be cut into {num_positions} parts, as each needs a layer"
         hint = f"use at most {num_layers} stages x chunks" if num_layers else "the model has no layers"
-        raise PlanError("partition-empty", message, path=("partition", "use"), hint=hint)
+        raise PlanError("partition-empty", message, path=("parallel", "pp"), hint=hint)

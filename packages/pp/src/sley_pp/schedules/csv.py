@@ -40,7 +40,9 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
 
     Whether the lists are a step is for `lower` to say. Raises PlanError "schedule-file".
     """
-    rows = [_row(line.split(","), Place(name, number)) for number, line in enumerate(text.splitlines(), start=1)]
+    rows = [_row(line, name, number) for number, line in enumerate(text.splitlines(), start=1)]
+    if not any(rows):
+        raise _wrong("has no actions", Place(name))
     placement = _placement([{position for position, _, _ in row} for row in rows], Place(name))
     chunks = [
         {placement.position(stage, chunk): chunk for chunk in range(placement.chunks)} for stage in range(len(rows))
@@ -61,13 +63,15 @@ def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
     return read_csv(text, str(path))
 
 
-def _row(cells: Sequence[str], place: Place) -> list[Parsed]:
+def _row(line: str, name: str, number: int) -> list[Parsed]:
     found: list[Parsed] = []
-    for cell in cells:
+    start = 0
+    for cell in line.split(","):
         overlapped = OVERLAP.fullmatch(cell.strip())
-        for word in overlapped[1].split(";") if overlapped else [cell]:
-            if word.strip():
-                found.append(_word(word.strip(), place))
+        for part in overlapped[1].split(";") if overlapped else [cell]:
+            if word := part.strip():
+                found.append(_word(word, Place(name, number, line.index(word, start) + 1)))
+        start += len(cell) + 1
     return found
 
 
@@ -87,7 +91,7 @@ def _placement(held: Sequence[set[int]], place: Place) -> Placement:
             if held == [{placement.position(stage, chunk) for chunk in range(chunks)} for stage in range(len(held))]:
                 return placement
     told = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(held[:8]))
-    raise _wrong(f"deals the parts of the model neither in a loop nor as a V ({told or 'it has no actions'})", place)
+    raise _wrong(f"deals the parts of the model neither in a loop nor as a V ({told})", place)
 
 
 def _wrong(fault: str, place: Place) -> PlanError:
