@@ -1,0 +1,127 @@
+"""Layouts with stages, slices, shards and replicas at once, given and drawn by a printed seed (isp statements A01, A15)."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import record
+
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
+PLAN: dict[str, Any] = {
+    "run": {"name": "drawn", "steps": 2, "device": "cpu", "seed": 7},
+    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 27},
+    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16, "separator": "\n\n", "held_out": 0.1},
+    "batch": {"global_size": 8, "micro_size": 1},
+    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1},
+    "evaluation": {"every": 2, "steps": 1},
+    "precision": {"compute": "fp64"},
+}
+SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
+
+Tables = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text").mkdir()
+    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(120)]
+    (folder / "text" / "a.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+def layout(alone: Tables, parallel: dict[str, int], schedule: str, weights: Tables, buckets: float | None) -> Tables:
+    """The plan `alone`, of one process, over ranks."""
+    tables = deepcopy(alone) | {"parallel": parallel}
+    if parallel["pp"] > 1:
+        tables["pipeline"] = {"use": schedule}
+    if parallel["sp"] > 1:
+        tables["sequence"] = {"use": "isp.all_to_all"}
+    if parallel["wp"] > 1:
+        tables["weights"] = {"use": "isp.communicator", **weights}
+    if buckets is not None:
+        tie = [{"use": "pp.shared_modules"}] if alone["model"]["tie_embeddings"] and parallel["pp"] > 1 else []
+        tables["gradient_handlers"] = [{"use": "dp.bucketed", "bucket_mb": buckets}, *tie]
+    return tables
+
+
+def recorded(plans: list[Tables], folder: Path) -> list[Any]:
+    return [record(tables, 2, folder=folder) for tables in plans]
+
+
+def check(ranks: Any, folder: Path, world: int, pairs: list[tuple[Tables, Tables]]) -> None:
+    """Each layout's rows, gradients and weights on every rank, against the plan of one process."""
+    found = ranks(world, 600)(recorded, [tables for _, tables in pairs], folder)
+    for (alone, tables), layouts in zip(pairs, zip(*found, strict=True), strict=True):
+        print(tables)
+        reference = record(alone, 2, folder=folder)
+        names: set[str] = set()
+        for layout in layouts:
+            for wanted, row in zip(reference.rows, layout.rows, strict=True):
+                assert row["tokens"] == wanted["tokens"]
+                for key in ("loss", "grad_norm"):
+                    assert row[key] == pytest.approx(wanted[key], rel=1e-10)
+            own = set(layout.gradients[0])
+            names |= own
+            gradients = {name: reference.gradients[0][name] for name in own}
+            assert_same_bits({name: reference.first[name] for name in layout.first}, layout.first)
+            assert_close_gradients(gradients, layout.gradients[0], 1e-10, floor=1e-6)
+            assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, 1e-10)
+            assert layout.held_out == pytest.approx(reference.held_out, rel=1e-10)
+        assert names == set(reference.gradients[0]), "every parameter is on some stage"
+
+
+@pytest.mark.parametrize("schedule", ["pp.zero_bubble_v", "pp.zero_bubble_h1"])
+def test_slices_and_shards_on_two_stages(ranks, texts, schedule):
+    """Weight gradients are put off while exchanges of attention, gathers and reductions cross; tied and not."""
+    pairs = []
+    for tied, weights in ((False, {"head": "vocabulary"}), (True, {"unit": "module"})):
+        alone = PLAN | {"model": PLAN["model"] | {"tie_embeddings": tied}}
+        parallel = {"pp": 2, "sp": 2, "dp": 1, "wp": 2}
+        pairs.append((alone, layout(alone, parallel, schedule, weights, None)))
+    check(ranks, texts, 4, pairs)
+
+
+def drawn(draw: random.Random, world: int, folder: Path) -> tuple[Tables, Tables]:
+    """A plan of one process and the same over `world` ranks, in a layout that `check` allows."""
+    while True:
+        pp = draw.choice([size for size in (1, 2) if world % size == 0])
+        sp, wp = (draw.choice([size for size in (1, 2, 4) if world // pp % size == 0]) for _ in range(2))
+        alone = deepcopy(PLAN)
+        alone["model"] |= {"tie_embeddings": draw.random() < 0.5, "kv_heads": draw.choice([1, 2, 4])}
+        alone["data"]["documents"] = draw.choice(["pack", "cut", "pad"])
+        alone["activations"] = {"use": "core.recompute", "fraction": draw.choice([0.0, 0.5, 1.0])}
+        alone["loss"] = {"use": "core.cross_entropy", "label_smoothing": draw.choice([0.0, 0.1])}
+        weights = {
+            "unit": draw.choice(["layer", "module"]),
+            "ahead": draw.choice([0, 1, 2]),
+            "fused": draw.random() < 0.5,
+            "reduce": draw.choice(["micro_batch", "step"]),
+            "head": draw.choice(["gather", "vocabulary"]),
+        }
+        parallel = {"pp": pp, "sp": sp, "dp": world // pp // sp, "wp": wp}
+        tables = layout(alone, parallel, draw.choice(SCHEDULES), weights, draw.choice([None, 0.0005, 25.0]))
+        if sp * wp > 1 and not check_plan(plan_from_dict(tables, folder), world):
+            return alone, tables
+
+
+@pytest.mark.parametrize(
+    ("world", "num_plans"),
+    [(4, 3), pytest.param(4, 30, marks=pytest.mark.campaign), pytest.param(8, 10, marks=pytest.mark.campaign)],
+)
+def test_any_layout_equals_one_process(ranks, texts, world, num_plans):
+    """A01: any sizes with any schedule, options and buckets."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    check(ranks, texts, world, [drawn(draw, world, texts) for _ in range(num_plans)])
