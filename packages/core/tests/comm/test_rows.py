@@ -10,8 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+from sley_core.comm import rows
 from sley_core.comm.groups import make_groups
 from sley_core.comm.rows import gather_rows, num_received, reduce_rows
+from sley_core.comm.world import World
 from sley_core.testing.recorder import collectives
 from sley_core.testing.sequence import assert_same_sequence
 from sley_core.topology import Topology
@@ -67,6 +69,45 @@ def test_rows_of_many_tensors(ranks, size, dtype, reads_memory):
             assert torch.equal(own[number], total), "own part first, then by ascending rank"
     if size == 2:
         assert_same_sequence([calls for _, _, calls in found])
+
+
+def together(dtype, device):
+    """What a gather and a reduction gave by the backend's own collectives, and how many there were."""
+    with World.join(device) as world:
+        group = world.groups(Topology.of(world.size, wp=world.size), 30)["wp"]
+        group.memories.clear()
+        rows._is_direct = lambda lane, tensor: False
+        place = world.device.torch_device
+        wholes = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
+        shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]
+        given = [value(world.rank, number, whole.shape, dtype).to(place) for number, whole in enumerate(wholes)]
+        scratches = [
+            torch.empty((num_received(shape[0], group), *shape[1:]), dtype=dtype, device=place) for shape in SHAPES
+        ]
+        with collectives() as calls:
+            exchanges = [gather_rows(wholes, shards, group, what="weights")]
+            exchanges.append(reduce_rows(given, scratches, group, what="gradients"))
+            for exchange in exchanges:
+                exchange.wait()
+                exchange.end()
+        own = [one.view(world.size, shape[0], *shape[1:])[world.rank] for one, shape in zip(given, SHAPES, strict=True)]
+        return [one.cpu() for one in wholes], [one.cpu() for one in own], len(calls)
+
+
+@pytest.mark.parametrize(
+    ("size", "device"), [(2, "cpu"), (3, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.gpu(2))]
+)
+def test_one_collective_for_many_tensors(ranks, size, device):
+    """Where messages do not go directly, as on NCCL: one gather and one reduction, however many tensors."""
+    dtype = torch.float64
+    for rank, (wholes, own, num_calls) in enumerate(ranks(size, init=False)(together, dtype, device)):
+        assert num_calls == 2
+        for number, shape in enumerate(SHAPES):
+            parts = [value(other, number, shape, dtype) for other in range(size)]
+            assert torch.equal(wholes[number], torch.cat(parts))
+            terms = [value(other, number, (size * shape[0], *shape[1:]), dtype) for other in range(size)]
+            total = sum(term.view(size, *shape)[rank] for term in terms)
+            torch.testing.assert_close(own[number], total, rtol=1e-14, atol=1e-14)
 
 
 def test_one_rank_alone(ranks):

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.collectives import all_gather_single, guarded
+from sley_core.comm.collectives import guarded
 from sley_core.comm.groups import Group
 from sley_core.comm.host_rows import HostGather, HostReduce
+from sley_core.comm.together import gather_together, reduce_together
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -107,10 +108,10 @@ def gather_rows(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: Group
     sent: list[Any] = []
 
     def start() -> None:
+        if not _is_direct(lane, shards[0]):
+            received.append(gather_together(wholes, shards, lane))
+            return
         for tag, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
-            if not _is_direct(lane, shard):
-                received.append(all_gather_single(whole, shard, group=lane, async_op=True))
-                continue
             rows = whole.view(group.size, *shard.shape)
             for peer in _others(group):
                 received.append(lane.recv([rows[peer]], peer, tag))
@@ -148,11 +149,13 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
         rows = whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:])
         sums.append((rows[group.coord], scratch.view(group.size - 1, *rows.shape[1:])))
 
+    is_direct = _is_direct(lane, wholes[0])
+
     def start() -> None:
+        if not is_direct:
+            came.append(reduce_together([received[0] for _, received in sums], wholes, lane))
+            return
         for tag, (whole, (_, received)) in enumerate(zip(wholes, sums, strict=True)):
-            if not _is_direct(lane, whole):
-                came.append(_reduce_scatter_single(received[0], whole, group=lane, async_op=True))
-                continue
             rows = whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:])
             for at, peer in enumerate(_others(group)):
                 came.append(lane.recv([received[at]], peer, tag))
@@ -161,7 +164,7 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
 
     def finish() -> None:
         for own, received in sums:
-            if not _is_direct(lane, own):
+            if not is_direct:
                 own.copy_(received[0])
                 continue
             for part in received:
@@ -169,12 +172,6 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
 
     guarded(start, "reduce", group, what)
     return Messages(came, sent, "reduce", group, what, finish)
-
-
-_reduce_scatter_single = (
-    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-)
-"""Renamed in torch 2.13."""
 
 
 def _tell(operation: str, group: Group, tensors: Sequence[Tensor]) -> None:
