@@ -78,9 +78,11 @@ class Head:
     def all_tokens(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Every rank's `x` [n, h] and `targets` [n], in the order of the group, padded to one size each."""
         most = self.most_tokens(len(x))
-        own = [F.pad(x, (0, 0, 0, most - len(x))), F.pad(targets, (0, most - len(x)), value=sums.NO_TARGET)]
+        own = [x.contiguous(), targets]
+        if missing := most - len(x):
+            own = [F.pad(x, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=sums.NO_TARGET)]
         wholes = [each.new_empty((self.group.size * most, *each.shape[1:])) for each in own]
-        self._gather(wholes, [each.contiguous() for each in own], "the head's inputs")
+        self._gather(wholes, own, "the head's inputs")
         return wholes[0], wholes[1]
 
     def all_slices(self, statistics: Tensor) -> Tensor:
