@@ -57,9 +57,10 @@ def test_both_factorizations_hold(topology: Topology) -> None:
     assert len({(at.stage, at.wdp, at.wp) for at in seen}) == topology.world
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=200)
 @given(topologies())
 def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology) -> None:
+    """Statement A29 of sharded weights: partitions, and sizes."""
     sizes = {
         "control": topology.world,
         "all": topology.world,
@@ -138,6 +139,7 @@ def test_the_table_has_every_lane_of_every_group_once_and_one_order(topology: To
     ],
 )
 def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation: str) -> None:
+    """Statements A17 and A29 of sharded weights."""
     with pytest.raises(ValueError, match=f"^{equation}$"):
         Topology.of(**sizes)
 
