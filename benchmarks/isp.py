@@ -27,6 +27,7 @@ TIME_TARGET = {128: 0.65, 512: 0.82}
 REMOVED_TARGET = 0.60
 HIDDEN_TARGET = 0.80
 LATENCY_S = 0.010
+HIDDEN_TOKENS = 512
 FRACTIONS = (0.0, 0.5, 1.0)
 BUCKETED = [{"use": "dp.bucketed", "start": "trust"}]
 EACH = [{"use": "core.each"}]
@@ -147,7 +148,7 @@ def hidden(fraction: float, rounds: int) -> dict[str, float]:
     gathers, reduces = Lane(), Lane()
     units.gather_rows = gathers.late(units.gather_rows)
     reductions.reduce_rows = reduces.late(reductions.reduce_rows)
-    contestant = Sley(tables(2048, {}, fraction), backward_only=True)
+    contestant = Sley(tables(HIDDEN_TOKENS, {}, fraction), backward_only=True)
     batch = contestant.batch()
     seconds: dict[str, list[float]] = {"overlapped": [], "blocking": []}
     for _ in range(3):
@@ -205,7 +206,9 @@ def main() -> None:
             report(f"peak MiB of live tensors, 512 tokens, {world} ranks", [], facts, chosen.json)
         for fraction in FRACTIONS if chosen.only in (None, "hidden") else ():
             result = ranks(hidden, fraction, chosen.rounds)[0]
-            title = f"injected latency of 10 ms per exchange, 2048 tokens, fraction {fraction}, {world} ranks"
+            title = (
+                f"injected latency of 10 ms per exchange, {HIDDEN_TOKENS} tokens, fraction {fraction}, {world} ranks"
+            )
             report(title, [], {**result, "target": HIDDEN_TARGET}, chosen.json)
 
 

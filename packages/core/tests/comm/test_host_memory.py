@@ -14,7 +14,7 @@ import torch
 
 from sley_core.comm import host_memory
 from sley_core.comm.groups import make_groups
-from sley_core.comm.rows import gather_rows, reduce_rows
+from sley_core.comm.rows import gather_rows, reduce_rows, share_rows
 from sley_core.comm.system_memory import Span, read, write
 from sley_core.errors import RunError
 from sley_core.topology import Topology
@@ -74,6 +74,35 @@ def unread() -> float:
 def test_what_nobody_waits_for_is_not_read(ranks):
     """A gather that was not used ends too, and the one after it is right."""
     assert ranks(2)(unread) == [20.0, 20.0]
+
+
+def shared() -> list[list[float]]:
+    """Steps in which shards are shared once, gathered twice, and written afterwards."""
+    group = wp()
+    shards = [torch.empty(2), torch.empty(0), torch.empty(1, 3)]
+    found = []
+    for step in range(6):
+        for shard in shards:
+            shard.fill_(10.0 * step + group.coord)
+        if step % 3 == group.coord:
+            time.sleep(0.01)
+        share = share_rows(shards, group, what="weights")
+        wholes = [torch.empty(group.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
+        for at in ([2, 1], [0], [2]):
+            given = [wholes[place] for place in at], [shards[place] for place in at]
+            exchange = gather_rows(*given, group, what="some", share=share)
+            exchange.wait()
+            exchange.end()
+        share.end()
+        found.append(wholes[0].tolist() + wholes[2].flatten().tolist())
+    return found
+
+
+def test_what_is_shared_is_read_many_times_and_then_written(ranks):
+    for found in ranks(3)(shared):
+        for step, values in enumerate(found):
+            each = [10.0 * step + rank for rank in range(3)]
+            assert values == [one for one in each for _ in range(2)] + [one for one in each for _ in range(3)]
 
 
 def nobody_comes() -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind
+from sley_core.comm.rows import share_rows
 from sley_core.engine.shards import AXIS
 from sley_core.engine.step_state import Phase
 from sley_core.engine.weight_queue import Handover
@@ -34,6 +35,7 @@ from sley_isp.vocabulary.find import find_head
 from sley_isp.vocabulary.head import Head
 
 if TYPE_CHECKING:
+    from sley_core.comm.host_rows import HostShare
     from sley_core.model.layers import Layer
     from sley_core.protocols import MemoryPool
     from sley_core.run import Run
@@ -56,6 +58,8 @@ class Communicator(WeightCommunicator):
         self.units: list[Unit] = []
         self._gathered: dict[Unit, Gathered] = {}
         self._leaving: list[Gathered] = []
+        self._share: HostShare | None = None
+        self._stamps: dict[Unit, int] = {}
         self._action: Action | None = None
         self._at = -1
         self._final = -1
@@ -99,6 +103,12 @@ class Communicator(WeightCommunicator):
         self._end()
         self.reductions.forget()
         self.tally.begin(actions, phase)
+        # Shards that somebody still writes, behind a wait, are shared one gather at a time.
+        if self.config.overlap and not any(self._waits.values()):
+            self._stamps = {unit: unit.stamp for unit in self.units}
+            shards = [shard for unit in self.units for shard in unit.shards]
+            # Before the first gather of a step or an evaluation, which all ranks of `wp` begin together.
+            self._share = share_rows(shards, self._group, what="the weights")
 
     def during(self, action: Action) -> AbstractContextManager[None]:
         return self._during(action)
@@ -167,7 +177,8 @@ class Communicator(WeightCommunicator):
     def _gather(self, unit: Unit) -> Gathered:
         for wait in self._waits.get(unit.layer, ()):
             wait()
-        gathered = Gathered(unit, self.pool, self._group)
+        is_shared = self._action is not None and self._stamps.get(unit) == unit.stamp
+        gathered = Gathered(unit, self.pool, self._group, self._share if is_shared else None)
         if self._action is not None:
             self.tally.gathered(unit, gathered)
         if not self.config.overlap:
@@ -187,6 +198,9 @@ class Communicator(WeightCommunicator):
         for gathered in self._leaving:
             gathered.end()
         self._leaving.clear()
+        if self._share is not None:
+            self._share.end()
+            self._share = None
 
     # -- the model
 

@@ -20,6 +20,7 @@ from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
+    from sley_core.comm.host_rows import HostShare
     from sley_core.engine.book import Entry
     from sley_core.engine.shards import Shard
     from sley_core.protocols import MemoryPool
@@ -51,6 +52,11 @@ class Unit:
         return [entry.parameter for entry in self.entries]
 
     @property
+    def shards(self) -> list[Tensor]:
+        """Their values, outside of autograd."""
+        return [parameter.detach() for parameter in self.parameters]
+
+    @property
     def stamp(self) -> int:
         """Changes whenever somebody writes one of the shards."""
         return sum(parameter._version for parameter in self.parameters)
@@ -62,11 +68,12 @@ class Unit:
 class Gathered:
     """The whole weights of `unit`, on their way until `wait`. The buffer is leased from `pool` until `release`.
 
-    num_bytes: of the buffer. num_received_bytes: of those, what comes from others. The shards stay as they are until `end`.
+    share: holds the unit's shards, if they were shared. num_bytes: of the buffer. num_received_bytes: of those, what comes
+    from others. The shards stay as they are until `end`.
     """
 
-    def __init__(self, unit: Unit, pool: MemoryPool, group: Group) -> None:
-        parameters = [parameter.detach() for parameter in unit.parameters]
+    def __init__(self, unit: Unit, pool: MemoryPool, group: Group, share: HostShare | None = None) -> None:
+        parameters = unit.shards
         dtype, device = parameters[0].dtype, parameters[0].device
         starts, numel = layout(unit.entries, dtype.itemsize)
         self.stamp = unit.stamp
@@ -76,7 +83,7 @@ class Gathered:
         self.num_bytes = flat.nbytes
         self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (group.size - 1)
         # The unit's own order of entries, the same on all ranks of `wp`, which gather the same units in one order.
-        self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}")
+        self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}", share=share)
         self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
 
     def wait(self) -> None:

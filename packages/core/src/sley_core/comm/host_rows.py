@@ -37,8 +37,8 @@ class HostGather:
         self._is_open = False
         for peer in self._memory.peers:
             addresses = self._memory.table(peer, self._number, self._what)
-            here = [_span(rows[peer]) for rows in self._rows]
-            there = [Span(address, span.num_bytes) for address, span in zip(addresses, here, strict=True)]
+            here = [span(rows[peer]) for rows in self._rows]
+            there = [Span(address, part.num_bytes) for address, part in zip(addresses, here, strict=True)]
             self._memory.read(peer, here, there, self._what)
             self._memory.done(peer, self._number, self._what)
 
@@ -53,6 +53,70 @@ class HostGather:
         """Waits until the others have read the shards."""
         self.free()
         self._memory.is_read(self._number, self._what)
+
+
+class HostShare:
+    """Lets the peers read `shards` without asking for each: one offer for as long as nobody writes them.
+
+    Gathers from it wait for the peers once, however many they are.
+    """
+
+    def __init__(self, memory: HostMemory, shards: Sequence[Tensor], what: str) -> None:
+        self._memory = memory
+        self._what = what
+        self._shards = shards  # alive while others may read them
+        self._number = memory.offer(shards, what)
+        self._places = {shard.data_ptr(): place for place, shard in enumerate(shards)}
+        self._tables: dict[int, Sequence[int]] = {}
+
+    def gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> SharedGather:
+        """Fills each of `wholes` with the ranks' `shards`, which are among those that are shared."""
+        return SharedGather(self, wholes, [(self._places[shard.data_ptr()], shard) for shard in shards])
+
+    def read(self, peer: int, places: Sequence[int], here: Sequence[Span]) -> None:
+        """Copies the peer's shards at `places` into `here`."""
+        if peer not in self._tables:
+            self._tables[peer] = self._memory.table(peer, self._number, self._what)
+        table = self._tables[peer]
+        there = [Span(table[place], part.num_bytes) for place, part in zip(places, here, strict=True)]
+        self._memory.read(peer, here, there, self._what)
+
+    @property
+    def memory(self) -> HostMemory:
+        return self._memory
+
+    def end(self) -> None:
+        """This rank reads no more. Returns when no peer does: the shards may be written."""
+        for peer in self._memory.peers:
+            self._memory.done(peer, self._number, self._what)
+        self._memory.is_read(self._number, self._what)
+
+
+class SharedGather:
+    """A gather of what is shared: it asks for nothing, so it needs no end."""
+
+    def __init__(self, share: HostShare, wholes: Sequence[Tensor], shards: Sequence[tuple[int, Tensor]]) -> None:
+        self._share = share
+        self._places = [place for place, _ in shards]
+        memory = share.memory
+        self._rows = [whole.view(len(memory.ranks), *one.shape) for whole, (_, one) in zip(wholes, shards, strict=True)]
+        self._is_open = True
+        for rows, (_, shard) in zip(self._rows, shards, strict=True):
+            rows[memory.coord].copy_(shard)
+
+    def wait(self) -> None:
+        """Reads what comes from the others, once."""
+        if self._is_open:
+            self._is_open = False
+            for peer in self._share.memory.peers:
+                self._share.read(peer, self._places, [span(rows[peer]) for rows in self._rows])
+
+    def free(self) -> None:
+        """What was not awaited is never read."""
+        self._is_open = False
+
+    def end(self) -> None:
+        self.free()
 
 
 class HostReduce:
@@ -75,7 +139,7 @@ class HostReduce:
         tables = [memory.table(peer, self._number, self._what) for peer in memory.peers]
         for at, own in enumerate(self._own):
             addresses = [table[at] + memory.coord * own.nbytes for table in tables]
-            self._sum(own, addresses)
+            add_from(memory, own, addresses, self._what)
         for peer in memory.peers:
             memory.done(peer, self._number, self._what)
 
@@ -88,17 +152,20 @@ class HostReduce:
         self.wait()
         self._memory.is_read(self._number, self._what)
 
-    def _sum(self, own: Tensor, addresses: Sequence[int]) -> None:
-        length = PIECE_BYTES // own.element_size()
-        piece = torch.empty(min(length, own.numel()), dtype=own.dtype)
-        for first in range(0, own.numel(), length):
-            target = own[first : first + length]
-            came = piece[: target.numel()]
-            for peer, address in zip(self._memory.peers, addresses, strict=True):
-                there = Span(address + first * own.element_size(), target.nbytes)
-                self._memory.read(peer, [_span(came)], [there], self._what)
-                target.add_(came)
+
+def add_from(memory: HostMemory, own: Tensor, addresses: Sequence[int], what: str) -> None:
+    """Adds to `own` what lies at `addresses` of the peers, one for each, in their order."""
+    length = PIECE_BYTES // own.element_size()
+    piece = torch.empty(min(length, own.numel()), dtype=own.dtype)
+    for first in range(0, own.numel(), length):
+        target = own[first : first + length]
+        came = piece[: target.numel()]
+        for peer, address in zip(memory.peers, addresses, strict=True):
+            there = Span(address + first * own.element_size(), target.nbytes)
+            memory.read(peer, [span(came)], [there], what)
+            target.add_(came)
 
 
-def _span(tensor: Tensor) -> Span:
+def span(tensor: Tensor) -> Span:
+    """Where `tensor`, which is contiguous, lies."""
     return Span(tensor.data_ptr(), tensor.nbytes)

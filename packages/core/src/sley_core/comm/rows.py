@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sley_core.comm.collectives import guarded
 from sley_core.comm.groups import Group
-from sley_core.comm.host_rows import HostGather, HostReduce
+from sley_core.comm.host_rows import HostGather, HostReduce, HostShare
 from sley_core.comm.together import gather_together, reduce_together
 
 GATHER = "gather"
@@ -88,11 +88,22 @@ class Messages:
             guarded(work.wait, self._operation, self._group, self._what)
 
 
-def gather_rows(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: Group, *, what: str) -> Exchange:
+def share_rows(shards: Sequence[Tensor], group: Group, *, what: str) -> HostShare | None:
+    """Lets the ranks of `group` read `shards`, contiguous, until `end`, where they can read each other's memory; else None.
+
+    All ranks of the group call it, and its `end`, in one order with `gather_rows`, with as many tensors of the same shapes.
+    """
+    memory = group.memories.get(GATHER) if group.size > 1 else None
+    return None if memory is None else HostShare(memory, shards, what)
+
+
+def gather_rows(
+    wholes: Sequence[Tensor], shards: Sequence[Tensor], group: Group, *, what: str, share: HostShare | None = None
+) -> Exchange:
     """Starts to fill each of `wholes` [size x n, ...] with the ranks' `shards` [n, ...], in the order of `group`.
 
     All are contiguous; `shards` stay as they are until `end` has returned. Runs on the lane `gather`; all ranks of the group
-    call it in one order with as many tensors of the same shapes.
+    call it in one order with as many tensors of the same shapes. share: holds `shards`, if they were shared before.
     """
     own = group.coord
     if group.size == 1:
@@ -102,6 +113,8 @@ def gather_rows(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: Group
     memory = group.memories.get(GATHER)
     if memory is not None:
         _tell("gather", group, shards)
+        if share is not None:
+            return share.gather(wholes, shards)
         return HostGather(memory, wholes, shards, what)
     lane = group.lane(GATHER)
     received: list[Any] = []
