@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -103,6 +104,31 @@ def test_what_is_shared_is_read_many_times_and_then_written(ranks):
         for step, values in enumerate(found):
             each = [10.0 * step + rank for rank in range(3)]
             assert values == [one for one in each for _ in range(2)] + [one for one in each for _ in range(3)]
+
+
+def let_go(is_shared: bool) -> list[bool]:
+    """Whether the memory that was gathered into is still there: before `free`, and after it."""
+    group = wp()
+    shards = [torch.ones(2)]
+    share = share_rows(shards, group, what="weights") if is_shared else None
+    whole = torch.empty(2 * group.size)
+    exchange = gather_rows([whole], shards, group, what="weights", share=share)
+    exchange.wait()
+    storage = weakref.ref(whole.untyped_storage())
+    del whole
+    found = [storage() is not None]
+    exchange.free()
+    found.append(storage() is not None)
+    exchange.end()
+    if share is not None:
+        share.end()
+    return found
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_memory_that_is_free_is_let_go(ranks, is_shared):
+    """A gather that has not ended yet holds none of what it has brought."""
+    assert ranks(2)(let_go, is_shared) == [[True, False]] * 2
 
 
 def nobody_comes() -> str:

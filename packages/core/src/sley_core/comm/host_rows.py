@@ -48,6 +48,7 @@ class HostGather:
             self._is_open = False
             for peer in self._memory.peers:
                 self._memory.done(peer, self._number, self._what)
+        self._rows = []  # the memory may be let go, long before `end`
 
     def end(self) -> None:
         """Waits until the others have read the shards."""
@@ -114,6 +115,7 @@ class SharedGather:
     def free(self) -> None:
         """What was not awaited is never read."""
         self._is_open = False
+        self._rows = []
 
     def end(self) -> None:
         self.free()
