@@ -172,7 +172,7 @@ def events_of_steps(tables, folder):
 
 def test_reductions_start_in_the_last_backward_and_nobody_waits_in_it(ranks, small, own):
     """Each bucket is on its way before the next layer's gradients are complete; the first step's, after the backward."""
-    tables = small({"bucket_mb": 0.0005}, batch__global_size=4)
+    tables = small({"bucket_mb": 0.0005}, batch__global_size=4, parallel__host_memory=False)
     for first, *later in ranks(2)(events_of_steps, tables, own):
         ends = first.index(("end", 1))
         assert all(first.index(event) > ends for event in first if event[0] in ("start", "wait", "ready"))

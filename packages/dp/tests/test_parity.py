@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from functools import partial
 
 import pytest
 import torch
 
+import sley_dp.sums
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
@@ -41,14 +44,34 @@ def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, text, size, b
     same_on_all(layouts)
 
 
-@pytest.mark.parametrize("accumulation", ["autograd", "direct"])
-def test_double_precision(ranks, small, text, accumulation):
-    """Statement 1 to 1e-10, on ties and recomputation, whichever way gradients come into the buckets."""
-    tables = small(**LLAMA)
+@pytest.mark.parametrize(("accumulation", "host_memory"), [("autograd", True), ("direct", False)])
+def test_double_precision(ranks, small, text, accumulation, host_memory):
+    """Statement 1 to 1e-10, on ties and recomputation, whichever way gradients come into the buckets and are summed."""
+    tables = small(**LLAMA, parallel__host_memory=host_memory)
     tables["model"]["tie_embeddings"] = True
     tables |= {"activations": {"use": "core.recompute"}}
     tables |= {"precision": {"compute": "fp64", "accumulation": accumulation}}
     assert_parity(record(tables, 3, folder=text), ranks(4)(record, tables, 3, folder=text), "fp64")
+
+
+def without_collectives(tables, folder):
+    """Three steps in which no bucket may be summed by a collective."""
+
+    def refuse(*args, what):
+        raise AssertionError(what)
+
+    sley_dp.sums.all_reduce = refuse
+    return record(tables, 3, folder=folder)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="not there elsewhere")
+def test_memory_of_the_host_and_sockets_give_the_same_bits(ranks, small, text):
+    """On two ranks, where a sum has one order only."""
+    tables = small(**LLAMA)
+    sockets = ranks(2)(record, tables | {"parallel": {"host_memory": False}}, 3, folder=text)
+    memory = ranks(2)(without_collectives, tables, text)
+    assert_same_bits(sockets[0].weights, memory[0].weights)
+    same_on_all(memory)
 
 
 @pytest.mark.parametrize(("num_micros", "size"), [(k, size) for k in (1, 2, 4) for size in (1, 2)])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sley_core.comm.host_sum import SumMemory
 from sley_dp.narrow import Narrow
 from sley_dp.reducer import BucketReducer
-from sley_dp.sums import Plain
+from sley_dp.sums import Host, Plain
 
 if TYPE_CHECKING:
+    from sley_core.run import Run
     from sley_dp.config import BucketedConfig
 
 
@@ -17,3 +19,22 @@ class Bucketed(BucketReducer):
 
     def __init__(self, config: BucketedConfig) -> None:
         super().__init__(config, Narrow() if config.reduction == "bf16" else Plain())
+
+    def attach(self, run: Run) -> None:
+        super().attach(run)
+        if isinstance(self.sums, Plain) and (memories := _memories(run)):
+            self.sums = Host(memories)
+
+
+def _memories(run: Run) -> dict[str, SumMemory]:
+    """By reduce group, for those whose ranks may and can read each other's memory."""
+    if run.world.is_fake or run.world.device.torch_device.type != "cpu" or not run.plan.parallel.host_memory:
+        return {}
+    found: dict[str, SumMemory] = {}
+    timeout_s = run.plan.limits.collective_timeout_s
+    # All ranks of a stage hold the same entries, so those of a group come to it in one order.
+    for axis in dict.fromkeys(entry.reduce_group for entry in run.book):
+        memory = SumMemory.open(run.groups[axis], timeout_s) if run.groups[axis].size > 1 else None
+        if memory is not None:
+            found[axis] = memory
+    return found

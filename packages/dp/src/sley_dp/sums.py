@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from sley_core.comm.collectives import Pending, all_reduce
+from sley_core.comm.host_sum import HostSum, SumMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sley_core.comm.groups import Group
     from sley_core.engine.slot import GradientBuffer
 
@@ -47,6 +50,35 @@ class Plain(Sums):
 
     def forget(self) -> None:
         self.finish()
+
+
+class Host(Plain):
+    """The sum itself, by ranks of one host that read each other's memory; by all-reduces in groups that cannot.
+
+    Nobody but the ranks themselves moves these sums. So whenever one starts, those before it go on as far as they can without
+    waiting, while the other ranks compute.
+    """
+
+    def __init__(self, memories: Mapping[str, SumMemory]) -> None:
+        super().__init__()
+        self._memories = memories
+        self._sums: list[HostSum] = []
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        if group.axis not in self._memories:
+            super().start(buffer, group)
+            return
+        # The bucket's reduce group; its ranks start their buckets in one order.
+        self._sums.append(HostSum(self._memories[group.axis], buffer.data, described(buffer)))
+        for one in self._sums:
+            one.advance()
+
+    def finish(self) -> None:
+        for step in (HostSum.sum, HostSum.wait, HostSum.end):
+            for one in self._sums:
+                step(one)
+        self._sums.clear()
+        super().finish()
 
 
 def described(buffer: GradientBuffer) -> str:

@@ -130,6 +130,14 @@ class HostMemory:
         there = [Span(self._cards[peer].inbox + at * _WORD, _WORD)]
         self._copied(write(self._cards[peer].pid, [Span(ctypes.addressof(word), _WORD)], there), there, peer, what)
 
+    def is_offered(self, number: int) -> bool:
+        """Whether every peer has made its offer `number`; asks without waiting."""
+        return all(self._inbox[1 + peer * _PEER + (number % RING) * _FIELDS + 2] >= number for peer in self.peers)
+
+    def was_read(self, number: int) -> bool:
+        """Whether every peer is done with this rank's offer `number`; asks without waiting."""
+        return all(self._inbox[1 + peer * _PEER + RING * _FIELDS + number % RING] >= number for peer in self.peers)
+
     def is_read(self, number: int, what: str) -> None:
         """Waits until every peer is done with this rank's offer `number`."""
         for peer in self.peers:
