@@ -7,8 +7,6 @@ with injected latency at least 80 % of the reduction hidden.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -16,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import latency
 from contestants import Cleared, Sley, Torch, plan
 from memory import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
-from sley_core.comm import collectives
 from sley_core.testing.ranks import Ranks
 
 RANKS = 2
@@ -31,10 +29,13 @@ BACKWARD_TARGET = {64: 0.94, 512: 1.00}
 STEP_TARGET = {64: 0.90}
 MEMORY_TARGET = 0.80
 HIDDEN_TARGET = 0.80
-LATENCY_S = 0.010
+EQUAL_BUCKET_MB = 7.2
+"""Eight buckets that differ by 6 %."""
+
 PARTS = ("backward", "step", "memory", "latency")
 BUCKETED = [{"use": "dp.bucketed", "bucket_mb": BUCKET_MB}]
 EACH = [{"use": "core.each"}]
+SOCKETS: dict[str, Any] = {"parallel": {"host_memory": False}}
 
 
 def backward_contestants(tokens: int, micros: int) -> dict[str, Any]:
@@ -46,6 +47,7 @@ def backward_contestants(tokens: int, micros: int) -> dict[str, Any]:
         "fsdp2": lambda: Cleared(Torch(plan(shape, micros, EACH), "fsdp2", micros)),
         "no reduction": lambda: Cleared(Torch(plan(shape, micros, EACH), "none", micros)),
         "core.each": lambda: Sley(plan(shape, micros, EACH), backward_only=True),
+        "dp.bucketed, sockets": lambda: Sley(plan(shape, micros, BUCKETED, **SOCKETS), backward_only=True),
         "dp.bucketed": lambda: Sley(plan(shape, micros, BUCKETED), backward_only=True),
     }
 
@@ -58,6 +60,7 @@ def step_contestants(tokens: int, micros: int) -> dict[str, Any]:
         "ddp, fused AdamW": lambda: Torch(plan(shape, micros, EACH), "ddp", micros, fused=True),
         "fsdp2": lambda: Torch(plan(shape, micros, EACH), "fsdp2", micros),
         "core.each": lambda: Sley(plan(shape, micros, EACH)),
+        "dp.bucketed, sockets": lambda: Sley(plan(shape, micros, BUCKETED, **SOCKETS)),
         "dp.bucketed": lambda: Sley(plan(shape, micros, BUCKETED)),
     }
 
@@ -93,60 +96,25 @@ def _three_steps(whole: bool, name: str, micros: int) -> None:
         (contestant.step if whole else contestant.backward)(batch)
 
 
-class Late(collectives.Pending):
-    """A reduction that is done `LATENCY_S` after the one before it at the earliest; waiting holds no core and no GIL."""
-
-    free_at = 0.0
-
-    def __init__(self, pending: collectives.Pending) -> None:
-        self._inner = pending
-        Late.free_at = max(Late.free_at, time.perf_counter()) + LATENCY_S
-        self._done_at = Late.free_at
-
-    def wait(self) -> None:
-        self._inner.wait()
-        time.sleep(max(0.0, self._done_at - time.perf_counter()))
-
-
-def hidden(rounds: int) -> dict[str, float]:
-    """Milliseconds per step: overlapped, blocking at every bucket, and how much latency was injected."""
+def late(rounds: int) -> dict[str, object]:
+    """What of an injected latency `dp.bucketed` hides, over gloo, whose reductions move without its help."""
     from sley_dp import sums
 
     torch.set_num_threads(1)
-    contestant = Sley(
-        plan({**SHAPE, "sequence": 512}, 1, [{"use": "dp.bucketed", "bucket_mb": 6.0}]), backward_only=True
-    )
+    handlers = [{"use": "dp.bucketed", "bucket_mb": EQUAL_BUCKET_MB}]
+    contestant = Sley(plan({**SHAPE, "sequence": 512}, 1, handlers, **SOCKETS), backward_only=True)
     batch = contestant.batch()
     plain = sums.all_reduce
+    wire = latency.Wire()
 
-    def overlapped(*args: Any, **kwargs: Any) -> collectives.Pending:
-        return Late(plain(*args, **kwargs))
-
-    def blocking(*args: Any, **kwargs: Any) -> collectives.Pending:
-        pending = Late(plain(*args, **kwargs))
-        pending.wait()
-        return pending
-
-    seconds: dict[str, list[float]] = {"overlapped": [], "blocking": []}
-    for _ in range(3):
+    def step(form: str) -> None:
+        sums.all_reduce = wire.form(plain, form)
         contestant.step(batch)
-    for _ in range(rounds):
-        for name, form in (("overlapped", overlapped), ("blocking", blocking)):
-            sums.all_reduce = form  # type: ignore[assignment]
-            dist.barrier()
-            began = time.perf_counter()
-            contestant.step(batch)
-            seconds[name].append(time.perf_counter() - began)
-    (handler,) = contestant.run.stepper.handlers
-    injected = LATENCY_S * len(handler.buckets)  # type: ignore[attr-defined]
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "buckets": len(handler.buckets),  # type: ignore[attr-defined]
-        "overlapped ms": round(1e3 * medians["overlapped"], 2),
-        "blocking ms": round(1e3 * medians["blocking"], 2),
-        "injected ms": round(1e3 * injected, 2),
-        "hidden": round((medians["blocking"] - medians["overlapped"]) / injected, 3),
-    }
+
+    for form in latency.FORMS[:3]:
+        step(form)
+    seconds = latency.time_forms(step, rounds, dist.barrier)
+    return latency.hidden(seconds, len(contestant.run.store.buffers))
 
 
 def report_times(ranks: Ranks, whole: bool, tokens: int, micros: int, options: argparse.Namespace) -> None:
@@ -184,8 +152,7 @@ def main() -> None:
     for whole, micros in product((False, True), options.micros) if "memory" in options.part else ():
         report_memory(ranks, whole, micros, options)
     if "latency" in options.part:
-        result = ranks(hidden, options.rounds)[0]
-        facts = {**result, "target": HIDDEN_TARGET}
+        facts = {**ranks(late, options.rounds)[0], "target": HIDDEN_TARGET}
         report("injected latency of 10 ms per bucket, 512 tokens", [], facts, options.json)
 
 

@@ -1,0 +1,98 @@
+"""A wire that is late: what is hidden of a latency that holds no core.
+
+Every reduction is done `LATENCY_S` after it really is, and one reduction at a time, as on a wire that only waits. Each form
+is timed with the latency and without it, so that only what was injected counts: what the reduction itself costs, and what of
+that is hidden, is in both.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from protocol import RESAMPLES, Step
+
+LATENCY_S = 0.010
+FORMS = ("overlapped", "overlapped, late", "blocking", "blocking, late")
+Seconds = Mapping[str, Sequence[float]]
+
+
+class Wire:
+    """Makes `start`, which returns something to wait for, late or blocking or both."""
+
+    def __init__(self) -> None:
+        self._under_way: queue.SimpleQueue[tuple[Any, threading.Event]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def form(self, start: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            pending = start(*args, **kwargs)
+            if name.endswith("late"):
+                pending = _Late(self._after(pending))
+            if name.startswith("blocking"):
+                pending.wait()
+            return pending
+
+        return started
+
+    def _after(self, pending: Any) -> threading.Event:
+        is_done = threading.Event()
+        self._under_way.put((pending, is_done))
+        return is_done
+
+    def _run(self) -> None:
+        while True:
+            pending, is_done = self._under_way.get()
+            pending.wait()
+            time.sleep(LATENCY_S)
+            is_done.set()
+
+
+class _Late:
+    def __init__(self, is_done: threading.Event) -> None:
+        self._is_done = is_done
+
+    def wait(self) -> None:
+        self._is_done.wait()
+
+
+def time_forms(step: Callable[[str], object], rounds: int, barrier: Step) -> dict[str, list[float]]:
+    """Seconds of `step(form)`, in turn and in a shuffled order, `barrier` before each."""
+    chance = random.Random(0)
+    names = list(FORMS)
+    seconds: dict[str, list[float]] = {name: [] for name in FORMS}
+    for _ in range(rounds):
+        chance.shuffle(names)
+        for name in names:
+            barrier()
+            began = time.perf_counter()
+            step(name)
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def hidden(seconds: Seconds, num_reductions: int) -> dict[str, object]:
+    """The share of the injected latency that is hidden, with its 95 % bootstrap interval; milliseconds are medians."""
+    chance = random.Random(0)
+    rounds = range(len(seconds[FORMS[0]]))
+    injected = LATENCY_S * num_reductions
+    shares = sorted(_share(seconds, [chance.choice(rounds) for _ in rounds], injected) for _ in range(RESAMPLES))
+    return {
+        **{f"{name}, ms": round(1e3 * statistics.median(values), 1) for name, values in seconds.items()},
+        "reductions": num_reductions,
+        "hidden": round(_share(seconds, list(rounds), injected), 3),
+        "interval": [round(shares[int(part * RESAMPLES)], 3) for part in (0.025, 0.975)],
+        "at most": round(1 - 1 / num_reductions, 3),
+    }
+
+
+def _share(seconds: Seconds, picks: Sequence[int], injected: float) -> float:
+    """(what latency adds where every reduction is awaited at once - what it adds overlapped) / injected."""
+    middle = {name: statistics.median(values[pick] for pick in picks) for name, values in seconds.items()}
+    blocking = middle["blocking, late"] - middle["blocking"]
+    return (blocking - (middle["overlapped, late"] - middle["overlapped"])) / injected
