@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from functools import partial
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 
 import sley_dp.sums
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.peers import can_read_peers
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 LLAMA = {
@@ -64,7 +63,7 @@ def without_collectives(tables, folder):
     return record(tables, 3, folder=folder)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="not there elsewhere")
+@pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 def test_memory_of_the_host_and_sockets_give_the_same_bits(ranks, small, text):
     """On two ranks, where a sum has one order only."""
     tables = small(**LLAMA)

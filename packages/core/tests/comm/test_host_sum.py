@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,11 +14,10 @@ import torch.distributed as dist
 from sley_core.comm.groups import make_groups
 from sley_core.comm.host_sum import HostSum, SumMemory
 from sley_core.errors import RunError
+from sley_core.testing.peers import can_read_peers
 from sley_core.topology import Topology
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or sys.platform != "linux", reason="memory of peers is read on x86-64 Linux only"
-)
+pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 
 SIZES = (1, 2, 7, 64, 300_001)
 
