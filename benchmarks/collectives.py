@@ -1,4 +1,4 @@
-"""Gathers and reductions of rows on gloo: core's direct exchanges against gloo's own collectives, per size and ranks."""
+"""Gathers and reductions of rows on the CPU: core's direct messages and its reads of peers' memory against gloo's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from protocol import arguments, compare, interleave, noise_of, report
-from sley_core.comm.groups import make_groups
+from sley_core.comm.groups import Group, make_groups
 from sley_core.comm.rows import gather_rows, num_received, reduce_rows
 from sley_core.testing.ranks import Ranks
 from sley_core.topology import Topology
@@ -24,28 +24,34 @@ def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     torch.set_num_threads(1)
     size = dist.get_world_size()
     topology = Topology.of(size, wp=size)
-    group = make_groups(topology, dist.get_rank(), backend="gloo", timeout=timedelta(seconds=60))["wp"]
+    limit = timedelta(seconds=60)
+    group = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit)["wp"]
+    near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, reads_memory=True)["wp"]
     rows = (mebibytes << 18) // size // 1024
     whole, shard = torch.zeros(size * rows, 1024), torch.zeros(rows, 1024)
     scratch = torch.zeros(num_received(rows, group), 1024)
     own: Any = dist
 
-    def direct_gather() -> None:
-        gather_rows([whole], [shard], group, what="rows").end()
+    def gather(by: Group) -> None:
+        exchange = gather_rows([whole], [shard], by, what="rows")
+        exchange.wait()
+        exchange.end()
 
-    def direct_reduce() -> None:
-        reduce_rows([whole], [scratch], group, what="rows").end()
+    def reduce(by: Group) -> None:
+        reduce_rows([whole], [scratch], by, what="rows").end()
 
     kinds: dict[str, dict[str, Callable[[], object]]] = {
         "gather": {
             "gloo's": lambda: own.all_gather_single(whole, shard, group=group.lane("gather")),
             "gloo's again": lambda: own.all_gather_single(whole, shard, group=group.lane("gather")),
-            "direct": direct_gather,
+            "direct": lambda: gather(group),
+            "memory": lambda: gather(near),
         },
         "reduce": {
             "gloo's": lambda: own.reduce_scatter_single(shard, whole, group=group.lane("reduce")),
             "gloo's again": lambda: own.reduce_scatter_single(shard, whole, group=group.lane("reduce")),
-            "direct": direct_reduce,
+            "direct": lambda: reduce(group),
+            "memory": lambda: reduce(near),
         },
     }
     return {kind: interleave(forms, rounds, barrier=dist.barrier) for kind, forms in kinds.items()}
