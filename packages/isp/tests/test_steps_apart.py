@@ -100,7 +100,7 @@ def late(tables: dict[str, Any], folder: Any, delay_s: float | None) -> dict[str
             if coming and delay_s is not None:
                 time.sleep(delay_s)
             for entry in coming:
-                entry.parameter.copy_(kept.pop(entry.name))
+                entry.parameter.data.copy_(kept.pop(entry.name))  # as a collective writes: no version tells of it
 
         for name in layers:
             run.before_layer(name, partial(bring, name))
