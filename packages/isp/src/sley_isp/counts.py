@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from sley_isp.reductions import Reductions
     from sley_isp.units import Gathered, Unit
 
-MIB = 1 << 20
 WARM_UP = 2
 """Steps after which a pool has what it needs: the order of the first is not known beforehand."""
 
 
 @dataclass
 class Counts:
-    """Of one rank. `of(pool)` is its buffers that were allocated so far, where the pool tells."""
+    """Of one rank, whose `prefetch`, `reductions` and `pool` count since the beginning. Bytes are those of gathers."""
 
     prefetch: Prefetch
     reductions: Reductions
