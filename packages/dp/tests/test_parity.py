@@ -33,7 +33,16 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("size", "bucket_mb"), [(1, 25.0), *((size, cap) for size in (2, 4) for cap in (ONE_KIB, 25.0, UNLIMITED))]
+    ("size", "bucket_mb"),
+    [
+        (1, 25.0),
+        (2, ONE_KIB),
+        (2, 25.0),
+        (2, UNLIMITED),
+        (4, ONE_KIB),
+        pytest.param(4, 25.0, marks=pytest.mark.campaign),
+        pytest.param(4, UNLIMITED, marks=pytest.mark.campaign),
+    ],
 )
 def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, text, size, bucket_mb):
     """Statement 1, for dp 1 (which has no buckets), 2 and 4; samples have unequal weights (D46), k is 8, 4 and 2."""

@@ -15,13 +15,27 @@ BATCH = {"global_size": 12, "micro_size": 2}
 """Three micro-batches on each of two ranks."""
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "tied"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.campaign),
+        pytest.param(False, True, marks=pytest.mark.campaign),
+    ],
+)
 def test_parity(parity, fused, tied):
     parity(2, wp=2, weights=ONCE | {"fused": fused}, batch=BATCH, model__tie_embeddings=tied)
 
 
-@pytest.mark.parametrize("match", ["blocks.*", "*query*", "embed*"])
+@pytest.mark.parametrize(
+    "match",
+    [
+        "blocks.*",
+        pytest.param("*query*", marks=pytest.mark.campaign),
+        pytest.param("embed*", marks=pytest.mark.campaign),
+    ],
+)
 def test_frozen_weights(parity, match):
     parity(2, wp=2, weights=ONCE, batch=BATCH, optimizer__groups=[{"match": match, "freeze": True}])
 
@@ -36,7 +50,7 @@ def test_recomputation(parity):
     parity(2, wp=2, weights=ONCE, batch=BATCH, activations=activations)
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp32", marks=pytest.mark.campaign)])
 def test_gradients_wider_than_weights(parity, compute):
     parity(2, wp=2, weights=ONCE, batch=BATCH, precision__compute=compute)
 
@@ -51,8 +65,15 @@ def counted(tables: dict[str, Any], folder: Any) -> dict[str, int]:
         return communicator.counts() | {"lent": communicator.pool.num_lent}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("fused", "tied"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.campaign),
+        pytest.param(False, True, marks=pytest.mark.campaign),
+    ],
+)
 def test_each_gradient_travels_once(ranks, sharded, folder, fused, tied):
     """Per micro-batch every unit sends its gradients three times; per step once, and a tied weight is one of them."""
     changes = {"batch": BATCH, "evaluation": {"every": 9, "steps": 1}, "model__tie_embeddings": tied}

@@ -45,7 +45,7 @@ def test_a_convolution_with_tuples_and_a_tie(compared, folder, pp, dp):
         assert sum("0.table.weight" in layout.weights for layout in layouts) in (dp, 2 * dp)
 
 
-@pytest.mark.parametrize(("pp", "dp"), [pytest.param(2, 1, marks=pytest.mark.campaign), (2, 2)])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.campaign)])
 def test_transformers_blocks(compared, folder, pp, dp):
     """With rotary tables that no checkpoint keeps on every stage, tied and not."""
     plans = [

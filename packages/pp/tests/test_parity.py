@@ -38,12 +38,12 @@ def plan(schedule, pp, dp=1, **changes):
     return tables | {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_two_stages(compared, folder, tied):
     compared(2, [plan(schedule, 2, model__tie_embeddings=tied) for schedule in SCHEDULES], folder=folder)
 
 
-@pytest.mark.parametrize("stages", [3, 4])
+@pytest.mark.parametrize("stages", [pytest.param(3, marks=pytest.mark.campaign), 4])
 def test_more_stages(compared, folder, stages):
     schedules = ["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1"]
     compared(stages, [plan(schedule, stages, model__tie_embeddings=True) for schedule in schedules], folder=folder)

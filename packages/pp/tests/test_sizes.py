@@ -24,7 +24,14 @@ def sizes(small, pp, micros, dp=1, **changes):
 
 
 @pytest.mark.parametrize(
-    ("pp", "micros"), [(2, (1, 3, 8)), (3, (2, 4)), (4, (3,)), pytest.param(4, (1, 8), marks=pytest.mark.campaign)]
+    ("pp", "micros"),
+    [
+        (2, (1, 3)),
+        (3, (4,)),
+        (4, (3,)),
+        pytest.param(2, (8,), marks=pytest.mark.campaign),
+        pytest.param(4, (1, 8), marks=pytest.mark.campaign),
+    ],
 )
 def test_micro_batches_fewer_than_stages_and_no_multiple_of_them(compared, small, pp, micros):
     """Statement 14, and 26: no two samples have as many labels, so a mean of means would differ."""
@@ -41,7 +48,7 @@ def test_every_number_of_micro_batches(compared, small, pp, precision):
 
 def test_replicas_of_every_schedule(compared, small):
     """Statement 15: two stages of two replicas; replicas stay equal bit for bit."""
-    for layouts in compared(4, sizes(small, 2, (1, 3), dp=2), 2):
+    for layouts in compared(4, sizes(small, 2, (3,), dp=2), 2):
         for one, other in (layouts[:2], layouts[2:]):
             assert_same_bits(one.weights, other.weights)
 

@@ -52,8 +52,15 @@ def check(ranks, folder, sizes, **changes):
             assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9 if "64" in str(tables) else 1e-5)
 
 
-@pytest.mark.parametrize("documents", ["pack", "pad", "cut"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("documents", "tied"),
+    [
+        ("pack", True),
+        ("pad", False),
+        ("cut", True),
+        *(pytest.param(*case, marks=pytest.mark.campaign) for case in (("pack", False), ("pad", True), ("cut", False))),
+    ],
+)
 def test_documents_and_ties(ranks, folder, documents, tied):
     check(ranks, folder, [2], data__documents=documents, model__tie_embeddings=tied)
 

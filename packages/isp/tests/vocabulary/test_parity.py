@@ -65,7 +65,7 @@ def test_slices_of_sequences(check):
     check(2, [(2, 1, split), (2, 1, split | {"model__tie_embeddings": True, "data__documents": "cut"})])
 
 
-@pytest.mark.parametrize("wp", [2, 4])
+@pytest.mark.parametrize("wp", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_four_ranks(check, wp):
     """Two copies of two slices, and four slices, also of sequences in two."""
     split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
