@@ -35,8 +35,8 @@ CONSTRAINTS = ("-c", "constraints.txt")
 FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 """A test's ranks share the machine's cores: more threads than cores only make them wait for one another. Programs that
 tests start find compiled modules, as those of a user do."""
-SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
-"""One file of tests per core at a time: much of a test of ranks is waiting for processes to start."""
+SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile")
+"""Files of tests at a time, one more than cores: much of a test of ranks is waiting."""
 
 
 class Package:

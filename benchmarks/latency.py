@@ -17,7 +17,7 @@ from typing import Any
 
 from protocol import RESAMPLES, Step
 
-LATENCY_S = 0.010
+LATENCY_S = 0.030
 FORMS = ("overlapped", "overlapped, late", "blocking", "blocking, late")
 Seconds = Mapping[str, Sequence[float]]
 

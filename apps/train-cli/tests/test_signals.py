@@ -107,6 +107,7 @@ def test_a_killed_launcher_leaves_nothing(start: Start, plan: Path) -> None:
     assert program.finish(15).code == -signal.SIGKILL
 
 
+@pytest.mark.campaign
 def test_interrupted_before_the_first_step(start: Start, plan: Path, folder: Path) -> None:
     program = start("run", plan, *LONG, "-v")
     program.wait_for("starting 2 ranks")
