@@ -153,7 +153,7 @@ def main() -> None:
         report_memory(ranks, whole, micros, options)
     if "latency" in options.part:
         facts = {**ranks(late, options.rounds)[0], "target": HIDDEN_TARGET}
-        report("injected latency of 10 ms per bucket, 512 tokens", [], facts, options.json)
+        report(f"injected latency of {1e3 * latency.LATENCY_S:g} ms per bucket, 512 tokens", [], facts, options.json)
 
 
 if __name__ == "__main__":

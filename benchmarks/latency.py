@@ -17,7 +17,7 @@ from typing import Any
 
 from protocol import RESAMPLES, Step
 
-LATENCY_S = 0.030
+LATENCY_S = 0.050
 FORMS = ("overlapped", "overlapped, late", "blocking", "blocking, late")
 Seconds = Mapping[str, Sequence[float]]
 
