@@ -81,6 +81,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan's folder with documents, most of which begin in one slice of a sequence and end in another."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text").mkdir()
+    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(120)]
+    (folder / "text" / "a.txt").write_text("\n\n".join(documents), "utf-8")
+    return folder
+
+
 @pytest.fixture
 def plan(folder: Path) -> Path:
     """A plan of two ranks that takes a moment."""

@@ -11,8 +11,7 @@ import pytest
 
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import record
+from sley_core.testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -29,15 +28,6 @@ PLAN: dict[str, Any] = {
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 
 Tables = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "text").mkdir()
-    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(120)]
-    (folder / "text" / "a.txt").write_text("\n\n".join(documents))
-    return folder
 
 
 def layout(alone: Tables, parallel: dict[str, int], schedule: str, weights: Tables, buckets: float | None) -> Tables:
@@ -65,20 +55,7 @@ def check(ranks: Any, folder: Path, world: int, pairs: list[tuple[Tables, Tables
     for (alone, tables), layouts in zip(pairs, zip(*found, strict=True), strict=True):
         print(tables)
         reference = record(alone, 2, folder=folder)
-        names: set[str] = set()
-        for layout in layouts:
-            for wanted, row in zip(reference.rows, layout.rows, strict=True):
-                assert row["tokens"] == wanted["tokens"]
-                for key in ("loss", "grad_norm"):
-                    assert row[key] == pytest.approx(wanted[key], rel=1e-10)
-            own = set(layout.gradients[0])
-            names |= own
-            gradients = {name: reference.gradients[0][name] for name in own}
-            assert_same_bits({name: reference.first[name] for name in layout.first}, layout.first)
-            assert_close_gradients(gradients, layout.gradients[0], 1e-10, floor=1e-6)
-            assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, 1e-10)
-            assert layout.held_out == pytest.approx(reference.held_out, rel=1e-10)
-        assert names == set(reference.gradients[0]), "every parameter is on some stage"
+        assert_parity_of_parts(reference, layouts, "fp64")
 
 
 @pytest.mark.parametrize("schedule", ["pp.zero_bubble_v", "pp.zero_bubble_h1"])

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import record
+from sley_core.testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -25,16 +24,6 @@ PLAN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "text").mkdir()
-    for name in ("a", "b"):
-        documents = [f"{name}{number} " + "the sley beats home " * (number % 7) for number in range(60)]
-        (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents))
-    return folder
-
-
 def plan(parallel: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
     tables = deepcopy(PLAN)
     for path, value in changes.items():
@@ -48,24 +37,12 @@ def plan(parallel: dict[str, int] | None = None, **changes: Any) -> dict[str, An
     return tables
 
 
-def check(ranks: Any, folder: Path, world: int, parallel: dict[str, int], **changes: Any) -> list[Any]:
+def check(ranks: Any, texts: Path, world: int, parallel: dict[str, int], **changes: Any) -> list[Any]:
     """Every rank's rows, and every whole gradient and weight of its stage, against the one-process run."""
     alone = {key: value for key, value in changes.items() if key.split("__")[0] in ("model", "activations", "batch")}
-    reference = record(plan(**alone), 3, folder=folder)
-    layouts = ranks(world, 180)(record, plan(parallel, **changes), 3, folder=folder)
-    names: set[str] = set()
-    for layout in layouts:
-        for wanted, found in zip(reference.rows, layout.rows, strict=True):
-            for key in ("loss", "grad_norm"):
-                assert found[key] == pytest.approx(wanted[key], rel=1e-10)
-        own = set(layout.gradients[0])
-        names |= own
-        gradients = {name: reference.gradients[0][name] for name in own}
-        assert_same_bits({name: reference.first[name] for name in layout.first}, layout.first)
-        assert_close_gradients(gradients, layout.gradients[0], 1e-10, floor=1e-6)
-        assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, 1e-10)
-        assert layout.held_out == pytest.approx(reference.held_out, rel=1e-10)
-    assert names == set(reference.gradients[0]), "every parameter is on some stage"
+    reference = record(plan(**alone), 3, folder=texts)
+    layouts = ranks(world, 180)(record, plan(parallel, **changes), 3, folder=texts)
+    assert_parity_of_parts(reference, layouts, "fp64")
     return layouts
 
 
@@ -81,10 +58,10 @@ SAMPLE = ["pp.interleaved", "pp.zero_bubble_h1"]
         for tied in (True, False)
     ],
 )
-def test_two_stages_of_two_shards(ranks, folder, schedule, tied):
+def test_two_stages_of_two_shards(ranks, texts, schedule, tied):
     """A15: also where weight gradients are put off, and where a stage holds two parts of the model."""
     parallel = {"pp": 2, "dp": 2, "wp": 2}
-    check(ranks, folder, 4, parallel, pipeline={"use": schedule}, model__tie_embeddings=tied)
+    check(ranks, texts, 4, parallel, pipeline={"use": schedule}, model__tie_embeddings=tied)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +72,10 @@ def test_two_stages_of_two_shards(ranks, folder, schedule, tied):
         pytest.param("pp.interleaved", True, marks=pytest.mark.campaign),
     ],
 )
-def test_a_vocabulary_shared_on_the_last_stage(ranks, folder, schedule, tied):
+def test_a_vocabulary_shared_on_the_last_stage(ranks, texts, schedule, tied):
     """Its weight gradients are put off too, and in a V the last layer is on the first stage."""
     changes = {"pipeline": {"use": schedule}, "weights": {"head": "vocabulary"}, "model__tie_embeddings": tied}
-    check(ranks, folder, 4, {"pp": 2, "dp": 2, "wp": 2}, **changes)
+    check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +87,10 @@ def test_a_vocabulary_shared_on_the_last_stage(ranks, folder, schedule, tied):
         pytest.param(1.0, "layer", marks=pytest.mark.campaign),
     ],
 )
-def test_recomputed_stages(ranks, folder, fraction, unit):
+def test_recomputed_stages(ranks, texts, fraction, unit):
     changes = {"pipeline": {"use": "pp.zero_bubble_h1"}, "weights": {"unit": unit}}
     activations = {"use": "core.recompute", "fraction": fraction}
-    check(ranks, folder, 4, {"pp": 2, "dp": 2, "wp": 2}, activations=activations, **changes)
+    check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, activations=activations, **changes)
 
 
 @pytest.mark.parametrize(
@@ -125,15 +102,15 @@ def test_recomputed_stages(ranks, folder, fraction, unit):
         pytest.param("pp.one_f_one_b", True, True, marks=pytest.mark.campaign),
     ],
 )
-def test_gradients_reduced_once_per_step(ranks, folder, schedule, tied, fused):
+def test_gradients_reduced_once_per_step(ranks, texts, schedule, tied, fused):
     """Summed at full size over the micro-batches, in W actions too, and of ties between the parts that one stage holds."""
     changes = {"pipeline": {"use": schedule}, "weights": {"reduce": "step", "fused": fused}}
-    check(ranks, folder, 4, {"pp": 2, "dp": 2, "wp": 2}, model__tie_embeddings=tied, **changes)
+    check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, model__tie_embeddings=tied, **changes)
 
 
-def test_gradients_reduced_once_per_step_in_buckets(ranks, folder):
+def test_gradients_reduced_once_per_step_in_buckets(ranks, texts):
     handlers = [{"use": "dp.bucketed", "bucket_mb": 0.0005}]
-    check(ranks, folder, 4, {"dp": 4, "wp": 2}, gradient_handlers=handlers, weights={"reduce": "step"})
+    check(ranks, texts, 4, {"dp": 4, "wp": 2}, gradient_handlers=handlers, weights={"reduce": "step"})
 
 
 @pytest.mark.parametrize(
@@ -145,13 +122,13 @@ def test_gradients_reduced_once_per_step_in_buckets(ranks, folder):
         pytest.param(4, 0.0005, marks=pytest.mark.campaign),
     ],
 )
-def test_shards_in_buckets(ranks, folder, bucket_mb, wp):
+def test_shards_in_buckets(ranks, texts, bucket_mb, wp):
     """A01: buckets of shards over `wdp`, of norms over the stage, smaller than one weight and larger than the model."""
     handlers = [{"use": "dp.bucketed", "bucket_mb": bucket_mb}]
-    check(ranks, folder, 4, {"dp": 4, "wp": wp}, gradient_handlers=handlers)
+    check(ranks, texts, 4, {"dp": 4, "wp": wp}, gradient_handlers=handlers)
 
 
-def test_everything_at_once(ranks, folder):
+def test_everything_at_once(ranks, texts):
     handlers = [{"use": "dp.bucketed", "bucket_mb": 0.0005}, {"use": "pp.shared_modules"}]
     changes = {"pipeline": {"use": "pp.interleaved"}, "gradient_handlers": handlers, "model__tie_embeddings": True}
-    check(ranks, folder, 8, {"pp": 2, "dp": 4, "wp": 2}, batch__micro_size=1, **changes)
+    check(ranks, texts, 8, {"pp": 2, "dp": 4, "wp": 2}, batch__micro_size=1, **changes)

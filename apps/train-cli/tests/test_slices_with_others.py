@@ -9,8 +9,8 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
-from sley_core.testing.runs import record
+from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -25,16 +25,6 @@ PLAN = {
     "precision": {"compute": "fp64"},
 }
 BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A plan's folder with documents, most of which begin in one slice of a sequence and end in another."""
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "text").mkdir()
-    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(120)]
-    (folder / "text" / "a.txt").write_text("\n\n".join(documents))
-    return folder
 
 
 def plan(parallel=None, schedule=None, handlers=None, **changes):
@@ -53,25 +43,10 @@ def plan(parallel=None, schedule=None, handlers=None, **changes):
 
 def check(ranks, folder, parallel, schedule=None, handlers=None, **changes):
     """Rows, and every gradient and weight that a rank holds, against the one-process run; slices hold the same bits."""
-    near, far = (1e-6, 1e-5) if changes.get("precision__compute") == "fp32" else (1e-10, 1e-10)
     reference = record(plan(**changes), 3, folder=folder)
     size = parallel.get("pp", 1) * parallel.get("dp", 1) * parallel["sp"]
     layouts = ranks(size, 180)(record, plan(parallel, schedule, handlers, **changes), 3, folder=folder)
-    names = set()
-    for layout in layouts:
-        for wanted, found in zip(reference.rows, layout.rows, strict=True):
-            assert found["tokens"] == wanted["tokens"]
-            for key in ("loss", "grad_norm"):
-                assert found[key] == pytest.approx(wanted[key], rel=far if wanted["step"] > 1 else near)
-        own = set(layout.gradients[0])
-        names |= own
-        assert_same_bits({name: reference.first[name] for name in layout.first}, layout.first)
-        assert_close_gradients(
-            {name: reference.gradients[0][name] for name in own}, layout.gradients[0], near, floor=1e-6
-        )
-        assert_close_gradients({name: reference.weights[name] for name in layout.weights}, layout.weights, far)
-        assert layout.held_out == pytest.approx(reference.held_out, rel=far)
-    assert names == set(reference.gradients[0]), "every parameter is on some rank"
+    assert_parity_of_parts(reference, layouts, changes.get("precision__compute", "fp64"))
     stage = size // parallel.get("pp", 1)
     for first in range(0, size, stage):
         for other in layouts[first + 1 : first + stage]:

@@ -10,7 +10,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.shards import whole
+from sley_core.engine.shards import wholes
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
@@ -218,7 +218,7 @@ def by_hand(tables: dict[str, Any], folder: Any) -> Any:
         output.sum().backward()
         entry = run.book["block1.up.weight"]
         summed = run.store.gradient(entry) if entry.shard else entry.parameter.grad
-        gradient = whole(entry, summed, run.groups)
+        gradient = wholes({entry: summed}, run.groups)[entry]
         pool = run.stepper.executor.weights.pool
         return first, second, gradient / world.size, same, pool.num_lent
 

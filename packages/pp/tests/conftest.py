@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from sley_core.run import Run
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.ranks import Ranks
-from sley_core.testing.runs import GRADIENTS, WEIGHTS, Recorded, record
+from sley_core.testing.runs import Recorded, assert_parity_of_parts, record
 
 OWN = Path(__file__).parent / "own"
 PLAN: dict[str, Any] = {
@@ -82,7 +81,7 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
             alone.pop("gradient_handlers", None)
             if str(alone) not in known:
                 known[str(alone)] = record(alone, num_steps, folder=folder, batches=batches)
-            assert_near(known[str(alone)], layouts, tables["precision"]["compute"])
+            assert_parity_of_parts(known[str(alone)], layouts, tables["precision"]["compute"])
         return by_plan
 
     return compared
@@ -91,23 +90,4 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
 @pytest.fixture
 def assert_equal() -> Callable[[Recorded, Sequence[Recorded], str], None]:
     """`assert_equal(reference, layouts, "fp64")`: what `compared` holds every plan to."""
-    return assert_near
-
-
-def assert_near(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
-    near, far = GRADIENTS[precision], WEIGHTS[precision]
-    for layout in layouts:
-        assert_same_bits(part(reference.first, layout.first), layout.first)
-        own = layout.gradients[0]
-        assert_close_gradients(part(reference.gradients[0], own), own, near, floor=1e-6)
-        assert_close_gradients(part(reference.weights, layout.weights), layout.weights, far)
-        for wanted, found in zip(reference.rows, layout.rows, strict=True):
-            for key in ("loss", "grad_norm"):
-                assert found[key] == pytest.approx(wanted[key], rel=near if wanted["step"] == 1 else far), key
-        if reference.held_out is not None:
-            assert layout.held_out == pytest.approx(reference.held_out, rel=far)
-    assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
-
-
-def part(whole: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: whole[name] for name in of}
+    return assert_parity_of_parts

@@ -26,6 +26,8 @@ def test_without_a_launcher_one_process_is_the_world():
 def members():
     with World.join("cpu", timeout_s=20) as world:
         groups = world.groups(Topology.of(4), 20)
+        # Nobody leaves while another still connects, as no run does: it agrees on its plan first.
+        all_reduce(torch.ones(()), groups["control"], what="that all have joined").wait()
         inside = dist.is_initialized()
         names = {axis: (group.size, group.coord, sorted(group.lanes)) for axis, group in groups.items()}
     return world.rank, world.size, names, inside, dist.is_initialized()

@@ -28,7 +28,7 @@ class Bucketed(BucketReducer):
 
 def _memories(run: Run) -> dict[str, SumMemory]:
     """By reduce group, for those whose ranks may and can read each other's memory."""
-    if run.world.is_fake or run.world.device.torch_device.type != "cpu" or not run.plan.parallel.host_memory:
+    if not run.groups.reads_memory:
         return {}
     found: dict[str, SumMemory] = {}
     timeout_s = run.plan.limits.collective_timeout_s

@@ -25,7 +25,7 @@ from sley_core.engine.shards import AXIS
 from sley_core.engine.step_state import Phase
 from sley_core.engine.weight_queue import Handover
 from sley_core.protocols import WeightCommunicator
-from sley_isp.counts import Counts
+from sley_isp.counts import Tally
 from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
 from sley_isp.reductions import Reductions
@@ -49,7 +49,7 @@ class Communicator(WeightCommunicator):
 
     pool: MemoryPool
     reductions: Reductions
-    tally: Counts
+    tally: Tally
 
     def __init__(self, config: CommunicatorConfig) -> None:
         self.config = config
@@ -82,7 +82,7 @@ class Communicator(WeightCommunicator):
         bound = self.config.bound if self.config.overlap else 0
         once = self.config.reduce == "step"
         self.reductions = Reductions(bound, run.store, self.pool, self._group, once=once)
-        self.tally = Counts(self.prefetch, self.reductions, self.pool)
+        self.tally = Tally(self.prefetch, self.reductions, self.pool)
         self.parcels = Parcels(fused=self.config.fused, once=once)
         for layer in run.layers:
             self._take(layer)

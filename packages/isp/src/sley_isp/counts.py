@@ -24,7 +24,7 @@ WARM_UP = 2
 
 
 @dataclass
-class Counts:
+class Tally:
     """Of one rank, whose `prefetch`, `reductions` and `pool` count since the beginning. Bytes are those of gathers."""
 
     prefetch: Prefetch

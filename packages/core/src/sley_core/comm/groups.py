@@ -48,10 +48,14 @@ class Group:
 
 
 class Groups(Mapping[str, Group]):
-    """`groups["dp"]` is this rank's group on axis `dp`."""
+    """`groups["dp"]` is this rank's group on axis `dp`.
 
-    def __init__(self, groups: Mapping[str, Group]) -> None:
+    reads_memory: whether ranks may read each other's memory, where they can (`HostMemory.open`).
+    """
+
+    def __init__(self, groups: Mapping[str, Group], *, reads_memory: bool = False) -> None:
         self._groups = dict(groups)
+        self.reads_memory = reads_memory
 
     def __getitem__(self, axis: str) -> Group:
         return self._groups[axis]
@@ -88,7 +92,8 @@ def make_groups(
     by the members alone (`use_local_synchronization`) it still counts, and waits for ever where one member has joined
     more groups than another, as with ties of stages (1, 2) and (2, 3).
 
-    reads_memory: whether ranks that share weights may read each other's memory, where they can; only for tensors on the host.
+    reads_memory: whether ranks may read each other's memory, where they can; only for tensors on the host, so never beside
+    another backend than gloo. Opened here for ranks that share weights.
     backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
     communicator: what runs on them is issued in one order by all members anyway.
     Raises RunError `group-failed` where a member does not come within `timeout`.
@@ -114,9 +119,12 @@ def make_groups(
             lanes.setdefault(entry.axis, {})[entry.lane] = joined
     for axis in AXES:
         members.setdefault(axis, (rank,))
-    groups = Groups({axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()})
+    groups = Groups(
+        {axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()},
+        reads_memory=reads_memory and backend == "gloo",
+    )
     shares = groups["wp"]
-    for lane in LANES["wp"] if reads_memory and shares.size > 1 and backend == "gloo" else ():
+    for lane in LANES["wp"] if groups.reads_memory and shares.size > 1 else ():
         memory = HostMemory.open(shares, lane, timeout.total_seconds())
         if memory is not None:
             shares.memories[lane] = memory

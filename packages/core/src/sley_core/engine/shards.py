@@ -101,11 +101,6 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
                     setattr(module, attribute, cut.setdefault(id(parameter), like(parameter, small)))
 
 
-def whole(entry: Entry, own: Tensor, groups: Groups) -> Tensor:
-    """The whole of which `own`, of the shape of the entry's parameter, is this rank's part; a copy."""
-    return wholes({entry: own}, groups)[entry]
-
-
 def wholes(parts: Mapping[Entry, Tensor], groups: Groups) -> dict[Entry, Tensor]:
     """Copies of the wholes of which `parts`, each of the shape of its entry's parameter, are this rank's.
 

@@ -7,6 +7,7 @@ assert_parity(reference, layouts, "fp32")
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +114,34 @@ def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: st
                 error = abs(found[key] - wanted[key]) / max(abs(wanted[key]), 1e-30)
                 assert error <= limit, f"rank {rank}, step {number + 1}: {key} {found[key]}, not {wanted[key]}"
         assert_close_gradients(reference.weights, other.weights, far)
+
+
+def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+    """As `assert_parity`, for ranks that hold a part of the model each, as the stages of a pipeline; each is on some rank."""
+    near, far = GRADIENTS[precision], WEIGHTS[precision]
+    for rank, layout in enumerate(layouts):
+        assert_same_bits(_part(reference.first, layout.first), layout.first)
+        own = layout.gradients[0]
+        assert_close_gradients(_part(reference.gradients[0], own), own, near, floor=1e-6)
+        assert_close_gradients(_part(reference.weights, layout.weights), layout.weights, far)
+        for wanted, found in zip(reference.rows, layout.rows, strict=True):
+            assert found.get("tokens") == wanted.get("tokens")
+            limit = near if wanted["step"] == 1 else far
+            for key in ("loss", "grad_norm"):
+                place = f"rank {rank}, step {wanted['step']}"
+                assert math.isclose(found[key], wanted[key], rel_tol=limit, abs_tol=1e-12), (
+                    f"{place}: {key} {found[key]}, not {wanted[key]}"
+                )
+        if reference.held_out is not None:
+            assert layout.held_out is not None
+            assert math.isclose(layout.held_out, reference.held_out, rel_tol=far), (
+                f"rank {rank}: held-out {layout.held_out}, not {reference.held_out}"
+            )
+    assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
+
+
+def _part(whole: Tensors, of: Tensors) -> Tensors:
+    return {name: whole[name] for name in of}
 
 
 def _floor(gradients: Tensors) -> float:
