@@ -76,18 +76,24 @@ def time_forms(step: Callable[[str], object], rounds: int, barrier: Step) -> dic
     return seconds
 
 
-def hidden(seconds: Seconds, num_reductions: int) -> dict[str, object]:
-    """The share of the injected latency that is hidden, with its 95 % bootstrap interval; milliseconds are medians."""
+def hidden(
+    seconds: Seconds, num_exchanges: int, *, latency_s: float = LATENCY_S, num_visible: int = 1
+) -> dict[str, object]:
+    """The share of the injected latency that is hidden, with its 95 % bootstrap interval; milliseconds are medians.
+
+    num_visible: exchanges beside which nothing is computed, so that they cannot be hidden.
+    """
     chance = random.Random(0)
     rounds = range(len(seconds[FORMS[0]]))
-    injected = LATENCY_S * num_reductions
+    injected = latency_s * num_exchanges
     shares = sorted(_share(seconds, [chance.choice(rounds) for _ in rounds], injected) for _ in range(RESAMPLES))
     return {
         **{f"{name}, ms": round(1e3 * statistics.median(values), 1) for name, values in seconds.items()},
-        "reductions": num_reductions,
+        "exchanges": num_exchanges,
+        "injected, ms": round(1e3 * injected, 1),
         "hidden": round(_share(seconds, list(rounds), injected), 3),
         "interval": [round(shares[int(part * RESAMPLES)], 3) for part in (0.025, 0.975)],
-        "at most": round(1 - 1 / num_reductions, 3),
+        "at most": round(1 - num_visible / num_exchanges, 3),
     }
 
 

@@ -43,6 +43,14 @@ def interleave(
     return seconds
 
 
+def slowest(seconds: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Of every rank's `seconds`, each step's of the rank that took longest: a step is over when all ranks are done.
+
+    Contestants that wait for one another within a step take that long on every rank; one that does not is not spared it.
+    """
+    return {name: [max(step) for step in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
+
+
 @dataclass(frozen=True)
 class Ratio:
     """Median of `name` over median of `base`, with its 95 % bootstrap interval; milliseconds are medians."""

@@ -1,0 +1,153 @@
+"""A wire that is late, under sharded weights: what `isp.communicator` hides of a latency that holds no core.
+
+Every exchange arrives `LATENCY_S` after it was started, one gather and one reduction at a time; only then is it read. Each
+form is timed with the latency and without, so that only what was injected counts, and a step is over when its last rank is.
+Target: at least 80 % hidden at every fraction of recomputed blocks, of at most 1 - `VISIBLE` / exchanges.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from contestants import Sley, plan
+from latency import FORMS, Seconds, hidden, time_forms
+from protocol import parser, report
+from sley_core.testing.ranks import Ranks
+
+SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 512}
+LATENCY_S = 0.020
+FRACTIONS = (0.0, 0.5, 1.0)
+TARGET = 0.80
+VISIBLE = 4
+"""Exchanges beside which nothing is computed: the gathers of the table and of the first block, and their reductions."""
+
+Sleeps = dict[str, list[float]]
+"""Seconds that a step slept for each of its exchanges, by its place in the step and its name; one entry per step."""
+
+
+class Wire:
+    """Carries one message at a time; whoever waits for one sleeps."""
+
+    def __init__(self, operation: str, start: Callable[..., Any]) -> None:
+        self.operation = operation
+        self.plain = start
+        self.is_late = self.is_blocking = False
+        self.num_messages = 0
+        self.free_at = 0.0
+        self.sleeps: Sleeps = defaultdict(list)
+
+    def begin(self, form: str) -> None:
+        """A step begins, in one of `FORMS`."""
+        self.is_late, self.is_blocking = form.endswith("late"), form.startswith("blocking")
+        self.num_messages = 0
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        """What `gather_rows` or `reduce_rows` returns, later."""
+        exchange = self.plain(*args, **kwargs)
+        name = f"{self.operation} {self.num_messages:2d}, {kwargs['what']}"
+        self.num_messages += 1
+        if not self.is_late:
+            late = exchange
+        else:
+            self.free_at = max(self.free_at, time.perf_counter()) + LATENCY_S
+            late = _Late(exchange, self.free_at, [] if self.is_blocking else self.sleeps[name])
+        if self.is_blocking:
+            late.wait()
+        return late
+
+
+class _Late:
+    """An exchange that arrives at `done_at`; `sleeps` is told how long was waited for that."""
+
+    def __init__(self, exchange: Any, done_at: float, sleeps: list[float]) -> None:
+        self.exchange = exchange
+        self.done_at = done_at
+        self.sleeps = sleeps
+        self.is_open = True
+
+    def wait(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            before = time.perf_counter()
+            time.sleep(max(0.0, self.done_at - before))
+            self.sleeps.append(time.perf_counter() - before if before < self.done_at else 0.0)
+        self.exchange.wait()
+
+    def free(self) -> None:
+        self.exchange.free()
+
+    def end(self) -> None:
+        self.wait()
+        self.exchange.end()
+
+
+def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int, Sleeps]:
+    """This rank's seconds of each form, the exchanges of a step, and where the overlapped form slept."""
+    from sley_isp import reductions, units
+
+    torch.set_num_threads(1)
+    wires = [Wire("gather", units.gather_rows), Wire("reduce", reductions.reduce_rows)]
+    units.gather_rows, reductions.reduce_rows = (wire.start for wire in wires)
+    tables = plan(
+        SHAPE,
+        1,
+        [{"use": "dp.bucketed", "start": "trust"}],
+        parallel={"wp": dist.get_world_size()},
+        weights={"use": "isp.communicator"},
+        activations={"use": "core.recompute", "fraction": fraction},
+    )
+    contestant = Sley(tables, backward_only=True)
+    batch = contestant.batch()
+
+    def step(form: str) -> None:
+        for wire in wires:
+            wire.begin(form)
+        contestant.step(batch)
+
+    for form in (FORMS[0], *FORMS):
+        step(form)
+    for wire in wires:
+        wire.sleeps.clear()
+    seconds = time_forms(step, rounds, dist.barrier)
+    sleeps = {name: found for wire in wires for name, found in wire.sleeps.items()}
+    return seconds, sum(wire.num_messages for wire in wires), sleeps
+
+
+def facts_of(everyone: list[tuple[dict[str, list[float]], int, Sleeps]]) -> dict[str, object]:
+    """The share that is hidden, and the waits of more than 1 ms, of the rank that waited longest."""
+    seconds: Seconds = {
+        form: [max(at) for at in zip(*(one[0][form] for one in everyone), strict=True)] for form in FORMS
+    }
+    _, num_exchanges, sleeps = everyone[0]
+    facts = hidden(seconds, num_exchanges, latency_s=LATENCY_S, num_visible=VISIBLE)
+    middle = {form: statistics.median(values) for form, values in seconds.items()}
+    plain = (middle["blocking, late"] - middle["overlapped, late"]) / (LATENCY_S * num_exchanges)
+    facts["hidden, without the forms that are not late"] = round(plain, 3)
+    for name in sleeps:
+        slept = 1e3 * max(statistics.median(one[2][name]) for one in everyone)
+        if slept > 1.0:
+            facts[f"slept, ms: {name}"] = round(slept, 1)
+    return {**facts, "target": TARGET}
+
+
+def main() -> None:
+    known = parser(__doc__ or "", rounds=40)
+    known.add_argument("--worlds", type=int, nargs="*", default=(2,), help="numbers of ranks")
+    known.add_argument("--fractions", type=float, nargs="*", default=FRACTIONS, help="of blocks that are recomputed")
+    options = known.parse_args()
+    for world in options.worlds:
+        for fraction in options.fractions:
+            everyone = Ranks(world, timeout_s=3000)(measured, fraction, options.rounds)
+            title = f"injected latency of {1e3 * LATENCY_S:g} ms per exchange, fraction {fraction}, {world} ranks"
+            report(title, [], facts_of(everyone), options.json)
+
+
+if __name__ == "__main__":
+    main()
