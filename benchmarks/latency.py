@@ -86,19 +86,32 @@ def hidden(
     chance = random.Random(0)
     rounds = range(len(seconds[FORMS[0]]))
     injected = latency_s * num_exchanges
-    shares = sorted(_share(seconds, [chance.choice(rounds) for _ in rounds], injected) for _ in range(RESAMPLES))
+    picks = [[chance.choice(rounds) for _ in rounds] for _ in range(RESAMPLES)]
+    shares = sorted(_share(seconds, pick, injected) for pick in picks)
+    visible = sorted(_visible(seconds, pick) for pick in picks)
     return {
         **{f"{name}, ms": round(1e3 * statistics.median(values), 1) for name, values in seconds.items()},
         "exchanges": num_exchanges,
         "injected, ms": round(1e3 * injected, 1),
         "hidden": round(_share(seconds, list(rounds), injected), 3),
         "interval": [round(shares[int(part * RESAMPLES)], 3) for part in (0.025, 0.975)],
+        "visible, ms": round(1e3 * _visible(seconds, list(rounds)), 1),
+        "visible, interval": [round(1e3 * visible[int(part * RESAMPLES)], 1) for part in (0.025, 0.975)],
+        "1 - visible / injected": round(1 - _visible(seconds, list(rounds)) / injected, 3),
         "at most": round(1 - num_visible / num_exchanges, 3),
     }
 
 
 def _share(seconds: Seconds, picks: Sequence[int], injected: float) -> float:
     """(what latency adds where every reduction is awaited at once - what it adds overlapped) / injected."""
-    middle = {name: statistics.median(values[pick] for pick in picks) for name, values in seconds.items()}
-    blocking = middle["blocking, late"] - middle["blocking"]
-    return (blocking - (middle["overlapped, late"] - middle["overlapped"])) / injected
+    return (_added(seconds, "blocking", picks) - _visible(seconds, picks)) / injected
+
+
+def _visible(seconds: Seconds, picks: Sequence[int]) -> float:
+    return _added(seconds, "overlapped", picks)
+
+
+def _added(seconds: Seconds, form: str, picks: Sequence[int]) -> float:
+    """Seconds by which `form` is longer when it is late."""
+    late, plain = (statistics.median(seconds[name][pick] for pick in picks) for name in (f"{form}, late", form))
+    return late - plain
