@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from contestants import Sley, plan
 from latency import FORMS, Seconds, hidden, time_forms
-from protocol import parser, report
+from protocol import parser, report, slowest
 from sley_core.testing.ranks import Ranks
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 512}
@@ -122,9 +122,7 @@ def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int,
 
 def facts_of(everyone: list[tuple[dict[str, list[float]], int, Sleeps]]) -> dict[str, object]:
     """The share that is hidden, and the waits of more than 1 ms, of the rank that waited longest."""
-    seconds: Seconds = {
-        form: [max(at) for at in zip(*(one[0][form] for one in everyone), strict=True)] for form in FORMS
-    }
+    seconds: Seconds = slowest([one[0] for one in everyone])
     _, num_exchanges, sleeps = everyone[0]
     facts = hidden(seconds, num_exchanges, latency_s=LATENCY_S, num_visible=VISIBLE)
     middle = {form: statistics.median(values) for form, values in seconds.items()}
