@@ -87,7 +87,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
         communicator.prepare(model.layers)
-    shards = shards_of(model.layers, communicator.takes, groups[AXIS]) if communicator else {}
+    shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
     book = ParameterBook(stage.chunks, stage.stages, shards)
     if world.is_fake:
         cut_on_meta(stage.layers, shards)

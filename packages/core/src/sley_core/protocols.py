@@ -132,19 +132,23 @@ class StageLink(Protocol):
 class WeightCommunicator(Protocol):
     """Gathers sharded weights just before they are used, and reduces their gradients over `wp` after.
 
-         prepare ──> takes* ──> attach ──> begin ──> during(action)* ─┐
-                                             ^                        │
-                                             └────────────────────────┘
+         prepare ──> cuts* ──> attach ──> begin ──> during(action)* ─┐
+                                            ^                        │
+                                            └────────────────────────┘
 
-    Core cuts what it takes. Before it gathers any weight of a layer, the communicator awaits `run.caller.waits` of that
-    layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
+    Core cuts, along the dim that it is told. Before it gathers or reads any weight of a layer, the communicator awaits
+    `run.caller.waits` of that layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
         """All of the model's layers, on meta, before anything is cut; raises PlanError for a model that cannot be done."""
 
-    def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
-        """Whether a parameter that `places` hold, and nothing else, can be sharded; asked on meta, on all ranks alike."""
+    def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
+        """The dim along which a parameter that `places` hold, and nothing else, is to be sharded; None: it stays whole.
+
+        Asked on meta, on all ranks alike. What is cut so is padded with zeros; its gradient, of a shard's shape and summed
+        over `wp`, is what the communicator gives the store.
+        """
         ...
 
     def attach(self, run: Run) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from sley_core.comm import rows
 from sley_core.comm.groups import make_groups
-from sley_core.comm.rows import gather_rows, num_received, reduce_rows
+from sley_core.comm.rows import GATHER, REDUCE, gather_rows, num_received, reduce_rows, swap_rows
 from sley_core.comm.world import World
 from sley_core.testing.peers import can_read_peers
 from sley_core.testing.recorder import collectives
@@ -68,6 +68,37 @@ def test_rows_of_many_tensors(ranks, size, dtype, reads_memory):
             assert torch.equal(own[number], total), "own part first, then by ascending rank"
     if size == 2:
         assert_same_sequence([calls for _, _, calls in found])
+
+
+def swap(reads_memory):
+    """What two swaps, one on each lane and one on its way beside the other, gave on this rank."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    topology = Topology.of(size, wp=size)
+    limit = timedelta(seconds=30)
+    group = make_groups(topology, rank, backend="gloo", timeout=limit, reads_memory=reads_memory)["wp"]
+    sent = [value(rank, number, (size, 3, 2), torch.float64) for number in range(2)]
+    received = [torch.empty_like(one) for one in sent]
+    with collectives() as calls:
+        exchanges = [
+            swap_rows(here, there, group, lane=lane, what="rows")
+            for here, there, lane in zip(received, sent, (GATHER, REDUCE), strict=True)
+        ]
+        for exchange in reversed(exchanges):
+            exchange.wait()
+            exchange.wait()
+            exchange.end()
+    return received, calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("reads_memory", [pytest.param(True, marks=reads), False])
+def test_rows_that_are_swapped(ranks, size, reads_memory):
+    found = ranks(size)(swap, reads_memory)
+    for rank, (received, calls) in enumerate(found):
+        for number, one in enumerate(received):
+            parts = [value(other, number, (size, 3, 2), torch.float64)[rank] for other in range(size)]
+            assert torch.equal(one, torch.stack(parts))
+        assert len(calls) == (2 if size > 1 else 0)
 
 
 def together(dtype, device):

@@ -70,8 +70,8 @@ class Communicator(WeightCommunicator):
         if self.config.head == "vocabulary":
             self._head = find_head(layers)
 
-    def takes(self, places: Sequence[tuple[nn.Module, str]]) -> bool:
-        return all(is_plain(module, attribute) for module, attribute in places)
+    def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
+        return 0 if all(is_plain(module, attribute) for module, attribute in places) else None
 
     def attach(self, run: Run) -> None:
         self._run = run

@@ -136,7 +136,7 @@ class Reductions:
         self._count_out(
             len(filled.wholes) - len(wholes), _bytes_of(filled.wholes.values()) - _bytes_of(wholes.values())
         )
-        scratch = [(num_received(shard_of(entry).rows, self.group), *entry.shape[1:]) for entry in wholes]
+        scratch = [(num_received(shard_of(entry).size, self.group), *entry.shape[1:]) for entry in wholes]
         received = self._lent(scratch, filled.lease)
         # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers.
         what = f"the gradients of {parcel.name}"
@@ -167,7 +167,7 @@ class Reductions:
         self._live_bytes -= num_bytes
 
     def _own(self, entry: Entry, whole: Tensor) -> Tensor:
-        rows = shard_of(entry).rows
+        rows = shard_of(entry).size
         return whole[self.group.coord * rows : (self.group.coord + 1) * rows]
 
 

@@ -35,7 +35,7 @@ def shard_of(entry: Entry) -> Shard:
 def padded(entry: Entry) -> tuple[int, ...]:
     """The shape of the whole parameter, padding rows included."""
     shard = shard_of(entry)
-    return (shard.count * shard.rows, *shard.shape[1:])
+    return (shard.count * shard.size, *shard.shape[1:])
 
 
 @dataclass(eq=False)

@@ -69,7 +69,7 @@ def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     return Pending(work, "broadcast", group, what)
 
 
-def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str) -> Pending:
+def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
     """Starts an exchange: slice i of `tensor` goes to the i-th rank of `group`, slice i of `output` comes from it.
 
     Both are contiguous, of one size and dtype, and cut along dim 0 into `group.size` even slices.
@@ -78,7 +78,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str) -> Pe
         output.copy_(tensor)
         return Pending(None, "all-to-all", group, what)
     work = guarded(
-        lambda: dist.all_to_all_single(output, tensor, group=group.lane(), async_op=True), "all-to-all", group, what
+        lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), "all-to-all", group, what
     )
     return Pending(work, "all-to-all", group, what)
 

@@ -1,4 +1,4 @@
-"""Gathers and reductions of rows by ranks that read each other's memory; the same sums, in the same order, as messages.
+"""Gathers, reductions and swaps of rows by ranks that read each other's memory; the same bits as by messages.
 
 What comes is read when it is awaited: nothing else moves it, so a wait costs the copy, and no core is taken before.
 """
@@ -147,6 +147,41 @@ class HostReduce:
 
     def free(self) -> None:
         """Reads what has not been read: a sum has no part that may be left out."""
+        self.wait()
+
+    def end(self) -> None:
+        """Waits until the others have read."""
+        self.wait()
+        self._memory.is_read(self._number, self._what)
+
+
+class HostSwap:
+    """Row i of `received` is this rank's row of the i-th rank's `sent`."""
+
+    def __init__(self, memory: HostMemory, received: Tensor, sent: Tensor, what: str) -> None:
+        self._memory = memory
+        self._what = what
+        self._sent = sent  # alive while others may read it
+        self._number = memory.offer([sent], what)
+        self._received = received
+        self._is_open = True
+        received[memory.coord].copy_(sent[memory.coord])
+
+    def wait(self) -> None:
+        """Reads what comes from the others, once."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        memory = self._memory
+        for peer in memory.peers:
+            (address,) = memory.table(peer, self._number, self._what)
+            here = span(self._received[peer])
+            there = Span(address + memory.coord * here.num_bytes, here.num_bytes)
+            memory.read(peer, [here], [there], self._what)
+            memory.done(peer, self._number, self._what)
+
+    def free(self) -> None:
+        """Reads what has not been read."""
         self.wait()
 
     def end(self) -> None:

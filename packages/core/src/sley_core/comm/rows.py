@@ -1,7 +1,7 @@
-"""Gathers whole tensors from shards of rows, and reduces whole tensors to shards, several tensors at a time.
+"""Gathers whole tensors from shards of rows, reduces whole tensors to shards, several at a time; and swaps rows of one.
 
-    gather   rank 0: a0      a0 a1        reduce   rank 0: a0 a1     a0 + b0
-             rank 1:    a1   a0 a1                 rank 1: b0 b1               a1 + b1
+    gather   rank 0: a0      a0 a1        reduce   rank 0: a0 a1     a0 + b0        swap   rank 0: a0 a1   a0 b0
+             rank 1:    a1   a0 a1                 rank 1: b0 b1               a1 + b1     rank 1: b0 b1   a1 b1
 
 On the CPU of one host, ranks read each other's memory where the system lets them. On gloo otherwise every rank sends to
 every other directly: two to four times faster than gloo's own reduce-scatter, and what is received needs no copy
@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.collectives import guarded
+from sley_core.comm.collectives import all_to_all, guarded
 from sley_core.comm.groups import Group
-from sley_core.comm.host_rows import HostGather, HostReduce, HostShare
+from sley_core.comm.host_rows import HostGather, HostReduce, HostShare, HostSwap
 from sley_core.comm.together import gather_together, reduce_together
 
 GATHER = "gather"
@@ -28,7 +28,7 @@ REDUCE = "reduce"
 
 
 watchers: list[Callable[[str, Group, Sequence[Tensor]], None]] = []
-"""Told of every exchange that torch does not see: `gather` or `reduce`, its group, and what this rank gives."""
+"""Told of every exchange that torch does not see: `gather`, `reduce` or `swap`, its group, and what this rank gives."""
 
 
 class Exchange(Protocol):
@@ -185,6 +185,19 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
 
     guarded(start, "reduce", group, what)
     return Messages(came, sent, "reduce", group, what, finish)
+
+
+def swap_rows(received: Tensor, sent: Tensor, group: Group, *, lane: str, what: str) -> Exchange:
+    """Starts an exchange: row i of `sent` [size, ...] goes to the i-th rank of `group`, row i of `received` comes from it.
+
+    Both are contiguous, of one shape and dtype, and the exchange's until `end` has returned. Runs on `lane`, GATHER or
+    REDUCE; all ranks of the group call it in one order with what else runs there, with tensors of one shape.
+    """
+    memory = group.memories.get(lane) if group.size > 1 else None
+    if memory is not None:
+        _tell("swap", group, [sent])
+        return HostSwap(memory, received, sent, what)
+    return Messages([all_to_all(received, sent, group, what=what, lane=lane)], [], "swap", group, what)
 
 
 def _tell(operation: str, group: Group, tensors: Sequence[Tensor]) -> None:

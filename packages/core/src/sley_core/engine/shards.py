@@ -1,9 +1,9 @@
-"""How a weight is cut over the ranks of `wp`: equal stretches of its first dim, the last ones padded with zeros.
+"""How a weight is cut over the ranks of `wp`: equal stretches of one of its dims, the last ones padded with zeros.
 
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, which no gradient ever changes
 
-Every rank holds as many rows, so that buffers, buckets and messages are alike everywhere. Values are drawn whole and then
-cut, so they do not depend on the layout.
+Rows (dim 0) or columns (dim 1), as the communicator says. Every rank holds as much, so that buffers, buckets and messages are
+alike everywhere. Values are drawn whole and then cut, so they do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -36,44 +36,55 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` of a tensor of the global `shape`, along dim 0."""
+    """Part `index` of `count` of a tensor of the global `shape`, along `dim`."""
 
     shape: tuple[int, ...]
     count: int
     index: int
+    dim: int = 0
 
     @property
-    def rows(self) -> int:
-        """Rows of a shard, padding included; the same on every rank."""
-        return -(-self.shape[0] // self.count)
+    def size(self) -> int:
+        """Of a shard along `dim`, padding included; the same on every rank."""
+        return -(-self.shape[self.dim] // self.count)
 
     @property
-    def own_rows(self) -> int:
-        """Rows of this shard that are rows of the whole."""
-        return max(0, min(self.rows, self.shape[0] - self.index * self.rows))
+    def own_size(self) -> int:
+        """How much of this shard's size belongs to the whole."""
+        return max(0, min(self.size, self.shape[self.dim] - self.index * self.size))
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Of a shard, padding included; the same on every rank."""
+        return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
 
     @property
     def padding(self) -> int:
         """Elements of this shard that are no elements of the whole."""
-        return (self.rows - self.own_rows) * prod(self.shape[1:])
+        return (self.size - self.own_size) * prod((*self.shape[: self.dim], *self.shape[self.dim + 1 :]))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's rows of `whole`, in memory of their own, padded with zeros."""
+        """This rank's part of `whole`, in memory of its own, padded with zeros."""
         assert tuple(whole.shape) == self.shape, f"a tensor of {list(whole.shape)} for a shard of {list(self.shape)}"
-        own = whole.new_zeros((self.rows, *self.shape[1:]))
-        first = self.index * self.rows
-        own[: self.own_rows].copy_(whole[first : first + self.own_rows])
+        own = whole.new_zeros(self.own_shape)
+        first = min(self.index * self.size, self.shape[self.dim])
+        own.narrow(self.dim, 0, self.own_size).copy_(whole.narrow(self.dim, first, self.own_size))
         return own
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """A copy of the whole of which every rank's part is in `parts`, [count, *own_shape]."""
+        padded = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return padded.narrow(self.dim, 0, self.shape[self.dim]).clone(memory_format=torch.contiguous_format)
 
 
 Shards = dict[int, Shard]
 """By id of the parameter on meta, which the model's layers keep alive."""
 
 
-def shards_of(layers: Iterable[Layer], takes: Callable[[Sequence[Place]], bool], group: Group) -> Shards:
+def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
     """The shards of those parameters of the whole model that can be cut, the same on all ranks but for their index.
 
-    takes: whether a parameter that is held at all of these places can be.
+    cuts: along which dim a parameter that is held at all of these places can be; None: not at all.
     """
     places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -82,10 +93,13 @@ def shards_of(layers: Iterable[Layer], takes: Callable[[Sequence[Place]], bool],
             for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 places.setdefault(id(parameter), []).append((module, attribute))
                 parameters[id(parameter)] = parameter
+    if group.size == 1:
+        return {}
+    dims = {key: cuts(held) for key, held in places.items() if parameters[key].ndim > 0}
     return {
-        key: Shard(tuple(parameters[key].shape), group.size, group.coord)
-        for key, held in places.items()
-        if group.size > 1 and parameters[key].ndim > 0 and takes(held)
+        key: Shard(tuple(parameters[key].shape), group.size, group.coord, dim)
+        for key, dim in dims.items()
+        if dim is not None
     }
 
 
@@ -97,7 +111,7 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
             for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 shard = shards.get(id(parameter))
                 if shard is not None:
-                    small = torch.empty((shard.rows, *shard.shape[1:]), device="meta", dtype=parameter.dtype)
+                    small = torch.empty(shard.own_shape, device="meta", dtype=parameter.dtype)
                     setattr(module, attribute, cut.setdefault(id(parameter), like(parameter, small)))
 
 
@@ -115,5 +129,6 @@ def wholes(parts: Mapping[Entry, Tensor], groups: Groups) -> dict[Entry, Tensor]
         all_gather(received, sent[None], groups[AXIS], what="parts of parameters", lane="gather").wait()
         slices = torch.split(received, [own.numel() for own in alike.values()], dim=1)
         for (entry, own), every in zip(alike.items(), slices, strict=True):
-            found[entry] = every.reshape(-1, *own.shape[1:])[: entry.shape[0]].clone()
+            assert entry.shard is not None, entry
+            found[entry] = entry.shard.joined(every.reshape(groups[AXIS].size, *own.shape))
     return {entry: found[entry] for entry in parts}

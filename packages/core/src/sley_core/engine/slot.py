@@ -181,9 +181,10 @@ def dense(gradient: Tensor, entry: Entry) -> Tensor:
 def check_not_sharded(entry: Entry) -> None:
     """Raises RunError `sharded-weight-read`: autograd came to a shard, which only its communicator may use."""
     if entry.shard is not None:
+        cut = f"{entry.shape[entry.shard.dim]} {'columns' if entry.shard.dim else 'rows'}"
         raise RunError(
             "sharded-weight-read",
-            f"the forward reads the parameter {entry.name!r}, of which this rank holds {entry.shard.own_rows} of "
-            f"{entry.shape[0]} rows, without its module",
+            f"the forward reads the parameter {entry.name!r}, of which this rank holds {entry.shard.own_size} of "
+            f"{cut}, without its module",
             hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded",
         )

@@ -52,7 +52,7 @@ class Head:
         self.store = store
         self.pool = pool
         self.is_running = is_running
-        self.classes = sums.Classes(shard.index * shard.rows, shard.own_rows, shard.shape[0])
+        self.classes = sums.Classes(shard.index * shard.size, shard.own_size, shard.shape[0])
         self.sink = Handover(self._accumulate, queue)
 
     def install(self) -> None:
