@@ -103,6 +103,28 @@ def test_what_is_shared_is_read_many_times_and_then_written(ranks):
             assert values == [one for one in each for _ in range(2)] + [one for one in each for _ in range(3)]
 
 
+def shared_for_long() -> list[float]:
+    """More gathers of something else than offers can be open, while the shards are shared; the last rank reads at the end."""
+    group = wp()
+    host_memory.RING = 4
+    shard = torch.full((2,), 1.0 + group.coord)
+    share = share_rows([shard], group, what="weights")
+    for lap in range(10):
+        exchange = gather_rows([torch.empty(group.size)], [torch.full((1,), float(lap))], group, what="laps")
+        exchange.wait()
+        exchange.end()
+    whole = torch.empty(2 * group.size)
+    exchange = gather_rows([whole], [shard], group, what="weights", share=share)
+    exchange.wait()
+    share.end()
+    return whole.tolist()
+
+
+def test_what_is_shared_may_stay_so_for_any_number_of_exchanges(ranks):
+    """As in a step of many micro-batches, whose weights are shared from its beginning to its end."""
+    assert ranks(2)(shared_for_long) == [[1.0, 1.0, 2.0, 2.0]] * 2
+
+
 def let_go(is_shared: bool) -> list[bool]:
     """Whether the memory that was gathered into is still there: before `free`, and after it."""
     group = wp()
@@ -170,5 +192,5 @@ def refused(monkeypatched: bool) -> list[int]:
 
 def test_messages_where_one_rank_may_not_read(ranks):
     """All ranks take the same way."""
-    assert ranks(3)(refused, False) == [["gather", "reduce"]] * 3
+    assert ranks(3)(refused, False) == [["gather", "reduce", "shared"]] * 3
     assert ranks(3)(refused, True) == [[]] * 3

@@ -33,7 +33,7 @@ def exchange(dtype, reads_memory):
     topology = Topology.of(size, wp=size)
     limit = timedelta(seconds=30)
     group = make_groups(topology, rank, backend="gloo", timeout=limit, reads_memory=reads_memory)["wp"]
-    assert len(group.memories) == (2 if reads_memory and size > 1 else 0)
+    assert len(group.memories) == (3 if reads_memory and size > 1 else 0)
     wholes = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
     shards = [value(rank, number, shape, dtype) for number, shape in enumerate(SHAPES)]
     with collectives() as calls:

@@ -15,13 +15,17 @@ from sley_core.comm.host_memory import HostMemory
 from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_LANE, LANES, GroupEntry, Topology
 
+SHARED = "shared"
+"""The memory, beside those of the lanes, of what stays readable for a whole step: however many exchanges come in between,
+none of them has to wait until its place among the offers is free."""
+
 
 @dataclass(frozen=True)
 class Group:
     """The ranks of one axis that this rank talks to, with one communicator per lane.
 
     ranks: global, ascending. A group of one rank has no communicator, and every collective on it is the identity.
-    memories: for those lanes whose ranks can read each other's memory.
+    memories: for those lanes whose ranks can read each other's memory, and `SHARED`.
     """
 
     axis: str
@@ -124,10 +128,11 @@ def make_groups(
         reads_memory=reads_memory and backend == "gloo",
     )
     shares = groups["wp"]
-    for lane in LANES["wp"] if groups.reads_memory and shares.size > 1 else ():
+    for use in (*LANES["wp"], SHARED) if groups.reads_memory and shares.size > 1 else ():
+        lane = use if use in LANES["wp"] else LANES["wp"][0]
         memory = HostMemory.open(shares, lane, timeout.total_seconds())
         if memory is not None:
-            shares.memories[lane] = memory
+            shares.memories[use] = memory
     return groups
 
 

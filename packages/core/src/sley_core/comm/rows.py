@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.collectives import all_to_all, guarded
-from sley_core.comm.groups import Group
+from sley_core.comm.groups import SHARED, Group
 from sley_core.comm.host_rows import HostGather, HostReduce, HostShare, HostSwap
 from sley_core.comm.together import gather_together, reduce_together
 
@@ -93,7 +93,7 @@ def share_rows(shards: Sequence[Tensor], group: Group, *, what: str) -> HostShar
 
     All ranks of the group call it, and its `end`, in one order with `gather_rows`, with as many tensors of the same shapes.
     """
-    memory = group.memories.get(GATHER) if group.size > 1 else None
+    memory = group.memories.get(SHARED) if group.size > 1 else None
     return None if memory is None else HostShare(memory, shards, what)
 
 
