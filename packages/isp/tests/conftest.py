@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import Recorded, assert_parity, record
+from sley_core.testing.runs import Recorded, assert_parity, record, same_on_all
 
 OWN = Path(__file__).parent / "own"
 
@@ -89,3 +89,29 @@ def parity(ranks: Any, folder: Path, sharded: Callable[..., Tables]) -> Callable
         return found
 
     return parity
+
+
+def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
+    """Each of several plans, run one after the other on the same ranks."""
+    return [record(tables, 3, folder=folder) for tables in plans]
+
+
+@pytest.fixture
+def parities(ranks: Any, folder: Path, sharded: Callable[..., Tables]) -> Callable[..., None]:
+    """`parities(world, cases, weights, **changes)`: for each case, (wp, dp, more changes), every rank equals one process."""
+
+    def parities(world: int, cases: list[tuple[int, int, Tables]], weights: Tables, **changes: Any) -> None:
+        plans, references = [], []
+        for wp, dp, more in cases:
+            every = changes | more
+            alone = {key: value for key, value in every.items() if key not in ("parallel", "sequence")}
+            references.append(record(sharded(1, 1, **alone), 3, folder=folder))
+            plans.append(sharded(wp, dp, weights=weights, **every))
+        found = ranks(world, 180)(recorded, plans, folder)
+        for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
+            assert_parity(reference, layouts, changes.get("precision__compute", "fp64"))
+            same_on_all(layouts)
+            for layout in layouts:
+                assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9)
+
+    return parities

@@ -26,6 +26,8 @@ from sley_core.engine.step_state import Phase
 from sley_core.engine.weight_queue import Handover
 from sley_core.protocols import WeightCommunicator
 from sley_isp.counts import Tally
+from sley_isp.embedding.columns import Columns, Table
+from sley_isp.embedding.find import check_tables
 from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
 from sley_isp.reductions import Reductions
@@ -49,6 +51,7 @@ class Communicator(WeightCommunicator):
 
     pool: MemoryPool
     reductions: Reductions
+    columns: Columns
     tally: Tally
 
     def __init__(self, config: CommunicatorConfig) -> None:
@@ -69,9 +72,13 @@ class Communicator(WeightCommunicator):
     def prepare(self, layers: Sequence[Layer]) -> None:
         if self.config.head == "vocabulary":
             self._head = find_head(layers)
+        if self.config.embedding == "hidden":
+            check_tables(layers)
 
     def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
-        return 0 if all(is_plain(module, attribute) for module, attribute in places) else None
+        if not all(is_plain(module, attribute) for module, attribute in places):
+            return None
+        return int(self.config.embedding == "hidden" and isinstance(places[0][0], nn.Embedding))
 
     def attach(self, run: Run) -> None:
         self._run = run
@@ -82,7 +89,8 @@ class Communicator(WeightCommunicator):
         bound = self.config.bound if self.config.overlap else 0
         once = self.config.reduce == "step"
         self.reductions = Reductions(bound, run.store, self.pool, self._group, once=once)
-        self.tally = Tally(self.prefetch, self.reductions, self.pool)
+        self.columns = Columns(self._group, run.store, self._queue, self._before_lookup, self._is_overlapping)
+        self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool)
         self.parcels = Parcels(fused=self.config.fused, once=once)
         for layer in run.layers:
             self._take(layer)
@@ -102,6 +110,7 @@ class Communicator(WeightCommunicator):
         self._drop(list(self._gathered))
         self._end()
         self.reductions.forget()
+        self.columns.forget()
         self.tally.begin(actions, phase)
         # Shards that somebody still writes, behind a wait, are shared one gather at a time.
         if self.config.overlap and not any(self._waits.values()):
@@ -128,6 +137,7 @@ class Communicator(WeightCommunicator):
         self.reductions.flush()
         if is_pass:
             self._apply(self.prefetch.leave())
+        self.columns.leave(everything=self._at in self._drains)
         if self._at in self._drains:
             self.reductions.finish()
         if self._at == self._final:
@@ -138,6 +148,8 @@ class Communicator(WeightCommunicator):
         for site in self.sites:
             uninstall(site)
         self.sites.clear()
+        for table in self.columns.tables:
+            table.close()
 
     def counts(self) -> dict[str, float]:
         """`protocols.Counts`: of the last step, and at most."""
@@ -209,7 +221,7 @@ class Communicator(WeightCommunicator):
         book = self._run.book
         sites: dict[str, Site] = {}
         together = Unit(layer.name, layer.name)
-        known = {id(site.module) for site in self.sites}
+        known = {id(one.module) for one in self.sites} | {id(one.module) for one in self.columns.tables}
         for name, module in layer.module.named_modules(prefix=layer.name):
             if id(module) in known:
                 continue
@@ -220,6 +232,11 @@ class Communicator(WeightCommunicator):
             }
             if not held:
                 continue
+            for entry in held.values():
+                self._run.store.expect_products(entry)
+            if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
+                self.columns.tables.append(Table(self.columns, name, layer.name, module, held["weight"]))
+                continue
             is_alone = self.config.unit == "module" or module is self._head
             unit = Unit(name, layer.name) if is_alone else together
             unit.entries += [entry for entry in held.values() if entry not in unit.entries]
@@ -227,8 +244,6 @@ class Communicator(WeightCommunicator):
                 self.units.append(unit)
             site = Site(self, unit, module, held.get("weight"), held.get("bias"))
             site.sink = Handover(partial(self._reduce, site), self._queue)
-            for entry in held.values():
-                self._run.store.expect_products(entry)
             if module is self._head:
                 self._share_vocabulary(site)
                 continue
@@ -243,6 +258,16 @@ class Communicator(WeightCommunicator):
         """No action gathers the head's weight; outside of one it is a site like any other."""
         Head(site, self._group, self._run.store, self.pool, self._queue, lambda: self._action is not None).install()
         self.sites.append(site)
+
+    def _is_overlapping(self) -> bool:
+        return self.config.overlap and self._action is not None
+
+    def _before_lookup(self, table: Table) -> None:
+        """A table is about to be read, for which nothing is gathered: what comes after it may be."""
+        for wait in self._waits.get(table.layer, ()):
+            wait()
+        if self._is_overlapping():
+            self._apply(self.prefetch.pass_by())
 
     @torch.no_grad()
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:

@@ -43,6 +43,10 @@ class CommunicatorConfig(Table):
     """What the model's last linear does: gather its weight like any other; or keep its rows, the vocabulary's slice, and take
     the tokens of all `wp` ranks instead, for `core.cross_entropy`."""
 
+    embedding: Literal["gather", "hidden"] = "gather"
+    """What plain embeddings do: gather their tables, cut by rows; or keep their columns, look these up for the tokens of all
+    `wp` ranks, and swap the parts of vectors."""
+
     pool: Annotated[str, RecordReference("memory_pools")] = "isp.slots"
     """Where buffers for whole weights and gradients come from."""
 

@@ -15,6 +15,7 @@ from sley_core.engine.step_state import Phase
 
 if TYPE_CHECKING:
     from sley_core.protocols import MemoryPool
+    from sley_isp.embedding.columns import Columns
     from sley_isp.prefetch import Prefetch
     from sley_isp.reductions import Reductions
     from sley_isp.units import Gathered, Unit
@@ -25,10 +26,11 @@ WARM_UP = 2
 
 @dataclass
 class Tally:
-    """Of one rank, whose `prefetch`, `reductions` and `pool` count since the beginning. Bytes are those of gathers."""
+    """Of one rank, whose parts count since the beginning. Bytes are those of gathers."""
 
     prefetch: Prefetch
     reductions: Reductions
+    columns: Columns
     pool: MemoryPool
     num_steps: int = 0
     max_bytes: int = 0
@@ -78,7 +80,11 @@ class Tally:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Since the beginning: gathers, those that nobody foresaw, exchanges of gradients, what came and what went."""
+        """Since the beginning: gathers, those that nobody foresaw, exchanges of gradients, what came and what went.
+
+        Where tables are cut by columns, swaps of vectors too, and what came by them and as token ids.
+        """
+        swaps = {"embedding_swaps": self.columns.num_exchanges, "embedding_bytes": self.columns.num_bytes}
         return {
             "gathers": self.prefetch.num_gathers,
             "demand_gathers": self.prefetch.num_demands,
@@ -86,6 +92,7 @@ class Tally:
             "gathered_bytes": self._gathered_bytes,
             "reduced_bytes": self.reductions.num_bytes,
             "allocations": self.num_allocations,
+            **(swaps if self.columns.tables else {}),
         }
 
     @property

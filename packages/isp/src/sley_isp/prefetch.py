@@ -95,6 +95,10 @@ class Prefetch:
             self._strayed = self._strayed or order[len(self._seen) - 1 : len(self._seen)] != (unit,)
         return self._decide(unit, launches)
 
+    def pass_by(self) -> Decision:
+        """Something runs that needs nothing gathered, before any unit of this pass: what comes next may start."""
+        return NOTHING if self._current is not None or self._ended else self._decide(None, True)
+
     def leave(self) -> Decision:
         """The pass ends: its order is learned, and what the next ones do not want soon is dropped."""
         self._orders[self._passes[self._at]] = tuple(self._seen)

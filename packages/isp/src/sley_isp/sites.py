@@ -201,9 +201,10 @@ def install(site: Site) -> None:
 
 def uninstall(site: Site) -> None:
     """The module cannot be called any more: its parameters stay shards, and nobody gathers them."""
-    site.module.forward = partial(_closed, site.unit.name)
+    site.module.forward = partial(closed, site.unit.name)
 
 
-def _closed(name: str, *args: Any) -> Tensor:
+def closed(name: str, *args: Any) -> Tensor:
+    """Raises RunError `weights-sharded`: nobody gathers the weights of module `name` any more."""
     message = f"{name!r} is called after its run was closed, and this rank holds a part of its weights only"
     raise RunError("weights-sharded", message, hint="call it while the run is open, or take whole weights out before")

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 def shard_of(entry: Entry) -> Shard:
-    """The shard of an entry that has one."""
+    """The shard of an entry that is cut by rows."""
     assert entry.shard is not None, f"{entry.name} is not sharded"
+    assert entry.shard.dim == 0, f"{entry.name} is cut along dim {entry.shard.dim}"
     return entry.shard
 
 

@@ -6,38 +6,16 @@ import pytest
 
 from sley_core.data.dataset import IGNORED
 from sley_core.testing.parity import assert_close_gradients
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_core.testing.runs import assert_parity, record
 
 SHARED = {"head": "vocabulary"}
 OWN_DATA = {"data": {"factory": "scored:Labelled"}, "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
 
 
-def recorded(plans, folder):
-    """Each of several plans, run one after the other on the same ranks."""
-    return [record(tables, 3, folder=folder) for tables in plans]
-
-
 @pytest.fixture
-def check(ranks, folder, sharded):
+def check(parities):
     """`check(world, cases, **changes)`: for each case, (wp, dp, more changes), every rank equals one process."""
-
-    def check(world, cases, weights=None, **changes):
-        weights = SHARED | (weights or {})
-        plans, references = [], []
-        for wp, dp, more in cases:
-            every = changes | more
-            alone = {key: value for key, value in every.items() if key not in ("parallel", "sequence")}
-            references.append(record(sharded(1, 1, **alone), 3, folder=folder))
-            plans.append(sharded(wp, dp, weights=weights, **every))
-        found = ranks(world, 180)(recorded, plans, folder)
-        for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
-            assert_parity(reference, layouts, changes.get("precision__compute", "fp64"))
-            same_on_all(layouts)
-            for layout in layouts:
-                assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9)
-        return references, found
-
-    return check
+    return lambda world, cases, weights=None, **changes: parities(world, cases, SHARED | (weights or {}), **changes)
 
 
 def test_every_rank_scores_its_classes(check):

@@ -9,7 +9,7 @@ logits there are as many numbers as a rank's own would have been, once: their gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sley_core.comm.rows import Exchange, gather_rows, num_received, reduce_rows
+from sley_core.comm.rows import Exchange, num_received, reduce_rows
 from sley_core.engine.weight_queue import Handover
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
 from sley_isp.sites import Site, linear_forward
+from sley_isp.tokens import AllTokens
 from sley_isp.units import shard_of
 from sley_isp.vocabulary import sums
 
@@ -52,6 +53,7 @@ class Head:
         self.store = store
         self.pool = pool
         self.is_running = is_running
+        self.tokens = AllTokens(group, store.device)
         self.classes = sums.Classes(shard.index * shard.size, shard.own_size, shard.shape[0])
         self.sink = Handover(self._accumulate, queue)
 
@@ -68,33 +70,16 @@ class Head:
 
     # -- communication: all ranks of `wp` run the same micro-batches in the same order, so they come here alike
 
-    def most_tokens(self, num_tokens: int) -> int:
-        """The most that a rank of the group has; the others pad. Blocks: sizes must be known before anything is sent."""
-        counts = torch.empty(self.group.size, dtype=torch.int64, device=self.store.device)
-        own = torch.full((1,), num_tokens, dtype=torch.int64, device=self.store.device)
-        self._gather([counts], [own], "numbers of tokens")
-        return int(counts.max())
-
     def all_tokens(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Every rank's `x` [n, h] and `targets` [n], in the order of the group, padded to one size each."""
-        most = self.most_tokens(len(x))
-        own = [x.contiguous(), targets]
-        if missing := most - len(x):
-            own = [F.pad(x, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=sums.NO_TARGET)]
-        wholes = [each.new_empty((self.group.size * most, *each.shape[1:])) for each in own]
-        self._gather(wholes, own, "the head's inputs")
-        return wholes[0], wholes[1]
+        inputs, all_targets = self.tokens.of_all([x, targets], [0, sums.NO_TARGET], "the head's inputs")
+        return inputs, all_targets
 
     def all_slices(self, statistics: Tensor) -> Tensor:
         """Every slice's `statistics` [k, n], in the order of the group: [size, k, n]."""
         wholes = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
-        self._gather([wholes], [statistics], "statistics of logits")
+        self.tokens.gather([wholes], [statistics], "statistics of logits")
         return wholes.view(self.group.size, *statistics.shape)
-
-    def _gather(self, wholes: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
-        exchange = gather_rows(wholes, own, self.group, what=what)
-        exchange.wait()
-        exchange.end()
 
     # -- this rank's slice
 

@@ -1,0 +1,1 @@
+"""Embeddings whose tables the ranks of `wp` share by their hidden dim."""

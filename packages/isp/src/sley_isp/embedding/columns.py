@@ -1,0 +1,205 @@
+"""Embeddings whose tables are cut by columns: each rank of `wp` looks up its part of every rank's tokens.
+
+    forward    ids [n] ──gather──> [wp n] ──own columns──> [wp, n, h / wp] ──swap──> whole vectors of own tokens [n, h]
+    backward   g [n, h] ──swap, in the background──> own columns' g [wp n, h / wp] ──summed by id──> store
+
+No table is gathered and no gradient of one is reduced, nor is either ever whole: what travels is as large as the tokens'
+vectors, once each way. The sum over `wp` is the one over the tokens, so what goes to the store needs no other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sley_core.comm.rows import GATHER, REDUCE, Exchange, swap_rows
+from sley_isp.sites import closed
+from sley_isp.tokens import AllTokens, padded
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+    from sley_core.engine.book import Entry
+    from sley_core.engine.store import GradientStore
+    from sley_core.engine.weight_queue import WeightQueue
+
+
+class Table:
+    """One embedding, of layer `layer`, whose weight is `entry`."""
+
+    def __init__(self, columns: Columns, name: str, layer: str, module: nn.Module, entry: Entry) -> None:
+        self.columns = columns
+        self.name = name
+        self.layer = layer
+        self.module = module
+        self.entry = entry
+        module.forward = self._forward
+
+    def close(self) -> None:
+        """The module cannot be called any more."""
+        self.module.forward = partial(closed, self.name)
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        self.columns.before(self)
+        if not torch.is_grad_enabled():
+            return self.columns.look_up(self, tokens)[0]
+        weight = self.module._parameters["weight"]
+        out: Tensor = _LookUp.apply(tokens, weight, self)  # type: ignore[no-untyped-call]  # torch's
+        return out
+
+
+class Columns:
+    """The exchanges of all tables of a rank. All ranks of `group`, `wp`, run the same actions on the same layers, in one
+    order, forward and backward, and so they come to every exchange alike.
+
+    before: called with a table before it is read. is_behind: whether the gradients' swaps may outlive what started them.
+    num_exchanges, num_bytes: swaps of vectors and of their gradients, and what came by them and as ids; since the beginning.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        store: GradientStore,
+        queue: WeightQueue,
+        before: Callable[[Table], None],
+        is_behind: Callable[[], bool],
+    ) -> None:
+        self.group = group
+        self.store = store
+        self.queue = queue
+        self.before = before
+        self.is_behind = is_behind
+        self.tokens = AllTokens(group, store.device)
+        self.tables: list[Table] = []
+        self.num_exchanges = 0
+        self.num_bytes = 0
+        self._under_way: deque[_Gradient] = deque()
+        self._num_new = 0
+        self._put_off: list[_Gradient] = []
+
+    def look_up(self, table: Table, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The vectors of `tokens` [...], [..., h]; and the tokens of all ranks, [size x most]."""
+        (of_all,) = self.tokens.of_all([tokens.reshape(-1)], [0], f"the tokens of {table.name}")
+        self.num_bytes += self._foreign(of_all)
+        weight = table.module._parameters["weight"]
+        assert weight is not None, table.name
+        size, most = self.group.size, len(of_all) // self.group.size
+        sent = F.embedding(of_all, weight.detach()).view(size, most, weight.shape[1])
+        received = torch.empty_like(sent)
+        exchange = self.swap(received, sent, GATHER, f"the vectors of {table.name}")
+        exchange.wait()
+        exchange.end()
+        hidden = table.entry.shape[1]
+        return whole_vectors(received, tokens.numel(), hidden).view(*tokens.shape, hidden), of_all
+
+    def swap(self, received: Tensor, sent: Tensor, lane: str, what: str) -> Exchange:
+        """As `swap_rows` over `wp`; counted."""
+        self.num_exchanges += 1
+        self.num_bytes += self._foreign(received)
+        return swap_rows(received, sent, self.group, lane=lane, what=what)
+
+    def take_gradient(self, table: Table, gradient: Tensor, of_all: Tensor) -> None:
+        """The gradient of what `look_up` returned travels now; the table's is in the store at once, or after `leave`.
+
+        While a D collects, when its W runs.
+        """
+        started = _Gradient(self, table, gradient, of_all)
+        if self.queue.is_collecting:
+            self._put_off.append(started)
+            self.queue.put(partial(self._finish_put_off, started))
+        elif self.is_behind():
+            self._under_way.append(started)
+            self._num_new += 1
+        else:
+            started.finish()
+
+    def leave(self, *, everything: bool) -> None:
+        """An action ends, and with it the gradients that were on their way when it began; or all of them."""
+        left = 0 if everything else self._num_new
+        self._num_new = 0
+        while len(self._under_way) > left:
+            self._under_way.popleft().finish()
+
+    def forget(self) -> None:
+        """Waits for all, and adds none: a step failed."""
+        for gradient in (*self._under_way, *self._put_off):
+            gradient.exchange.end()
+        self._under_way.clear()
+        self._put_off.clear()
+        self._num_new = 0
+
+    def _foreign(self, tensor: Tensor) -> int:
+        """Bytes of `tensor`, of which each rank brings as much, that are others'."""
+        return tensor.nbytes * (self.group.size - 1) // self.group.size
+
+    def _finish_put_off(self, gradient: _Gradient) -> None:
+        self._put_off.remove(gradient)
+        gradient.finish()
+
+
+class _Gradient:
+    """The gradient of a table's vectors, on its way to the ranks that have their columns."""
+
+    def __init__(self, columns: Columns, table: Table, gradient: Tensor, of_all: Tensor) -> None:
+        size = columns.group.size
+        width = table.entry.parameter.shape[1]
+        self._columns = columns
+        self._table = table
+        self._tokens = of_all
+        self._sent = parts_of_vectors(gradient.reshape(-1, gradient.shape[-1]), size, len(of_all) // size, width)
+        self._received = torch.empty_like(self._sent)
+        self.exchange = columns.swap(self._received, self._sent, REDUCE, f"the gradient of the vectors of {table.name}")
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for it, and adds it to the table's, which is summed in the store's type."""
+        self.exchange.wait()
+        module, store = self._table.module, self._columns.store
+        assert isinstance(module, nn.Embedding), module
+        rows = self._received.flatten(0, 1).to(store.dtype)
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        num_rows = self._table.entry.shape[0]
+        store.add(
+            self._table.entry,
+            torch.ops.aten.embedding_dense_backward(rows, self._tokens, num_rows, padding, False),
+        )
+        self.exchange.end()
+
+
+class _LookUp(torch.autograd.Function):
+    """Autograd sees the shard as an input and gets None for it, as of any site."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, _weight: Tensor, table: Table) -> Tensor:
+        vectors, of_all = table.columns.look_up(table, tokens)
+        ctx.table = table
+        ctx.save_for_backward(of_all if table.entry.trainable else None)
+        return vectors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        (of_all,) = ctx.saved_tensors
+        if ctx.table.entry.trainable:
+            assert of_all is not None, f"{ctx.table.name} was unfrozen between a forward and its backward"
+            ctx.table.columns.take_gradient(ctx.table, gradient, of_all)
+        return None, None, None
+
+
+def whole_vectors(parts: Tensor, num_tokens: int, hidden: int) -> Tensor:
+    """[num_tokens, hidden] of `parts` [size, most, width], whose padding, of tokens and of columns, is left out."""
+    whole = parts[:, :num_tokens].transpose(0, 1).reshape(num_tokens, parts.shape[0] * parts.shape[2])
+    return whole if whole.shape[1] == hidden else whole[:, :hidden].contiguous()
+
+
+def parts_of_vectors(vectors: Tensor, size: int, most: int, width: int) -> Tensor:
+    """What `whole_vectors` takes apart again: [size, most, width], contiguous, padded with zeros."""
+    if vectors.shape[1] != size * width:
+        vectors = F.pad(vectors, (0, size * width - vectors.shape[1]))
+    return padded(vectors, most).view(most, size, width).transpose(0, 1).contiguous()

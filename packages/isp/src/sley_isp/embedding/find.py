@@ -1,0 +1,42 @@
+"""Which of a model's parameters are tables that can be cut by columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from sley_core.errors import PlanError
+from sley_isp.sites import is_plain
+
+if TYPE_CHECKING:
+    from sley_core.model.layers import Layer
+
+
+def check_tables(layers: Sequence[Layer]) -> None:
+    """The tables of all plain embeddings of the model's `layers` are held by plain embeddings alone, and there is one.
+
+    Raises PlanError "embedding-hidden" where that is not so: a head that is tied to a table needs whole rows of it.
+    """
+    tables: dict[int, str] = {}
+    others: dict[int, str] = {}
+    for layer in layers:
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            for attribute, parameter in module._parameters.items():
+                is_table = type(module) is nn.Embedding and is_plain(module, attribute)
+                (tables if is_table else others).setdefault(id(parameter), name)
+    if not tables:
+        raise _refused(
+            "no layer has a plain nn.Embedding, whose table could be cut along its hidden dim", "leave it out"
+        )
+    for table, name in tables.items():
+        if table in others:
+            message = f"`{others[table]}` holds the table of `{name}` too, and needs whole rows of it"
+            raise _refused(message, "give it a weight of its own (`core.llama`: `tie_embeddings = false`)")
+
+
+def _refused(message: str, hint: str) -> PlanError:
+    return PlanError(
+        "embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}; or `embedding = "gather"`'
+    )

@@ -1,0 +1,53 @@
+"""The tokens of all ranks of a group, of which each may have another number: padded to the most, and gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.rows import gather_rows
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+
+
+class AllTokens:
+    """Gathers over `group`, whose ranks run the same micro-batches in the same order, and so come here alike."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+
+    def most(self, num_tokens: int) -> int:
+        """The most that a rank of the group has; the others pad. Blocks: sizes must be known before anything is sent."""
+        counts = torch.empty(self.group.size, dtype=torch.int64, device=self.device)
+        own = torch.full((1,), num_tokens, dtype=torch.int64, device=self.device)
+        self.gather([counts], [own], "numbers of tokens")
+        return int(counts.max())
+
+    def of_all(self, own: Sequence[Tensor], fills: Sequence[int], what: str) -> list[Tensor]:
+        """Every rank's tensors `own` [n, ...], in the order of the group, each padded with its fill: [size x most, ...]."""
+        most = self.most(len(own[0]))
+        given = [padded(one, most, fill) for one, fill in zip(own, fills, strict=True)]
+        wholes = [one.new_empty((self.group.size * most, *one.shape[1:])) for one in given]
+        self.gather(wholes, given, what)
+        return wholes
+
+    def gather(self, wholes: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
+        """Fills each of `wholes` [size x n, ...] with the ranks' `own` [n, ...], and waits for it."""
+        exchange = gather_rows(wholes, own, self.group, what=what)
+        exchange.wait()
+        exchange.end()
+
+
+def padded(tensor: Tensor, length: int, fill: int = 0) -> Tensor:
+    """`tensor` [n, ...], contiguous, with `fill` behind it: [length, ...]."""
+    if len(tensor) == length:
+        return tensor.contiguous()
+    whole = tensor.new_empty((length, *tensor.shape[1:]))
+    whole[: len(tensor)] = tensor
+    whole[len(tensor) :] = fill
+    return whole
