@@ -85,6 +85,7 @@ def drawn(draw: random.Random, world: int, folder: Path) -> tuple[Tables, Tables
             "fused": draw.random() < 0.5,
             "reduce": draw.choice(["micro_batch", "step"]),
             "head": draw.choice(["gather", "vocabulary"]),
+            "embedding": "gather" if alone["model"]["tie_embeddings"] else draw.choice(["gather", "hidden"]),
         }
         parallel = {"pp": pp, "sp": sp, "dp": world // pp // sp, "wp": wp}
         tables = layout(alone, parallel, draw.choice(SCHEDULES), weights, draw.choice([None, 0.0005, 25.0]))

@@ -79,6 +79,29 @@ def test_a_vocabulary_shared_on_the_last_stage(ranks, texts, schedule, tied):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "head"),
+    [
+        (schedule, head)
+        if (schedule, head) in (("pp.zero_bubble_v", "vocabulary"), ("pp.zero_bubble_h1", "gather"))
+        else pytest.param(schedule, head, marks=pytest.mark.campaign)
+        for schedule in SCHEDULES
+        for head in ("gather", "vocabulary")
+    ],
+)
+def test_a_table_cut_by_columns_on_the_first_stage(ranks, texts, schedule, head):
+    """The gradient of its vectors travels in D and is summed in W; in a V the first layer and the last share a stage."""
+    changes = {"pipeline": {"use": schedule}, "weights": {"embedding": "hidden", "head": head}}
+    check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, **changes)
+
+
+@pytest.mark.parametrize("bucket_mb", [0.0005, pytest.param(25.0, marks=pytest.mark.campaign)])
+def test_columns_in_buckets(ranks, texts, bucket_mb):
+    """Two copies of two shards of eight columns, summed over `wdp` while the step goes on."""
+    handlers = [{"use": "dp.bucketed", "bucket_mb": bucket_mb}]
+    check(ranks, texts, 4, {"dp": 4, "wp": 2}, gradient_handlers=handlers, weights={"embedding": "hidden"})
+
+
+@pytest.mark.parametrize(
     ("fraction", "unit"),
     [
         (0.5, "layer"),

@@ -115,6 +115,7 @@ def a_plan(draw: random.Random, sharded: Any, world: int) -> tuple[dict[str, Any
         "reduce": draw.choice(["micro_batch", "step"]),
         "launch": draw.choice(["*", "attention.output", "feed_forward.*"]),
         "head": draw.choice(["gather", "vocabulary"]),
+        "embedding": "gather" if shared["model__tie_embeddings"] else draw.choice(["gather", "hidden"]),
         "pool": draw.choice(["isp.slots", "isp.fresh"]),
     }
     split: dict[str, Any] = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": sp}} if sp > 1 else {}

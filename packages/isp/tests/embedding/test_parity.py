@@ -22,8 +22,7 @@ def a_model(**options: Any) -> dict[str, Any]:
 
 def test_every_rank_looks_up_its_columns(parities):
     """Two micro-batches and four; with a head whose vocabulary is shared; and where gradients go once per step."""
-    again = {"activations": {"use": "core.recompute", "fraction": 1.0}}
-    parities(2, [(2, 2, {}), (2, 2, {"batch__micro_size": 1} | again)], HIDDEN)
+    parities(2, [(2, 2, {}), (2, 2, {"batch__micro_size": 1})], HIDDEN)
     parities(2, [(2, 2, {}), (2, 1, SPLIT)], HIDDEN | {"head": "vocabulary", "reduce": "step"})
 
 
@@ -34,8 +33,9 @@ def test_modules_without_overlap_and_by_sockets(parities):
 
 
 def test_tables_of_uneven_width_that_are_read_twice(parities, own):
-    """A13, A17: three columns and two; one rank of four has none; padding, positions, a table in two modules."""
-    parities(2, [(2, 2, a_model())], HIDDEN, **LOOKED_UP)
+    """A13, A17: three columns and two; of four ranks one has none; padding, positions, a table in two layers."""
+    again = {"activations": {"use": "core.recompute", "fraction": 1.0}}
+    parities(2, [(2, 2, a_model()), (2, 2, a_model() | again)], HIDDEN, **LOOKED_UP)
     parities(4, [(4, 4, a_model())], HIDDEN, **LOOKED_UP)
 
 

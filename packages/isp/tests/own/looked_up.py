@@ -64,3 +64,18 @@ def layers(frozen: str = "") -> list[tuple[str, nn.Module]]:
 
 def limited() -> list[tuple[str, nn.Module]]:
     return [("embed", Limited()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Read(nn.Module):
+    """Reads its table without the embedding that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens) + self.table.weight.sum()
+
+
+def read() -> list[tuple[str, nn.Module]]:
+    return [("embed", Read()), ("head", nn.Linear(WIDTH, WIDTH))]

@@ -1,0 +1,201 @@
+"""What travels for a table that is cut by columns, what is never whole, and memory (statements A06, A10, A14, A20, A21)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.shards import wholes
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.live_bytes import peak_bytes
+from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.recorder import collectives
+from sley_core.testing.runs import weights
+from sley_core.testing.sequence import assert_same_sequence
+
+HIDDEN = {"embedding": "hidden"}
+FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
+ROWS, WIDTH, TOKENS = 257, 16, 48
+"""Of the table; and tokens of a rank's micro-batch, of which there are two per step."""
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.found.add(tuple(tensor.shape))
+        return result
+
+
+def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Of the third step: what is gathered, reduced, sent and counted, and the shapes that are computed."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        communicator = run.stepper.executor.weights
+        names: dict[str, set[str]] = {"gathered": set(), "reduced": set()}
+        gather, add = communicator._gather, communicator.reductions.add
+
+        def gathers(unit: Any) -> Any:
+            names["gathered"] |= {entry.name for entry in unit.entries}
+            return gather(unit)
+
+        def adds(parcel: Any, site: Any, entry: Any, write: Any) -> None:
+            names["reduced"].add(entry.name)
+            add(parcel, site, entry, write)
+
+        communicator._gather, communicator.reductions.add = gathers, adds
+        run.step()
+        run.step()
+        with Shapes() as shapes, collectives() as calls:
+            run.step()
+        held = run.store.gradient(run.book["embed.tokens.weight"]).shape
+        counts = communicator.counts()
+        before = communicator.columns.num_exchanges
+        run.evaluate()
+        return names | {
+            "shapes": shapes.found,
+            "calls": list(calls),
+            "held": tuple(held),
+            "counts": counts,
+            "evaluating": communicator.columns.num_exchanges - before,
+            "left": communicator.pool.num_lent,
+        }
+
+
+@pytest.mark.parametrize("host_memory", [True, False])
+def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, folder, host_memory):
+    """A21 and more: two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""
+    options = HIDDEN | {"head": "vocabulary"}
+    apart = {"evaluation": {"every": 100, "steps": 2}, "run__steps": 9, "parallel": {"host_memory": host_memory}}
+    tables = sharded(2, weights=options, **apart)
+    found = ranks(2)(seen, tables, folder)
+    assert_same_sequence([one["calls"] for one in found])
+    for one in found:
+        assert "embed.tokens.weight" not in one["gathered"] | one["reduced"]
+        assert not {(ROWS, WIDTH), (ROWS + 1, WIDTH)} & one["shapes"]
+        assert one["held"] == (ROWS, WIDTH // 2)
+        swaps = [call for call in one["calls"] if call.op in ("swap", "all_to_all_single")]
+        assert [call.numel for call in swaps] == [TOKENS * WIDTH] * 4
+        assert one["counts"]["embedding_swaps_per_step"] == 4
+        assert one["counts"]["embedding_bytes_per_step"] == 2 * (2 * TOKENS * WIDTH // 2 * 8 + TOKENS * 8)
+        assert one["counts"]["demand_gathers_per_step"] == 0
+        assert one["counts"]["most_resident_units"] <= 2
+        assert one["evaluating"] == 4, "two global batches of two micro-batches on each rank"
+        assert one["left"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "swaps"),
+    [
+        ({"activations": {"use": "core.recompute", "fraction": 1.0}}, 4 + 1 + 4),
+        ({"optimizer__groups": [{"match": "*positions*", "freeze": True}]}, 4 + 3),
+    ],
+)
+def test_swaps_of_recomputed_and_of_frozen_tables(ranks, sharded, folder, own, change, swaps):
+    """A11: of four look-ups one is in a block, and one is of a table that may be frozen: nobody wants its gradient."""
+    change = change | {"model": {"factory": "looked_up:layers"}} | FOREIGN
+    change = change | {"evaluation": {"every": 100, "steps": 1}, "run__steps": 9}
+    for counts in ranks(2)(counted, sharded(2, weights=HIDDEN, **change), folder):
+        assert counts["embedding_swaps_per_step"] == 2 * swaps
+
+
+def counted(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        return dict(run.stepper.executor.weights.counts())
+
+
+def peak(tables: dict[str, Any], folder: Path, out: Path) -> int:
+    """Live bytes of tensors at most, in the second and third of some steps."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        with profiler:
+            run.step()
+            run.step()
+        trace = out / f"{world.rank}.json"
+        profiler.export_chrome_trace(str(trace))
+        return peak_bytes(trace)
+
+
+def test_less_memory_than_with_a_gathered_table(ranks, sharded, folder, tmp_path):
+    """With a shared vocabulary, so that there is nothing larger at another time: the table is not there, nor its gradient."""
+    sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
+    options = {"head": "vocabulary", "pool": "isp.fresh"}
+    gather, hidden = (
+        max(ranks(2)(peak, sharded(2, weights=options | {"embedding": kind}, **sizes), folder, tmp_path))
+        for kind in ("gather", "hidden")
+    )
+    table = 8192 * 16 * 4
+    print(f"{gather} bytes with a gathered table, {hidden} with one cut by columns, {table} are the table")
+    assert gather - hidden > table // 2
+
+
+def by_hand(tables: dict[str, Any], folder: Path) -> Any:
+    """Calls the layers outside of a step, after one: an output, and the table's gradient of a backward."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        hidden: Any = None
+        tokens = torch.arange(4)[None]
+        with torch.no_grad():
+            plain = run.layers[0].module(tokens)
+        run.store.begin_step()
+        hidden = run.layers[0].module(tokens)
+        for layer in run.layers[1:]:
+            hidden = layer.module(hidden, tokens) if layer.name == "again" else layer.module(hidden)
+        hidden.sum().backward()
+        entry = run.book["embed.tokens.weight"]
+        summed = run.store.gradient(entry) if entry.shard else entry.parameter.grad
+        gradient = wholes({entry: summed}, run.groups)[entry]
+        return plain, hidden.detach(), gradient / world.size
+
+
+def test_a_model_called_by_hand(ranks, sharded, folder, own):
+    """A10: right with and without gradients, which are in the store when the backward returns."""
+    changes = {"model": {"factory": "looked_up:layers"}, **FOREIGN}
+    wanted = by_hand(sharded(1, 1, **changes) | {"weights": {"use": "isp.communicator", **HIDDEN}}, folder)
+    for found in ranks(2)(by_hand, sharded(2, weights=HIDDEN, **changes), folder):
+        for value, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+
+
+def varied(tables: dict[str, Any], folder: Any, fails: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights after steps of one, four and two micro-batches on two ranks; before the last, one that fails."""
+    import isp_parts
+
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        dp, losses = run.groups["dp"], []
+        for number, size in enumerate([2, 8, 4]):
+            generator = torch.Generator().manual_seed(number)
+            y = torch.randn(size, 4, 6, generator=generator, dtype=torch.float64)
+            batch = {"tokens": torch.randint(11, (size, 4), generator=generator), "y": y}
+            own = {name: value.chunk(dp.size)[dp.coord] for name, value in batch.items()}
+            if fails and number == 2:
+                isp_parts.Fails.asked = True
+                with pytest.raises(ValueError, match="asked to"):
+                    run.step(own)
+                isp_parts.Fails.asked = False
+            losses.append(run.step(own)["loss"])
+        return losses, weights(run)
+
+
+def test_steps_of_other_sizes_and_one_that_fails(ranks, sharded, folder, own):
+    """A09, A14: nothing of a failed step, and nothing of a step before, is in another's gradients."""
+    changes = {"model": {"factory": "isp_parts:failing"}, "batch": {"global_size": 8, "micro_size": 1}, **FOREIGN}
+    losses, wanted = varied(sharded(1, 1, **changes), folder, False)
+    for found_losses, found in ranks(2)(varied, sharded(2, weights=HIDDEN, **changes), folder, True):
+        assert found_losses == pytest.approx(losses, rel=1e-10)
+        assert_close_gradients(wanted, found, 1e-10)
