@@ -265,3 +265,33 @@ def late(harness, module, x):
     if harness.planner is by_reduce_group:
         module(x).square().sum().backward()
     list(harness.store.pieces())
+
+
+def test_rows_are_added_at_their_indices_in_every_step():
+    """Contributions that code adds itself, of equal indices too; the next step begins with zeros."""
+    table = nn.Embedding(5, 3)
+    harness = Harness(table)
+    entry = harness.book["l0.weight"]
+    harness.store.expect_products(entry)
+    rows = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
+    indices = [torch.tensor([4, 0, 4, 2]), torch.tensor([0, 0, 1, 1], dtype=torch.int32)]
+
+    class Adds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, at):
+            ctx.at = at
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            harness.store.add_rows(entry, ctx.at, rows * gradient)
+            return None, None
+
+    wanted = torch.zeros(5, 3)
+    for at in indices:
+        for index, row in zip(at.tolist(), rows.float(), strict=True):
+            wanted[index] += row
+    for step in range(3):
+        found = harness.step([lambda at=at: Adds.apply(table.weight, at) for at in indices])
+        assert torch.equal(found["l0.weight"], wanted), step
+        assert harness.ready == ["l0.weight"]

@@ -110,6 +110,12 @@ class Slot:
         else:
             torch.mm(left.t(), right, out=self.view)
 
+    def take_rows(self, indices: Tensor, rows: Tensor) -> None:
+        """Adds each of `rows` at its index; the first call of a step writes zeros everywhere else."""
+        if not self.contributions:
+            self.view.zero_()
+        _add_at(self.view, indices, rows.to(self.view.dtype))
+
     def complete(self) -> None:
         """Nothing more comes; what nothing reached is zero."""
         if not self.contributions:
@@ -150,6 +156,11 @@ class LooseSlot(Slot):
         else:
             self.adopt(left.t() @ right)
 
+    def take_rows(self, indices: Tensor, rows: Tensor) -> None:
+        if not self.contributions:
+            self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
+        _add_at(self.view, indices, rows.to(self.dtype))
+
     def check_nothing_came_late(self) -> None:
         """What a hook would have said of a contribution after `complete`."""
         gradient = self.parameter.grad
@@ -165,6 +176,14 @@ class LooseSlot(Slot):
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
         self.is_ready = True
+
+
+def _add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Adds `rows` [n, ...] at `indices` [n] of dim 0, equal ones in one order: a run can be repeated bit for bit."""
+    if table.is_cuda:
+        table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
+    else:
+        table.index_add_(0, indices, rows)  # one after the other; `index_put_` may be atomic here
 
 
 def dense(gradient: Tensor, entry: Entry) -> Tensor:

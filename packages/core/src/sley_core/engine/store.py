@@ -194,8 +194,14 @@ class GradientStore:
         slot.take_product(left, right)
         self._contributed(slot)
 
+    def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
+        """The contribution that is `rows` [n, width], any floating dtype, added at their `indices` [n] of a table."""
+        slot = self._slots[entry]
+        slot.take_rows(indices, rows)
+        self._contributed(slot)
+
     def expect_products(self, entry: Entry) -> None:
-        """From now on `entry` gets contributions by `add_product`, besides those of autograd if it has other uses."""
+        """From now on `entry` gets contributions by `add_product` and the like, besides those of autograd if there are any."""
         self._products.add(entry)
         if entry in self._slots:
             self._slots[entry].keeps = False
@@ -221,7 +227,7 @@ class GradientStore:
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
         """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself.
 
-        It fires without a gradient where all of it went through `add_product`. Raises RunError `sparse-gradient`, and
+        It fires without a gradient where all of it was added outside of autograd. Raises RunError `sparse-gradient`, and
         `sharded-weight-read` where code used a shard as if it were the whole weight.
         """
         gradient = parameter.grad

@@ -158,17 +158,13 @@ class _Gradient:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for it, and adds it to the table's, which is summed in the store's type."""
+        """Waits for it, and adds every token's to its row of the table's: no other tensor is as large as a shard."""
         self.exchange.wait()
-        module, store = self._table.module, self._columns.store
-        assert isinstance(module, nn.Embedding), module
-        rows = self._received.flatten(0, 1).to(store.dtype)
-        padding = -1 if module.padding_idx is None else module.padding_idx
-        num_rows = self._table.entry.shape[0]
-        store.add(
-            self._table.entry,
-            torch.ops.aten.embedding_dense_backward(rows, self._tokens, num_rows, padding, False),
-        )
+        rows = self._received.flatten(0, 1)
+        padding = getattr(self._table.module, "padding_idx", None)
+        if padding is not None:
+            rows.masked_fill_((self._tokens == padding).unsqueeze(1), 0.0)
+        self._columns.store.add_rows(self._table.entry, self._tokens, rows)
         self.exchange.end()
 
 
