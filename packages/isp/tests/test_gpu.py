@@ -33,7 +33,9 @@ def record_on_host(tables: dict[str, Any], num_steps: int) -> Recorded:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"head": "vocabulary"}, {"overlap": False}])
+@pytest.mark.parametrize(
+    "weights", [{}, {"unit": "module"}, {"head": "vocabulary"}, {"embedding": "hidden"}, {"overlap": False}]
+)
 def test_two_devices_equal_one(ranks, weights):
     reference = record_on_host(PLAN, 3)
     layouts = ranks(2, timeout_s=180, init=False)(record_on_host, split(**weights), 3)
@@ -42,7 +44,7 @@ def test_two_devices_equal_one(ranks, weights):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", [{}, {"head": "vocabulary"}])
+@pytest.mark.parametrize("weights", [{}, {"head": "vocabulary"}, {"embedding": "hidden"}])
 def test_two_ranks_on_one_device_equal_one(ranks, weights):
     reference = record_on_host(PLAN, 3)
     layouts = ranks(2, timeout_s=180, init=False)(record_on_host, split(**weights), 3)
@@ -66,5 +68,5 @@ def watched(tables: dict[str, Any]) -> bool:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"reduce": "step"}])
 def test_a_step_never_waits_for_the_device(ranks, weights):
-    """A28; a shared vocabulary is not among them: its ranks tell each other how many tokens they have, and wait for that."""
+    """A28; shared vocabularies and tables are not among them: ranks tell each other how many tokens they have, and wait."""
     assert ranks(2, timeout_s=180, init=False)(watched, split(**weights)) == [True, True]
