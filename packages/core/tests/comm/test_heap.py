@@ -1,0 +1,51 @@
+"""What a step frees, the next step finds again."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from sley_core.comm.heap import keep_freed_memory
+
+FAULTS = """
+import resource
+import torch
+from sley_core.comm.world import World
+
+def step():
+    kept = [torch.ones(8 << 18) for _ in range(20)]  # 8 MiB each
+
+with World.alone("cpu"):
+    for _ in range(3):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+"""Page faults of five steps that hold 160 MiB at most, 40960 pages."""
+
+
+def faults(**environ: str) -> int:
+    program = [sys.executable, "-c", FAULTS]
+    result = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    return int(result.stdout)
+
+
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+
+
+@needs_glibc
+def test_a_step_finds_the_memory_of_the_one_before():
+    assert faults() < 500
+
+
+@needs_glibc
+def test_whoever_tunes_malloc_is_left_alone():
+    """And pays as before: this threshold is the one that glibc begins with."""
+    assert faults(MALLOC_TRIM_THRESHOLD_="131072") > 20000
+    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
+    assert keep_freed_memory({"MALLOC_ARENA_MAX": "1"}), "this says nothing of what is kept"
