@@ -29,7 +29,7 @@ def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, reads_memory=True)["wp"]
     rows = (mebibytes << 18) // size // 1024
     whole, shard = torch.zeros(size * rows, 1024), torch.zeros(rows, 1024)
-    scratch = torch.zeros(num_received(rows, group), 1024)
+    scratch = torch.zeros(num_received(rows, group, torch.device("cpu")), 1024)
     own: Any = dist
 
     def gather(by: Group) -> None:

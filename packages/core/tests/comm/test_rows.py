@@ -39,7 +39,9 @@ def exchange(dtype, reads_memory):
     with collectives() as calls:
         first = gather_rows(wholes, shards, group, what="weights")
         given = [value(rank, number, whole.shape, dtype) for number, whole in enumerate(wholes)]
-        scratches = [torch.empty((num_received(shape[0], group), *shape[1:]), dtype=dtype) for shape in SHAPES]
+        scratches = [
+            torch.empty((num_received(shape[0], group, given[0].device), *shape[1:]), dtype=dtype) for shape in SHAPES
+        ]
         second = reduce_rows(given, scratches, group, what="gradients")
         second.wait()
         first.wait()
@@ -106,14 +108,13 @@ def together(dtype, device):
     with World.join(device) as world:
         group = world.groups(Topology.of(world.size, wp=world.size), 30)["wp"]
         group.memories.clear()
-        rows._is_direct = lambda lane, tensor: False
+        rows._is_direct = lambda lane, device: False
         place = world.device.torch_device
         wholes = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
         shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]
         given = [value(world.rank, number, whole.shape, dtype).to(place) for number, whole in enumerate(wholes)]
-        scratches = [
-            torch.empty((num_received(shape[0], group), *shape[1:]), dtype=dtype, device=place) for shape in SHAPES
-        ]
+        assert all(num_received(shape[0], group, place) == 0 for shape in SHAPES), "the sum is in place"
+        scratches = [torch.empty((0, *shape[1:]), dtype=dtype, device=place) for shape in SHAPES]
         with collectives() as calls:
             exchanges = [gather_rows(wholes, shards, group, what="weights")]
             exchanges.append(reduce_rows(given, scratches, group, what="gradients"))

@@ -136,7 +136,8 @@ class Reductions:
         self._count_out(
             len(filled.wholes) - len(wholes), _bytes_of(filled.wholes.values()) - _bytes_of(wholes.values())
         )
-        scratch = [(num_received(shard_of(entry).size, self.group), *entry.shape[1:]) for entry in wholes]
+        device = self.store.device
+        scratch = [(num_received(shard_of(entry).size, self.group, device), *entry.shape[1:]) for entry in wholes]
         received = self._lent(scratch, filled.lease)
         # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers.
         what = f"the gradients of {parcel.name}"

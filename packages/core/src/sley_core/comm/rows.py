@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -121,7 +122,7 @@ def gather_rows(
     sent: list[Any] = []
 
     def start() -> None:
-        if not _is_direct(lane, shards[0]):
+        if not _is_direct(lane, shards[0].device):
             received.append(gather_together(wholes, shards, lane))
             return
         for tag, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
@@ -136,9 +137,12 @@ def gather_rows(
     return Messages(received, sent, "gather", group, what)
 
 
-def num_received(rows: int, group: Group) -> int:
-    """The rows of scratch memory that `reduce_rows` needs for a shard of `rows`."""
-    return 0 if REDUCE in group.memories else rows * (group.size - 1)
+def num_received(rows: int, group: Group, device: torch.device) -> int:
+    """The rows of scratch memory that `reduce_rows` needs for a shard of `rows` on `device`: only what is sent directly
+    arrives beside the whole."""
+    if group.size == 1 or REDUCE in group.memories or not _is_direct(group.lane(REDUCE), device):
+        return 0
+    return rows * (group.size - 1)
 
 
 def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Group, *, what: str) -> Exchange:
@@ -155,33 +159,26 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
         _tell("reduce", group, wholes)
         return HostReduce(memory, wholes, what)
     lane = group.lane(REDUCE)
+    parts = [whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:]) for whole in wholes]
+    own = [rows[group.coord] for rows in parts]
+    if not _is_direct(lane, wholes[0].device):
+        work = guarded(lambda: reduce_together(own, wholes, lane), "reduce", group, what)
+        return Messages([work], [], "reduce", group, what)
+    arriving = [one.view(group.size - 1, *rows.shape[1:]) for one, rows in zip(scratches, parts, strict=True)]
     came: list[Any] = []
     sent: list[Any] = []
-    sums: list[tuple[Tensor, Tensor]] = []
-    for whole, scratch in zip(wholes, scratches, strict=True):
-        rows = whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:])
-        sums.append((rows[group.coord], scratch.view(group.size - 1, *rows.shape[1:])))
-
-    is_direct = _is_direct(lane, wholes[0])
 
     def start() -> None:
-        if not is_direct:
-            came.append(reduce_together([received[0] for _, received in sums], wholes, lane))
-            return
-        for tag, (whole, (_, received)) in enumerate(zip(wholes, sums, strict=True)):
-            rows = whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:])
+        for tag, (rows, received) in enumerate(zip(parts, arriving, strict=True)):
             for at, peer in enumerate(_others(group)):
                 came.append(lane.recv([received[at]], peer, tag))
             for peer in _others(group):
                 sent.append(lane.send([rows[peer]], peer, tag))
 
     def finish() -> None:
-        for own, received in sums:
-            if not is_direct:
-                own.copy_(received[0])
-                continue
+        for total, received in zip(own, arriving, strict=True):
             for part in received:
-                own.add_(part)
+                total.add_(part)
 
     guarded(start, "reduce", group, what)
     return Messages(came, sent, "reduce", group, what, finish)
@@ -209,5 +206,5 @@ def _others(group: Group) -> list[int]:
     return [peer for peer in range(group.size) if peer != group.coord]
 
 
-def _is_direct(lane: dist.ProcessGroup, tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and dist.get_backend(lane) == "gloo"
+def _is_direct(lane: dist.ProcessGroup, device: torch.device) -> bool:
+    return device.type == "cpu" and dist.get_backend(lane) == "gloo"

@@ -26,5 +26,10 @@ def gather_together(wholes: Sequence[Tensor], shards: Sequence[Tensor], lane: di
 
 
 def reduce_together(own: Sequence[Tensor], wholes: Sequence[Tensor], lane: dist.ProcessGroup) -> Any:
-    """Starts summing this rank's rows of each of `wholes` [size x n, ...] into `own` [n, ...]; the work to wait for."""
+    """Starts summing this rank's rows of each of `wholes` [size x n, ...] into `own` [n, ...]; the work to wait for.
+
+    `own` may be those rows of `wholes` themselves: NCCL sums in place where an output is at its rank's offset in the input
+    (user guide, "In-place Operations"), and Megatron-LM reduces its buckets so, several in one call
+    (megatron/core/distributed/param_and_grad_buffer.py). Nothing else of `wholes` is written there; gloo copies it first.
+    """
     return getattr(lane, _REDUCE)(list(own), list(wholes))

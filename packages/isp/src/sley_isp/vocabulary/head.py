@@ -116,7 +116,7 @@ class _Reducing:
     def __init__(self, head: Head, gradient: Tensor, weight: Tensor) -> None:
         size = head.group.size
         own_tokens = len(gradient) // size
-        num_scratch = num_received(own_tokens, head.group)
+        num_scratch = num_received(own_tokens, head.group, gradient.device)
         self._stack = ExitStack()
         shape = (len(gradient) + num_scratch, weight.shape[1])
         buffer = self._stack.enter_context(head.pool.lease(shape, gradient.dtype, gradient.device))
