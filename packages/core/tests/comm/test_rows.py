@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sley_core.comm import rows
+from sley_core.comm import together as comm_together
 from sley_core.comm.groups import make_groups
 from sley_core.comm.rows import GATHER, REDUCE, gather_rows, num_received, reduce_rows, swap_rows
 from sley_core.comm.world import World
@@ -103,12 +104,17 @@ def test_rows_that_are_swapped(ranks, size, reads_memory):
         assert len(calls) == (2 if size > 1 else 0)
 
 
-def together(dtype, device):
-    """What a gather and a reduction gave by the backend's own collectives, and how many there were."""
+def together(dtype, device, coalesced):
+    """What a gather and a reduction gave by the backend's own collectives, and how many there were.
+
+    coalesced: whether it is asked to take several tensors in one call; None leaves that to it.
+    """
     with World.join(device) as world:
         group = world.groups(Topology.of(world.size, wp=world.size), 30)["wp"]
         group.memories.clear()
         rows._is_direct = lambda lane, device: False
+        if coalesced is not None:
+            comm_together.is_coalesced = lambda lane: coalesced
         place = world.device.torch_device
         wholes = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
         shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]
@@ -126,13 +132,25 @@ def together(dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("size", "device"), [(2, "cpu"), (3, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.gpu(2))]
+    ("size", "device", "coalesced"),
+    [
+        (2, "cpu", True),
+        (3, "cpu", True),
+        (2, "cpu", None),
+        (3, "cpu", None),
+        pytest.param(2, "cuda", None, marks=pytest.mark.gpu(2)),
+        pytest.param(2, "cuda", None, marks=pytest.mark.gpu),
+    ],
 )
-def test_one_collective_for_many_tensors(ranks, size, device):
-    """Where messages do not go directly, as on NCCL: one gather and one reduction, however many tensors."""
+def test_the_backends_own_collectives(ranks, size, device, coalesced):
+    """Where messages do not go directly: on NCCL one gather and one reduction, however many tensors.
+
+    On gloo, whose tensors are on CUDA then, one of each for every tensor; None takes that way on the CPU as well.
+    """
     dtype = torch.float64
-    for rank, (wholes, own, num_calls) in enumerate(ranks(size, init=False)(together, dtype, device)):
-        assert num_calls == 2
+    for rank, (wholes, own, num_calls) in enumerate(ranks(size, init=False)(together, dtype, device, coalesced)):
+        if device == "cpu":
+            assert num_calls == (2 if coalesced else 2 * len(SHAPES))
         for number, shape in enumerate(SHAPES):
             parts = [value(other, number, shape, dtype) for other in range(size)]
             assert torch.equal(wholes[number], torch.cat(parts))

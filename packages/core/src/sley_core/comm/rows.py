@@ -123,7 +123,7 @@ def gather_rows(
 
     def start() -> None:
         if not _is_direct(lane, shards[0].device):
-            received.append(gather_together(wholes, shards, lane))
+            received.extend(gather_together(wholes, shards, lane))
             return
         for tag, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
             rows = whole.view(group.size, *shard.shape)
@@ -162,8 +162,8 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
     parts = [whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:]) for whole in wholes]
     own = [rows[group.coord] for rows in parts]
     if not _is_direct(lane, wholes[0].device):
-        work = guarded(lambda: reduce_together(own, wholes, lane), "reduce", group, what)
-        return Messages([work], [], "reduce", group, what)
+        works = guarded(lambda: reduce_together(own, wholes, lane), "reduce", group, what)
+        return Messages(works, [], "reduce", group, what)
     arriving = [one.view(group.size - 1, *rows.shape[1:]) for one, rows in zip(scratches, parts, strict=True)]
     came: list[Any] = []
     sent: list[Any] = []
