@@ -21,7 +21,6 @@ so no gather outlives the weights that it was made of. All ranks of a group run 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,11 +31,10 @@ Key = Hashable
 
 @dataclass
 class Decision:
-    """Drop these, then gather those, in this order. demand: the first of `gather` is wanted now."""
+    """Drop these, then gather those, in this order: what is wanted now comes first."""
 
     drop: list[Unit] = field(default_factory=list)
     gather: list[Unit] = field(default_factory=list)
-    demand: bool = False
 
 
 NOTHING = Decision()
@@ -45,6 +43,7 @@ NOTHING = Decision()
 class Prefetch:
     """Decides for one rank. ahead: how many units are gathered before they are used.
 
+    A use takes time that grows with `ahead` and with what is pinned, not with the number of units.
     held: the units that are gathered or on their way. num_demands, num_gathers, max_held: counted since the beginning.
     """
 
@@ -62,15 +61,14 @@ class Prefetch:
         self._current: Unit | None = None
         self._has_launched = False
         self._ended = False
-        self._pins: Counter[Unit] = Counter()
+        self._pins: dict[Unit, int] = {}
 
-    def begin(self, passes: Sequence[Key]) -> list[Unit]:
-        """`passes` will come, in this order; returns what is to be dropped: whatever was held."""
-        dropped, self.held = self.held, []
+    def begin(self, passes: Sequence[Key]) -> None:
+        """`passes` will come, in this order. Whatever was held is dropped: the caller sees to it."""
+        self.held = []
         self._passes = passes
         self._at = -1
         self._close()
-        return dropped
 
     def enter(self) -> None:
         """The next pass starts."""
@@ -83,16 +81,17 @@ class Prefetch:
 
         launches: whether gathers ahead may start; a gather that is wanted now always does, and first.
         """
-        self._pins[unit] = max(0, self._pins[unit] + pins)
+        if pins:
+            self._pin(unit, pins)
         if unit == self._current:
             if unit in self.held and (self._has_launched or not launches):
                 return NOTHING
         else:
             self._current = unit
             self._has_launched = False
+            order, place = self._order(), len(self._seen)
             self._seen.append(unit)
-            order = self._order()
-            self._strayed = self._strayed or order[len(self._seen) - 1 : len(self._seen)] != (unit,)
+            self._strayed = self._strayed or place >= len(order) or order[place] != unit
         return self._decide(unit, launches)
 
     def pass_by(self) -> Decision:
@@ -110,16 +109,20 @@ class Prefetch:
         if unit in self.held:
             self.held.remove(unit)
 
-    def order(self, key: Key) -> tuple[Unit, ...] | None:
-        """The order that was learned for passes of `key`."""
-        return self._orders.get(key)
+    def _pin(self, unit: Unit, pins: int) -> None:
+        number = self._pins.get(unit, 0) + pins
+        if number > 0:
+            self._pins[unit] = number
+        else:
+            self._pins.pop(unit, None)
 
     def _decide(self, unit: Unit | None, launches: bool) -> Decision:
         self._has_launched = self._has_launched or launches
         wanted = list(self._upcoming(unit))
-        keep = {*wanted, *(one for one, pins in self._pins.items() if pins)}
-        drop = [one for one in self.held if one != unit and one not in keep]
-        self.held = [one for one in self.held if one not in drop]
+        keep = {unit, *wanted, *self._pins}
+        drop = [one for one in self.held if one not in keep]
+        if drop:
+            self.held = [one for one in self.held if one in keep]
         demand = unit is not None and unit not in self.held
         gather = [unit] if demand else []
         if launches:
@@ -128,16 +131,16 @@ class Prefetch:
         self.num_gathers += len(gather)
         self.num_demands += demand
         self.max_held = max(self.max_held, len(self.held))
-        return Decision(drop, gather, demand)
+        return Decision(drop, gather)
 
     def _upcoming(self, unit: Unit | None) -> Iterator[Unit]:
         """The next `ahead` units other than `unit`, as far as the order is known; between passes, one more."""
-        found: list[Unit] = []
+        found: set[Unit] = set()
         for one in self._future():
             if len(found) == self.ahead + (unit is None):
                 return
             if one != unit and one not in found:
-                found.append(one)
+                found.add(one)
                 yield one
 
     def _future(self) -> Iterator[Unit]:
@@ -145,11 +148,14 @@ class Prefetch:
         if 0 <= at < len(self._passes) and not self._ended:
             if self._strayed or self._passes[at] not in self._orders:
                 return
-            yield from self._order()[len(self._seen) :]
-        for key in self._passes[at + 1 :]:
-            if key not in self._orders:
+            order = self._order()
+            for place in range(len(self._seen), len(order)):  # a slice would copy all that is left
+                yield order[place]
+        for later in range(at + 1, len(self._passes)):
+            order = self._orders.get(self._passes[later])
+            if order is None:
                 return
-            yield from self._orders[key]
+            yield from order
 
     def _order(self) -> tuple[Unit, ...]:
         if not 0 <= self._at < len(self._passes):
