@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -51,6 +53,47 @@ def test_a_lease_is_used_once():
     with pytest.raises(AssertionError, match="used twice"), lease:
         pass
     assert pool.num_lent == 0
+
+
+USED_TWICE = """
+import warnings
+import torch
+from sley_isp.config import SlotsConfig
+from sley_isp.pools import Slots
+
+pool = Slots(SlotsConfig())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        lease = pool.lease((8,), torch.float32, torch.device("cpu"))
+        with lease as first, lease as second, lease as third:
+            print(len({first.data_ptr(), second.data_ptr(), third.data_ptr()}), pool.num_lent)
+print([str(one.message) for one in caught], pool.num_lent, pool.num_allocations)
+"""
+
+
+def test_a_lease_that_is_used_twice_without_assertions():
+    """P01, in release: another buffer, one warning, and all come back."""
+    said = subprocess.run([sys.executable, "-O", "-c", USED_TWICE], capture_output=True, text=True, check=True).stdout
+    *pointers, last = said.splitlines()
+    assert pointers == ["3 3", "3 3"]
+    assert last.count("is used twice") == 1
+    assert last.endswith("] 0 3")
+
+
+def test_a_buffer_of_inference_is_as_good_as_any():
+    """A model called under `torch.inference_mode` may be the first to ask; training writes into the same buffer."""
+    pool = Slots(SlotsConfig())
+    with torch.inference_mode(), pool.lease((8,), torch.float32, CPU) as buffer:
+        assert not buffer.is_inference()
+
+
+def test_a_buffer_that_is_lost_is_nobody_elses():
+    """Whoever loses a lease with its buffer: no other tensor is taken for it."""
+    pool = Slots(SlotsConfig())
+    for _ in range(20):
+        pool.lease((8,), torch.float32, CPU).__enter__()
+    assert len({id(buffer) for buffer in pool._lent.values()}) == pool.num_lent == 20
 
 
 def test_a_lease_that_never_began_does_not_end():

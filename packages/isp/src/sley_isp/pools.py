@@ -1,11 +1,13 @@
 """`isp.slots`, a pool that keeps buffers by size, and `isp.fresh`, which keeps none.
 
 lease ──> with ... as buffer ──> back in the pool ──> lent again
-                 ^ a second `with` of one lease raises: its buffer may be somebody else's by then
+                 ^ a second `with` of one lease raises: its buffer may be somebody else's by then; where assertions
+                   are off (`python -O`) it gets another buffer, and the pool warns once
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -27,21 +29,22 @@ class Lease:
     def __init__(self, pool: Slots, size: Size) -> None:
         self._pool = pool
         self._size = size
-        self._buffer: Tensor | None = None
+        self._buffers: list[Tensor] = []
         self._is_used = False
 
     def __enter__(self) -> Tensor:
         assert not self._is_used, f"a lease of {self._size} is used twice"
+        if self._is_used:
+            self._pool._warn(f"a lease of {self._size} is used twice, and gets another buffer each time")
         self._is_used = True
-        self._buffer = self._pool._take(self._size)
-        return self._buffer
+        self._buffers.append(self._pool._take(self._size))
+        return self._buffers[-1]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._buffer is not None, f"a lease of {self._size} ends before it began"
-        self._pool._give(self._size, self._buffer)
-        self._buffer = None
+        assert self._buffers, f"a lease of {self._size} ends before it began"
+        self._pool._give(self._size, self._buffers.pop())
 
 
 class Slots(MemoryPool):
@@ -59,7 +62,8 @@ class Slots(MemoryPool):
         self.max_lent = 0
         self.num_bytes = 0
         self._free: dict[Size, list[Tensor]] = {}
-        self._lent: set[int] = set()
+        self._lent: dict[int, Tensor] = {}  # by id; held, so that no other tensor can have that id
+        self._has_warned = False
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Lease:
         """A buffer of this kind, with whatever values it had; uninitialised the first time."""
@@ -79,22 +83,29 @@ class Slots(MemoryPool):
             buffer = free.pop()
         else:
             shape, dtype, device = size
-            buffer = torch.empty(shape, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # whoever asks first, training may write into it later
+                buffer = torch.empty(shape, dtype=dtype, device=device)
             self.num_allocations += 1
             self.num_bytes += buffer.nbytes
         assert id(buffer) not in self._lent, f"the buffer of {size} is lent already"
-        self._lent.add(id(buffer))
+        self._lent[id(buffer)] = buffer
         self.num_lent += 1
         self.max_lent = max(self.max_lent, self.num_lent)
         return buffer
 
     def _give(self, size: Size, buffer: Tensor) -> None:
-        self._lent.remove(id(buffer))
+        del self._lent[id(buffer)]
         self.num_lent -= 1
         if self.keeps:
             self._free.setdefault(size, []).append(buffer)
         else:
             self.num_bytes -= buffer.nbytes
+
+    def _warn(self, message: str) -> None:
+        """Once, however often it happens."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 class Fresh(Slots):
