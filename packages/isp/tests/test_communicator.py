@@ -115,8 +115,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one reduction": {"reductions": 1},
     "not fused": {"fused": False},
     "no pool": {"pool": "isp.fresh"},
+    "before attention": {"launch": "attention"},
     "after attention": {"launch": "attention.output"},
-    "before the feed-forward": {"launch": "feed_forward.gate"},
 }
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from sley_core.protocols import WeightCommunicator
 from sley_isp.counts import Tally
 from sley_isp.embedding.columns import Columns, Table
 from sley_isp.embedding.find import check_tables
+from sley_isp.launch.points import check_points, launch_points
 from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
 from sley_isp.reductions import Reductions
@@ -37,6 +37,8 @@ from sley_isp.vocabulary.find import find_head
 from sley_isp.vocabulary.head import Head
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from sley_core.comm.host_rows import HostShare
     from sley_core.model.layers import Layer
     from sley_core.protocols import MemoryPool
@@ -68,12 +70,14 @@ class Communicator(WeightCommunicator):
         self._final = -1
         self._drains: set[int] = set()
         self._head: nn.Linear | None = None
+        self._launchers: dict[nn.Module, RemovableHandle] = {}
 
     def prepare(self, layers: Sequence[Layer]) -> None:
         if self.config.head == "vocabulary":
             self._head = find_head(layers)
         if self.config.embedding == "hidden":
             check_tables(layers)
+        check_points(layers, self.config.launch)
 
     def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
         if not all(is_plain(module, attribute) for module, attribute in places):
@@ -148,6 +152,8 @@ class Communicator(WeightCommunicator):
         for site in self.sites:
             uninstall(site)
         self.sites.clear()
+        for handle in self._launchers.values():
+            handle.remove()
         for table in self.columns.tables:
             table.close()
 
@@ -219,7 +225,7 @@ class Communicator(WeightCommunicator):
     def _take(self, layer: Layer) -> None:
         """Finds the sharded modules of `layer`, puts them into units, and installs their forwards."""
         book = self._run.book
-        sites: dict[str, Site] = {}
+        sites: list[Site] = []
         together = Unit(layer.name, layer.name)
         known = {id(one.module) for one in self.sites} | {id(one.module) for one in self.columns.tables}
         for name, module in layer.module.named_modules(prefix=layer.name):
@@ -247,12 +253,19 @@ class Communicator(WeightCommunicator):
             if module is self._head:
                 self._share_vocabulary(site)
                 continue
-            sites[name.removeprefix(f"{layer.name}.")] = site
+            sites.append(site)
             install(site)
-        matching = [site for name, site in sites.items() if fnmatchcase(name, self.config.launch)]
-        for site in matching if matching and self.config.unit == "layer" else sites.values():
-            site.launches = True
-        self.sites += sites.values()
+        points = set(launch_points(layer, self.config.launch) if together in self.units else ())
+        for site in sites:
+            site.launches = not points or site.module in points
+        for module in points - {site.module for site in sites} - self._launchers.keys():
+            self._launchers[module] = module.register_forward_pre_hook(partial(self._launch, together))
+        self.sites += sites
+
+    def _launch(self, unit: Unit, *_: Any) -> None:
+        """A layer's launch point is about to run: gathers ahead start, as if a weight of the layer were used."""
+        if self._action is not None:
+            self.use(unit, pins=0, launches=True)
 
     def _share_vocabulary(self, site: Site) -> None:
         """No action gathers the head's weight; outside of one it is a site like any other."""

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from sley_core.plan.tables import SequenceConfig
 from sley_core.plan.types import Array, NonNegative, Positive, RecordReference, Table
 
+ANYWHERE = "*"
+"""`launch` where every sharded module will do."""
+
 
 class CommunicatorConfig(Table):
     """Shards linears and embeddings along their first dim, and gathers them just before they are used."""
@@ -20,8 +23,12 @@ class CommunicatorConfig(Table):
     ahead: NonNegative = 1
     """How many units are gathered before they are needed."""
 
-    launch: str = "*"
-    """The modules of a layer, by their names within it, whose forward starts the gathers ahead: `"attention.output"`."""
+    launch: str = ANYWHERE
+    """Just before which module of a layer, by its name within it or a pattern of names, the gathers ahead start:
+    `"attention"`, `"attention.output"`, `"feed_forward"`. In a layer that has none, and left out: at the first sharded one.
+
+    For `unit = "layer"`, in forwards and recomputations; a backward starts them at once.
+    """
 
     fused: bool = True
     """Reduce the weight gradients of a unit in one exchange, as its weights are gathered; false: one per module."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sley_core.hookspecs import hookimpl
 from sley_core.records import MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
 from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
+from sley_isp.launch.check import check_launch
 from sley_isp.sequence.check import check_heads
 from sley_isp.vocabulary.check import check_loss
 
@@ -43,6 +44,7 @@ def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     yield from check_heads(plan)
     yield from check_loss(plan)
+    yield from check_launch(plan)
 
 
 @hookimpl

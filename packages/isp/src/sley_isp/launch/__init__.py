@@ -1,0 +1,1 @@
+"""Where in a layer the gathers ahead start."""

@@ -1,0 +1,25 @@
+"""Which plans say in vain where gathers ahead start, found without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sley_core.records import Problem
+from sley_isp.config import ANYWHERE, CommunicatorConfig
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+
+def check_launch(plan: Plan) -> Iterator[Problem]:
+    """Modules that are gathered one by one start the next one's gather, each. Names are looked for where the model is built."""
+    weights = plan.weights
+    if weights is None or not isinstance(weights.config, CommunicatorConfig):
+        return
+    config = weights.config
+    if config.unit == "module" and config.launch != ANYWHERE:
+        message = (
+            f'`launch = "{config.launch}"` says where in a layer gathers start; with `unit = "module"` each module does'
+        )
+        yield Problem(("weights", "launch"), message, 'leave it out, or use `unit = "layer"`', "launch-unit")
