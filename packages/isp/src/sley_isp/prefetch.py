@@ -152,10 +152,10 @@ class Prefetch:
             for place in range(len(self._seen), len(order)):  # a slice would copy all that is left
                 yield order[place]
         for later in range(at + 1, len(self._passes)):
-            order = self._orders.get(self._passes[later])
-            if order is None:
+            key = self._passes[later]
+            if key not in self._orders:
                 return
-            yield from order
+            yield from self._orders[key]
 
     def _order(self) -> tuple[Unit, ...]:
         if not 0 <= self._at < len(self._passes):
