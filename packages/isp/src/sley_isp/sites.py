@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sley_core.engine.slot import add_at
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -172,11 +173,14 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding_gradient(site: Site, entry: Entry, rows: Tensor, tokens: Tensor, whole: Tensor, adds: bool) -> None:
-    """The gradient of a table: each token's row of `rows`, added where the table was read."""
+    """The gradient of a table: each token's row of `rows`, added where the table was read; no other is as large as `whole`."""
     module = site.module
     assert isinstance(module, nn.Embedding), module
-    padding = -1 if module.padding_idx is None else module.padding_idx
-    _put(torch.ops.aten.embedding_dense_backward(rows, tokens, whole.shape[0], padding, False), whole, adds)
+    if module.padding_idx is not None:
+        rows = rows.masked_fill((tokens == module.padding_idx).unsqueeze(1), 0.0)
+    if not adds:
+        whole.zero_()
+    add_at(whole, tokens, rows.to(whole.dtype))
 
 
 def _put(gradient: Tensor, whole: Tensor, adds: bool) -> None:

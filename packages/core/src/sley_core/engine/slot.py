@@ -114,7 +114,7 @@ class Slot:
         """Adds each of `rows` at its index; the first call of a step writes zeros everywhere else."""
         if not self.contributions:
             self.view.zero_()
-        _add_at(self.view, indices, rows.to(self.view.dtype))
+        add_at(self.view, indices, rows.to(self.view.dtype))
 
     def complete(self) -> None:
         """Nothing more comes; what nothing reached is zero."""
@@ -159,7 +159,7 @@ class LooseSlot(Slot):
     def take_rows(self, indices: Tensor, rows: Tensor) -> None:
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
-        _add_at(self.view, indices, rows.to(self.dtype))
+        add_at(self.view, indices, rows.to(self.dtype))
 
     def check_nothing_came_late(self) -> None:
         """What a hook would have said of a contribution after `complete`."""
@@ -178,8 +178,8 @@ class LooseSlot(Slot):
         self.is_ready = True
 
 
-def _add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [n, ...] at `indices` [n] of dim 0, equal ones in one order: a run can be repeated bit for bit."""
+def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Adds `rows` [n, ...], of its dtype, at `indices` [n] of dim 0, equal ones in one order: a run repeats bit for bit."""
     if table.is_cuda:
         table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
     else:
