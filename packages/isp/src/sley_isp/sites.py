@@ -9,7 +9,8 @@ Autograd sees the shard as an input, so that a gradient comes by, and gets None 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,13 +76,20 @@ def linear_forward(site: Site, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not torch.is_grad_enabled():
-        gathered = site.use()
-        gathered.wait()
-        result = _linear(site, gathered, x)
-        site.host.done(gathered)
-        return result
+        with _used(site, site.use()) as gathered:
+            return _linear(site, gathered, x)
     out: Tensor = _Linear.apply(x, parameters["weight"], parameters["bias"], site)  # type: ignore[no-untyped-call]  # torch's
     return out
+
+
+@contextmanager
+def _used(site: Site, gathered: Gathered) -> Iterator[Gathered]:
+    """The weights are there within the block; whatever happens in it, their use is over after it."""
+    try:
+        gathered.wait()
+        yield gathered
+    finally:
+        site.host.done(gathered)
 
 
 def _linear(site: Site, gathered: Gathered, x: Tensor) -> Tensor:
@@ -91,35 +99,40 @@ def _linear(site: Site, gathered: Gathered, x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """Gradients of sharded parameters go to the site's sink; one that is whole, beside a sharded one, gets its own here."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, site: Site) -> Tensor:
-        has_backward = ctx.needs_input_grad[0]
-        gathered = site.use(pins=int(has_backward and site.host.is_recomputing()))
-        gathered.wait()
+        has_backward, of_weight, of_bias, _ = ctx.needs_input_grad
         ctx.site = site
-        ctx.save_for_backward(x if site.trained else None)
-        result = _linear(site, gathered, x)
-        site.host.done(gathered)
-        return result
+        ctx.of_whole_weight = of_weight and site.weight is None
+        ctx.of_whole_bias = of_bias and site.bias is None
+        ctx.save_for_backward(x if site.trained or ctx.of_whole_weight else None)
+        with _used(site, site.use(pins=int(has_backward and site.host.is_recomputing()))) as gathered:
+            return _linear(site, gathered, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         site: Site = ctx.site
         (x,) = ctx.saved_tensors
         # Started first, so that it travels while the weight's gradient is computed.
         gathered = site.use(pins=-1, launches=True) if ctx.needs_input_grad[0] else None
-        if site.trained:
-            assert x is not None, f"{site.unit} was unfrozen between a forward and its backward"
-            site.sink(gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1]))
-        if gathered is None:
-            return None, None, None, None
-        gathered.wait()
-        weight = site.held(gathered, "weight")
-        assert weight is not None, site.unit
-        of_input = gradient @ weight.to(gradient.dtype)
-        site.host.done(gathered)
-        return of_input, None, None, None
+        with ExitStack() as over:
+            if gathered is not None:
+                over.callback(site.host.done, gathered)
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.of_whole_weight else None
+            of_bias = rows.sum(0) if ctx.of_whole_bias else None
+            if site.trained:
+                assert x is not None, f"{site.unit} was unfrozen between a forward and its backward"
+                site.sink(rows, x.reshape(-1, x.shape[-1]))
+            if gathered is None:
+                return None, of_weight, of_bias, None
+            gathered.wait()
+            weight = site.held(gathered, "weight")
+            assert weight is not None, site.unit
+            return gradient @ weight.to(gradient.dtype), of_weight, of_bias, None
 
 
 def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whole: Tensor, adds: bool) -> None:
@@ -147,13 +160,10 @@ def embedding_forward(site: Site, tokens: Tensor) -> Tensor:
 
 
 def _embedding(site: Site, tokens: Tensor) -> Tensor:
-    gathered = site.use()
-    gathered.wait()
-    weight = site.held(gathered, "weight")
-    assert weight is not None, site.unit
-    result = F.embedding(tokens, weight)
-    site.host.done(gathered)
-    return result
+    with _used(site, site.use()) as gathered:
+        weight = site.held(gathered, "weight")
+        assert weight is not None, site.unit
+        return F.embedding(tokens, weight)
 
 
 class _Embedding(torch.autograd.Function):

@@ -78,13 +78,14 @@ class Gathered:
         dtype, device = parameters[0].dtype, parameters[0].device
         starts, numel = layout(unit.entries, dtype.itemsize)
         self.stamp = unit.stamp
-        self._stack = ExitStack()
-        flat = self._stack.enter_context(pool.lease((numel,), dtype, device))
-        views = views_of(flat, unit.entries, starts)
-        self.num_bytes = flat.nbytes
         self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (group.size - 1)
-        # The unit's own order of entries, the same on all ranks of `wp`, which gather the same units in one order.
-        self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}", share=share)
+        with ExitStack() as stack:
+            flat = stack.enter_context(pool.lease((numel,), dtype, device))
+            views = views_of(flat, unit.entries, starts)
+            self.num_bytes = flat.nbytes
+            # The unit's own order of entries, the same on all ranks of `wp`, which gather the same units in one order.
+            self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}", share=share)
+            self._stack = stack.pop_all()  # not if the exchange could not start
         self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
 
     def wait(self) -> None:

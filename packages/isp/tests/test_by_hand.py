@@ -1,0 +1,110 @@
+"""A model called by hand between steps: whatever becomes of the call, the run goes on as if there had been none (A10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.runs import weights
+
+FOREIGN = {
+    "model": {"factory": "isp_parts:mixed"},
+    "data": {"factory": "isp_parts:Points"},
+    "loss": {"factory": "isp_parts:Squares"},
+}
+
+
+def between(
+    tables: dict[str, Any], folder: Any, call: Callable[[Run], Any] | None
+) -> tuple[Any, dict[str, Tensor], int]:
+    """What `call` returns between two steps, the weights after them, and how many buffers are lent then."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        said = None if call is None else call(run)
+        run.step()
+        return said, weights(run), run.stepper.executor.weights.pool.num_lent
+
+
+@pytest.fixture
+def unharmed(ranks, sharded, folder, own) -> Callable[..., list[Any]]:
+    """`unharmed(call, **changes)`: what `call(run)` returns on two ranks, where it leaves no trace."""
+
+    def unharmed(call: Callable[[Run], Any], weights: dict[str, Any] | None = None, **changes: Any) -> list[Any]:
+        tables = sharded(2, weights=weights, **FOREIGN | changes)
+        wanted = ranks(2, 40)(between, tables, folder, None)
+        found = ranks(2, 40)(between, tables, folder, call)
+        for (_, clean, _), (_, one, lent) in zip(wanted, found, strict=True):
+            assert_same_bits(clean, one)
+            assert lent == 0
+        return [said for said, _, _ in found]
+
+    return unharmed
+
+
+def output(run: Run) -> Tensor:
+    hidden: Any = torch.arange(4)[None]
+    for layer in run.layers:
+        hidden = layer.module(hidden)
+    return hidden
+
+
+def inferred(run: Run) -> bool:
+    with torch.no_grad():
+        wanted = output(run)
+    run.stepper.executor.weights.pool.trim()
+    with torch.inference_mode():
+        return torch.equal(output(run), wanted)
+
+
+def test_under_inference_mode(unharmed):
+    """The buffers that it makes are those of training too."""
+    assert unharmed(inferred) == [True, True]
+
+
+def of_a_wrong_shape(run: Run, graph: bool) -> list[int]:
+    """Whether a buffer is lent after each of many failing calls of a linear; and of an embedding, for too large a token."""
+    lent = []
+    for _ in range(12):
+        with torch.set_grad_enabled(graph), pytest.raises(RuntimeError):
+            run.layers[-1].module(torch.zeros(1, 99, dtype=torch.float64))
+        lent.append(run.stepper.executor.weights.pool.num_lent)
+    with torch.set_grad_enabled(graph), pytest.raises(IndexError):
+        run.layers[0].module(torch.full((1, 4), 99))
+    return [*lent, run.stepper.executor.weights.pool.num_lent]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_call_that_fails(unharmed, graph):
+    """A wrong shape is the caller's mistake: every buffer comes back, and no rank waits for another."""
+    for lent in unharmed(partial(of_a_wrong_shape, graph=graph)):
+        assert lent == [0] * 13
+
+
+def starts_not(run: Run) -> int:
+    """How many buffers are lent after a gather that could not start."""
+    from sley_isp import units
+
+    start = units.gather_rows
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise OSError("asked to")
+
+    units.gather_rows = fail
+    with torch.no_grad(), pytest.raises(OSError, match="asked to"):
+        output(run)
+    units.gather_rows = start
+    return run.stepper.executor.weights.pool.num_lent
+
+
+def test_a_gather_that_cannot_start(unharmed):
+    assert unharmed(starts_not) == [0, 0]
