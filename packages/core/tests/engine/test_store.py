@@ -14,6 +14,7 @@ from sley_core.actions.placement import Placement
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.step_state import StepState
 from sley_core.engine.store import GradientStore, Planner, by_reduce_group, loose
+from sley_core.errors import RunError
 from sley_core.model.layers import Layer
 
 
@@ -263,8 +264,26 @@ def test_what_autograd_adds_after_the_last_action_is_our_fault_too():
 def late(harness, module, x):
     """What finds a late contribution: the hook where there is one, else whoever reads the gradients."""
     if harness.planner is by_reduce_group:
+        harness.state.enter(Action(Kind.BACKWARD, 0, 0))
         module(x).square().sum().backward()
     list(harness.store.pieces())
+
+
+def test_a_backward_between_two_steps_is_told_what_to_do():
+    """By hooks, where gradients lie in buffers, and by products; what the hint says gives the gradient of that backward."""
+    a = nn.Linear(4, 2, bias=False)
+    harness = Harness(a)
+    entry = harness.book["l0.weight"]
+    (x,) = inputs(1)
+    wanted = harness.step([lambda: a(x).square().sum()])["l0.weight"]
+    by_hook = [lambda: a(x).square().sum().backward()] if harness.planner is by_reduce_group else []
+    by_code = [lambda: harness.store.add(entry, wanted), lambda: harness.store.add_product(entry, x.new_ones(3, 2), x)]
+    for contribute in by_hook + by_code:
+        with pytest.raises(RunError, match=r"'l0\.weight'.*\n.*run\.store\.begin_step\(\)"):
+            contribute()
+    harness.store.begin_step()
+    harness.store.add(entry, wanted)
+    assert torch.equal(harness.store.gradient(entry), wanted)
 
 
 def test_rows_are_added_at_their_indices_in_every_step():

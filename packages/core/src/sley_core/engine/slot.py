@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
+from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
 
@@ -89,6 +90,19 @@ class Slot:
         self.final = 0
         self.is_ready = False
         self.parameter.grad = None
+
+    def check_open(self, state: StepState) -> None:
+        """Raises RunError `gradient-complete` where the gradient is complete and no step runs: a backward by hand."""
+        if not self.is_ready:
+            return
+        name = self.entry.name
+        assert state.action is None, f"{name}: a contribution after its gradient was reported ready"
+        raise RunError(
+            "gradient-complete",
+            f"a backward between two steps reaches the parameter {name!r}, whose gradient is that of the step before",
+            hint="call `run.store.begin_step()` before a backward of your own, and read `run.store.gradient(entry)` after "
+            "it, which is of this rank's samples; `run.step(batch)` trains on samples of your own",
+        )
 
     def take(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype; the first is copied."""

@@ -8,6 +8,8 @@ autograd (a post-accumulate hook per parameter, the store's own) or from code th
                                        ^ in the chunk's last gradient action, when as many contributions have come as in
                                          the first step; what is untouched then is completed as zeros
 
+A contribution after `ready` is refused: ours within a step, a user's backward between two.
+
 One order for all ranks of a reduce group is what makes it safe to start a collective at `ready`: two ranks that start two
 reductions in opposite order sum the wrong tensors without an error.
 """
@@ -182,21 +184,28 @@ class GradientStore:
         for slot in self._order:
             slot.reset()
 
+    def check_open(self, entry: Entry) -> None:
+        """Raises RunError `gradient-complete` where no step runs and the gradient of `entry` is that of the one before."""
+        self._slots[entry].check_open(self.state)
+
     def add(self, entry: Entry, gradient: Tensor) -> None:
         """A contribution computed outside autograd: shape of the parameter, any floating dtype."""
         slot = self._slots[entry]
+        slot.check_open(self.state)
         slot.take(gradient)
         self._contributed(slot)
 
     def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
         """The contribution left^T right, for left [n, out] and right [n, in] in the store's dtype; nothing is allocated."""
         slot = self._slots[entry]
+        slot.check_open(self.state)
         slot.take_product(left, right)
         self._contributed(slot)
 
     def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
         """The contribution that is `rows` [n, width], any floating dtype, added at their `indices` [n] of a table."""
         slot = self._slots[entry]
+        slot.check_open(self.state)
         slot.take_rows(indices, rows)
         self._contributed(slot)
 
@@ -237,6 +246,7 @@ class GradientStore:
         if slot.entry.shard is not None and gradient is slot.view:
             return  # the optimizer's, after a step; a communicator gives autograd nothing
         check_not_sharded(slot.entry)
+        slot.check_open(self.state)
         if gradient is not slot.view:
             slot.adopt(dense(gradient, slot.entry))
             if gradient is not slot.view or not slot.keeps:
@@ -244,7 +254,6 @@ class GradientStore:
         self._contributed(slot)
 
     def _contributed(self, slot: Slot) -> None:
-        assert not slot.is_ready, f"{slot.entry.name}: a contribution after its gradient was reported ready"
         slot.contributions += 1
         if slot.is_quiet or not self.state.gradients_final(slot.chunks):
             return
