@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.shards import wholes
+from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.parity import assert_same_bits
@@ -108,3 +110,35 @@ def starts_not(run: Run) -> int:
 
 def test_a_gather_that_cannot_start(unharmed):
     assert unharmed(starts_not) == [0, 0]
+
+
+def backward_at_once(run: Run) -> str:
+    """What a backward right after a step is told; and one that does what it was told gets its gradient."""
+    with pytest.raises(RunError) as caught:
+        output(run).sum().backward()
+    lent = run.stepper.executor.weights.pool.num_lent
+    run.store.begin_step()
+    output(run).sum().backward()
+    entry = run.book["head.weight"]
+    hidden: Any = torch.arange(4)[None]
+    with torch.no_grad():
+        for layer in run.layers[:-1]:
+            hidden = layer.module(hidden)
+    wanted = run.world.size * hidden.sum((0, 1)).expand(6, 6)
+    torch.testing.assert_close(wholes({entry: run.store.gradient(entry)}, run.groups)[entry], wanted)
+    return f"{lent} lent: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {},
+        {"reduce": "step"},
+        {"embedding": "hidden"},
+        pytest.param({"unit": "module", "fused": False}, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_backward_after_a_step(unharmed, weights):
+    for said in unharmed(backward_at_once, weights):
+        assert said.startswith("0 lent: error[gradient-complete]: a backward between two steps")
+        assert "run.store.begin_step()" in said

@@ -286,6 +286,8 @@ class Communicator(WeightCommunicator):
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
         gradient = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
         for entry in site.trained:
+            self._run.store.check_open(entry)  # before anything is leased or sent
+        for entry in site.trained:
             self.reductions.add(self.parcels.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
         if self._action is None:
             self.reductions.flush(everything=True)

@@ -93,10 +93,12 @@ class Reductions:
         """Waits for the oldest until at most `left` are under way; each goes to the store."""
         while len(self._under_way) > left:
             reduction = self._under_way.popleft()
-            reduction.exchange.wait()
-            for entry, rows in reduction.owned:
-                self.store.add(entry, rows)
-            self._end(reduction)
+            try:
+                reduction.exchange.wait()
+                for entry, rows in reduction.owned:
+                    self.store.add(entry, rows)
+            finally:
+                self._end(reduction)
 
     def forget(self) -> None:
         """Waits for all, and adds none: a step failed."""

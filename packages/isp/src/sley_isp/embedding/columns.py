@@ -109,6 +109,7 @@ class Columns:
 
         While a D collects, when its W runs.
         """
+        self.store.check_open(table.entry)  # before anything is sent
         started = _Gradient(self, table, gradient, of_all)
         if self.queue.is_collecting:
             self._put_off.append(started)
