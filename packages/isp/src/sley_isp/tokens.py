@@ -1,8 +1,13 @@
-"""The tokens of all ranks of a group, of which each may have another number: padded to the most, and gathered."""
+"""Tokens, of which every rank and every micro-batch may have another number.
+
+Those of all ranks of a group are padded to the most, and gathered. What is leased for them has room for more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +17,7 @@ from sley_core.comm.rows import gather_rows
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
+    from sley_core.protocols import MemoryPool
 
 
 class AllTokens:
@@ -41,6 +47,27 @@ class AllTokens:
         exchange = gather_rows(wholes, own, self.group, what=what)
         exchange.wait()
         exchange.end()
+
+
+class Room:
+    """Leases of tensors whose size varies: as large as the first was, and at least twice as large once one does not fit.
+
+    So a pool that keeps buffers by their size gets a few of them, however many sizes there are; and of one size that one.
+    """
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self.pool = pool
+        self._numel: dict[torch.dtype, int] = {}
+
+    @contextmanager
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """A contiguous tensor, with whatever values its buffer had, for the length of a `with` block."""
+        numel = prod(shape)
+        room = self._numel.get(dtype, 0)
+        if numel > room:
+            room = self._numel[dtype] = max(numel, 2 * room)
+        with self.pool.lease((room,), dtype, device) as flat:
+            yield flat[:numel].view(tuple(shape))
 
 
 def padded(tensor: Tensor, length: int, fill: int = 0) -> Tensor:

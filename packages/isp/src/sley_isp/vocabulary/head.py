@@ -23,7 +23,7 @@ from sley_core.engine.weight_queue import Handover
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
 from sley_isp.sites import Site, linear_forward
-from sley_isp.tokens import AllTokens
+from sley_isp.tokens import AllTokens, Room
 from sley_isp.units import shard_of
 from sley_isp.vocabulary import sums
 
@@ -51,7 +51,7 @@ class Head:
         self.site = site
         self.group = group
         self.store = store
-        self.pool = pool
+        self.room = Room(pool)
         self.is_running = is_running
         self.tokens = AllTokens(group, store.device)
         self.classes = sums.Classes(shard.index * shard.size, shard.own_size, shard.shape[0])
@@ -119,7 +119,7 @@ class _Reducing:
         num_scratch = num_received(own_tokens, head.group, gradient.device)
         self._stack = ExitStack()
         shape = (len(gradient) + num_scratch, weight.shape[1])
-        buffer = self._stack.enter_context(head.pool.lease(shape, gradient.dtype, gradient.device))
+        buffer = self._stack.enter_context(head.room.lease(shape, gradient.dtype, gradient.device))
         whole, scratch = buffer[: len(gradient)], buffer[len(gradient) :]
         torch.mm(gradient, weight, out=whole)
         first = head.group.coord * own_tokens
