@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
@@ -114,6 +117,35 @@ def test_recomputed_stages(ranks, texts, fraction, unit):
     changes = {"pipeline": {"use": "pp.zero_bubble_h1"}, "weights": {"unit": unit}}
     activations = {"use": "core.recompute", "fraction": fraction}
     check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, activations=activations, **changes)
+
+
+def weights_of(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Tensor]]:
+    """The weights that this rank's stage has after three steps of each plan."""
+    return [record(tables, 3, folder=folder).weights for tables in plans]
+
+
+def test_schedules_change_no_bit(ranks, texts):
+    """A15: interleaved and with weight gradients put off, the weights of 1F1B, with buckets smaller than a layer.
+
+    All of them run the backwards of a chunk in the order of micro-batches, and every sum over ranks joins two. Clipping is
+    left out: the norm adds up a stage's weights first, and a stage has others of them with two chunks.
+    """
+    handlers = [{"use": "dp.bucketed", "bucket_mb": 0.0002}]
+    optimizer = {"use": "core.adamw", "lr": 3e-3, "weight_decay": 0.1}
+    schedules = ("pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1")
+    plans = [
+        plan(
+            {"pp": 2, "dp": 2, "wp": 2},
+            pipeline={"use": one},
+            optimizer=optimizer,
+            gradient_handlers=deepcopy(handlers),
+        )
+        for one in schedules
+    ]
+    found = ranks(4, 120)(weights_of, plans, texts)
+    wanted, *others = [dict(chain.from_iterable(one.items() for one in parts)) for parts in zip(*found, strict=True)]
+    for other in others:
+        assert_same_bits(wanted, other)
 
 
 @pytest.mark.parametrize(
