@@ -1,7 +1,8 @@
-"""What a site writes: a table's gradient, bit for bit torch's, without a second tensor of that size."""
+"""What a site refuses, and what it writes: a table's gradient is torch's, without a second tensor of that size."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
 from sley_isp.sites import embedding_gradient
 
 
@@ -56,3 +60,28 @@ def test_the_gradient_of_a_table_in_half_is_summed_in_full():
     embedding_gradient(site, None, torch.full((300, 2), 1.0, dtype=torch.bfloat16), tokens, whole, False)
     assert whole[5].tolist() == [300.0, 300.0]
     assert whole.sum() == 600.0
+
+
+def said(plans: list[dict[str, Any]], folder: Path) -> list[str]:
+    """What a step of each plan says, up to the first line break."""
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            try:
+                run.step()
+                found.append("nothing")
+            except RuntimeError as error:
+                found.append(str(error).splitlines()[0])
+    return found
+
+
+def test_an_input_of_another_dtype_is_refused_in_torchs_words(ranks, own, sharded):
+    """As where weights are whole: only autocast casts them. Gathered, and the head's, of which each rank has a slice."""
+    data = {"data": {"factory": "scored:Labelled"}}
+    models = [{"factory": "scored:narrowed", "options": {"place": place}} for place in ("middle", "head")]
+    (whole, _) = said([sharded(1, 1, model=model, **data) for model in models], own)
+    assert "must have the same dtype" in whole
+    heads = [(model, {"head": head}) for model in models for head in ("gather", "vocabulary")]
+    plans = [sharded(2, weights=weights, model=model, **data) for model, weights in heads]
+    for found in ranks(2)(said, plans, own):
+        assert found == [whole] * 4

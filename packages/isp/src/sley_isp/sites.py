@@ -73,8 +73,7 @@ class Site:
 def linear_forward(site: Site, x: Tensor) -> Tensor:
     """The forward of a sharded `nn.Linear`."""
     parameters = site.module._parameters
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = as_autocast(x)
     if not torch.is_grad_enabled():
         with _used(site, site.use()) as gathered:
             return _linear(site, gathered, x)
@@ -92,10 +91,18 @@ def _used(site: Site, gathered: Gathered) -> Iterator[Gathered]:
         site.host.done(gathered)
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` as autocast gives it to a linear, of which a backward keeps it: narrow, but for fp64, which it leaves alone."""
+    kind = x.device.type
+    is_cast = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
+
+
 def _linear(site: Site, gathered: Gathered, x: Tensor) -> Tensor:
+    """Weights are cast where autocast does; otherwise torch says itself that `x` is of another dtype."""
     weight, bias = site.held(gathered, "weight"), site.held(gathered, "bias")
     assert weight is not None, site.unit
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):

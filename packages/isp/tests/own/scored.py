@@ -55,6 +55,17 @@ class Scaled(nn.Module):
         return torch.tanh(logits) if self.change == "tanh" else logits - logits.mean()
 
 
+class Narrowed(nn.Module):
+    """Gives its linear numbers of another dtype, where the plan computes in fp64."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(WIDTH, classes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output(hidden.float())
+
+
 class Doubled(nn.Module):
     """Two linears: which of them is the head cannot be told."""
 
@@ -92,6 +103,13 @@ def layers(frozen: str = "") -> list[tuple[str, nn.Module]]:
 
 def scaled(change: str) -> list[tuple[str, nn.Module]]:
     return [("embed", Embed()), ("head", Scaled(change))]
+
+
+def narrowed(place: str) -> list[tuple[str, nn.Module]]:
+    """The linear in the middle, or the head, is called so."""
+    if place == "head":
+        return [("embed", Embed()), ("head", Narrowed(CLASSES))]
+    return [("embed", Embed()), ("middle", Narrowed(WIDTH)), ("head", nn.Linear(WIDTH, CLASSES))]
 
 
 def doubled() -> list[tuple[str, nn.Module]]:

@@ -22,7 +22,7 @@ from sley_core.comm.rows import Exchange, num_received, reduce_rows
 from sley_core.engine.weight_queue import Handover
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
-from sley_isp.sites import Site, linear_forward
+from sley_isp.sites import Site, as_autocast, linear_forward
 from sley_isp.tokens import AllTokens, Room
 from sley_isp.units import shard_of
 from sley_isp.vocabulary import sums
@@ -64,9 +64,16 @@ class Head:
     def _forward(self, x: Tensor) -> Tensor | Scores:
         if not self.is_running():
             return linear_forward(self.site, x)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return Scores(self, x)
+        if not torch.is_autocast_enabled(x.device.type):
+            self._check(x)
+        return Scores(self, as_autocast(x))
+
+    def _check(self, x: Tensor) -> None:
+        """torch says here, and not when the loss comes, that `x` is of another dtype or width than the weight."""
+        weight, bias = (self.site.module._parameters[name] for name in ("weight", "bias"))
+        assert weight is not None, self.site.unit
+        with torch.no_grad():
+            F.linear(x.new_empty((0, x.shape[-1])), weight, bias)
 
     # -- communication: all ranks of `wp` run the same micro-batches in the same order, so they come here alike
 
