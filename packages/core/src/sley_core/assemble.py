@@ -81,8 +81,9 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=reads_memory)
     if not world.is_fake:
         _agree(plan, [*topology.groups(), *extra], groups, dataset)
+    attention: SequenceAttention | None = None
     if plan.sequence is not None and topology.sp > 1:
-        attention: SequenceAttention = plan.sequence.build(groups["sp"])
+        attention = plan.sequence.build(groups["sp"])
         attention.attach(model.layers)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
@@ -102,6 +103,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             cut={key: shard.cut for key, shard in shards.items()},
         )
     run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
+    run.attention = attention
     run.notes += notes
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs

@@ -174,6 +174,9 @@ class SequenceAttention(Protocol):
         Names of parameters stay as they are. Raises PlanError where there is no attention that it knows.
         """
 
+    def detach(self) -> None:
+        """The run closes: every attention is as it was, of whole sequences."""
+
 
 class MemoryPool(Protocol):
     """Lends buffers. A lease is a context manager; a buffer that is lent is never lent again before it came back."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sley_core.metrics.throughput import Meter
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Component, Plan
-    from sley_core.protocols import MetricsWriter
+    from sley_core.protocols import MetricsWriter, SequenceAttention
     from sley_core.topology import Topology
 
 Row = dict[str, float | int]
@@ -95,6 +95,7 @@ class Run(AbstractContextManager["Run"]):
         self.feed: Feed | None = None
         self.evaluation: Evaluation | None = None
         self.writers: Sequence[MetricsWriter] = ()
+        self.attention: SequenceAttention | None = None
         self.profiler: StepProfiler | None = None
         self.timeline: StepTimeline | None = None
         self.check_batch: Callable[[HostBatch], None] = lambda batch: None
@@ -198,6 +199,8 @@ class Run(AbstractContextManager["Run"]):
             for part in parts:
                 if part is not None:
                     stack.callback(part.close)
+            if self.attention is not None:
+                stack.callback(self.attention.detach)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,6 +24,7 @@ class AllToAll(SequenceAttentionProtocol):
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
         self.group = group
+        self._undo = ExitStack()
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Raises PlanError "sequence-attention" where a pattern matches no module, where there is no attention at all, and
@@ -41,8 +43,9 @@ class AllToAll(SequenceAttentionProtocol):
                     continue
                 if isinstance(module, SequenceAttention):
                     module.group = self.group
+                    self._undo.callback(setattr, module, "group", None)
                 else:
-                    _replace_forward(module, self.group)
+                    self._undo.callback(_replace_forward(module, self.group))
                 changed.add(id(module))
                 inside.update(id(part) for part in module.modules() if part is not module)
         for layer in layers:
@@ -63,12 +66,24 @@ class AllToAll(SequenceAttentionProtocol):
                 "SequenceAttention, or use sley_core.model.attention.Attention",
             )
 
+    def detach(self) -> None:
+        """Calling an attention is what it was before `attach`."""
+        self._undo.close()
 
-def _replace_forward(module: nn.Module, group: Group) -> None:
-    """Changes what calling `module` does; the module, and so the names of whatever it holds, stay."""
+
+def _replace_forward(module: nn.Module, group: Group) -> Callable[[], None]:
+    """Changes what calling `module` does, until what is returned is called; the names of whatever it holds stay."""
     original: Callable[..., Tensor] = module.forward
+    had_its_own = "forward" in vars(module)
 
     def forward(*args: Any, **more: Any) -> Tensor:
         return attend(original, group, args, more)
 
+    def undo() -> None:
+        if had_its_own:
+            module.forward = original
+        else:
+            del vars(module)["forward"]
+
     module.forward = forward
+    return undo
