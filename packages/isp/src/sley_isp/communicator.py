@@ -11,9 +11,9 @@ recomputation. Outside a run (a model called by hand) weights are gathered for t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,17 @@ from sley_core.protocols import WeightCommunicator
 from sley_isp.counts import Tally
 from sley_isp.embedding.columns import Columns, Table
 from sley_isp.embedding.find import check_tables
-from sley_isp.launch.points import check_points, launch_points
+from sley_isp.launch.points import Launches, check_points
 from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
+from sley_isp.readers import Readers
 from sley_isp.reductions import Reductions
 from sley_isp.sites import Site, embedding_gradient, install, is_plain, linear_gradient, uninstall
-from sley_isp.units import Gathered, Unit
+from sley_isp.units import Gathered, Unit, sharded_modules
 from sley_isp.vocabulary.find import find_head
 from sley_isp.vocabulary.head import Head
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from sley_core.comm.host_rows import HostShare
     from sley_core.model.layers import Layer
     from sley_core.protocols import MemoryPool
@@ -53,6 +52,7 @@ class Communicator(WeightCommunicator):
 
     pool: MemoryPool
     reductions: Reductions
+    readers: Readers
     columns: Columns
     tally: Tally
 
@@ -70,7 +70,8 @@ class Communicator(WeightCommunicator):
         self._final = -1
         self._drains: set[int] = set()
         self._head: nn.Linear | None = None
-        self._launchers: dict[nn.Module, RemovableHandle] = {}
+        self.launches = Launches(config.launch, self._launch)
+        self._watched: set[Phase] = set()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
         if self.config.head == "vocabulary":
@@ -100,6 +101,9 @@ class Communicator(WeightCommunicator):
             self._take(layer)
         for site in self.sites:
             self.parcels.add(site)
+        modules = [site.module for site in self.sites] + [table.module for table in self.columns.tables]
+        shards = [entry for entry in run.book if entry.shard is not None]
+        self.readers = Readers((layer.module for layer in run.layers), modules, shards)
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         self._action = None
@@ -116,6 +120,11 @@ class Communicator(WeightCommunicator):
         self.reductions.forget()
         self.columns.forget()
         self.tally.begin(actions, phase)
+        if phase in self._watched:
+            self.readers.leave()
+        else:
+            self._watched.add(phase)
+            self.readers.watch()
         # Shards that somebody still writes, behind a wait, are shared one gather at a time.
         if self.config.overlap and not any(self._waits.values()):
             self._stamps = {unit: unit.stamp for unit in self.units}
@@ -123,11 +132,8 @@ class Communicator(WeightCommunicator):
             # Before the first gather of a step or an evaluation, which all ranks of `wp` begin together.
             self._share = share_rows(shards, self._group, what="the weights")
 
-    def during(self, action: Action) -> AbstractContextManager[None]:
-        return self._during(action)
-
     @contextmanager
-    def _during(self, action: Action) -> Iterator[None]:
+    def during(self, action: Action) -> Iterator[None]:
         """Reductions may outlive an action, but not the one that completes a gradient, and none enters it from before."""
         self._at += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
@@ -149,11 +155,11 @@ class Communicator(WeightCommunicator):
             self.tally.end()
 
     def detach(self) -> None:
+        self.readers.close()
         for site in self.sites:
             uninstall(site)
         self.sites.clear()
-        for handle in self._launchers.values():
-            handle.remove()
+        self.launches.close()
         for table in self.columns.tables:
             table.close()
 
@@ -193,10 +199,11 @@ class Communicator(WeightCommunicator):
             self._gathered[unit] = self._gather(unit)
 
     def _gather(self, unit: Unit) -> Gathered:
-        for wait in self._waits.get(unit.layer, ()):
-            wait()
         is_shared = self._action is not None and self._stamps.get(unit) == unit.stamp
-        gathered = Gathered(unit, self.pool, self._group, self._share if is_shared else None)
+        with self.readers.paused():
+            for wait in self._waits.get(unit.layer, ()):
+                wait()
+            gathered = Gathered(unit, self.pool, self._group, self._share if is_shared else None)
         if self._action is not None:
             self.tally.gathered(unit, gathered)
         if not self.config.overlap:
@@ -223,21 +230,11 @@ class Communicator(WeightCommunicator):
     # -- the model
 
     def _take(self, layer: Layer) -> None:
-        """Finds the sharded modules of `layer`, puts them into units, and installs their forwards."""
-        book = self._run.book
+        """Puts the sharded modules of `layer` into units, and installs their forwards."""
         sites: list[Site] = []
         together = Unit(layer.name, layer.name)
-        known = {id(one.module) for one in self.sites} | {id(one.module) for one in self.columns.tables}
-        for name, module in layer.module.named_modules(prefix=layer.name):
-            if id(module) in known:
-                continue
-            held = {
-                attribute: book[f"{name}.{attribute}"]
-                for attribute, parameter in module._parameters.items()
-                if parameter is not None and book[f"{name}.{attribute}"].shard is not None
-            }
-            if not held:
-                continue
+        known = [one.module for one in self.sites] + [one.module for one in self.columns.tables]
+        for name, module, held in sharded_modules(layer, self._run.book, known):
             for entry in held.values():
                 self._run.store.expect_products(entry)
             if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
@@ -252,17 +249,13 @@ class Communicator(WeightCommunicator):
             site.sink = Handover(partial(self._reduce, site), self._queue)
             if module is self._head:
                 self._share_vocabulary(site)
-                continue
-            sites.append(site)
-            install(site)
-        points = set(launch_points(layer, self.config.launch) if together in self.units else ())
-        for site in sites:
-            site.launches = not points or site.module in points
-        for module in points - {site.module for site in sites} - self._launchers.keys():
-            self._launchers[module] = module.register_forward_pre_hook(partial(self._launch, together))
+            else:
+                sites.append(site)
+                install(site)
+        self.launches.take(layer, together, sites)
         self.sites += sites
 
-    def _launch(self, unit: Unit, *_: Any) -> None:
+    def _launch(self, unit: Unit) -> None:
         """A layer's launch point is about to run: gathers ahead start, as if a weight of the layer were used."""
         if self._action is not None:
             self.use(unit, pins=0, launches=True)

@@ -10,7 +10,7 @@ action that can add to it: fewer exchanges, for the memory of all full-size grad
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,7 +39,6 @@ class _Reduction(NamedTuple):
     exchange: Exchange
     owned: list[tuple[Entry, Tensor]]
     lease: ExitStack
-    num_bytes: int
 
 
 class Reductions:
@@ -47,7 +46,8 @@ class Reductions:
 
     bound: 0 waits for each at once. once: parcels wait for the last action of the step that can add to them; `bound` then
     holds for those that have left. num_started, num_bytes, max_live, max_live_bytes: exchanges and what they sent; full-size
-    gradients at most, in entries and bytes, the ones being written included; since the beginning.
+    gradients at most, the ones being written included, and the bytes of all buffers that were lent for them at one time,
+    what comes from others among them; since the beginning.
     """
 
     def __init__(self, bound: int, store: GradientStore, pool: MemoryPool, group: Group, *, once: bool = False) -> None:
@@ -93,8 +93,8 @@ class Reductions:
         """Waits for the oldest until at most `left` are under way; each goes to the store."""
         while len(self._under_way) > left:
             reduction = self._under_way.popleft()
+            reduction.exchange.wait()  # where this fails, a peer may still read the buffer, which is not lent again
             try:
-                reduction.exchange.wait()
                 for entry, rows in reduction.owned:
                     self.store.add(entry, rows)
             finally:
@@ -108,7 +108,7 @@ class Reductions:
         self._current = None
         while self._under_way:
             self._end(self._under_way.popleft())
-        self._live = self._live_bytes = 0
+        self._live = 0
 
     def _may_leave(self, parcel: Parcel) -> bool:
         return not self.once or self.store.state.gradients_final(parcel.chunks)
@@ -123,21 +123,18 @@ class Reductions:
             whole[entry.shape[0] :].zero_()
         filled = self._open[parcel] = Open(parcel, dict(zip(entries, wholes, strict=True)), lease)
         self._live += len(wholes)
-        self._live_bytes += _bytes_of(wholes)
         self.max_live = max(self.max_live, self._live)
-        self.max_live_bytes = max(self.max_live_bytes, self._live_bytes)
         return filled
 
     def _start(self, filled: Open) -> None:
-        """Sends the parcel off; what nobody wrote to stays."""
+        """Sends the parcel off, whole on every rank, whatever each has written of it."""
         parcel = filled.parcel
         del self._open[parcel]
         if self.once:
             self.finish(max(0, self.bound - 1))
-        wholes = {entry: filled.wholes[entry] for entry in filled.wholes if entry in filled.written}
-        self._count_out(
-            len(filled.wholes) - len(wholes), _bytes_of(filled.wholes.values()) - _bytes_of(wholes.values())
-        )
+        wholes = filled.wholes
+        for entry in wholes.keys() - filled.written:
+            wholes[entry].zero_()  # another rank may have come by it, in a forward that depends on its data
         device = self.store.device
         scratch = [(num_received(shard_of(entry).size, self.group, device), *entry.shape[1:]) for entry in wholes]
         received = self._lent(scratch, filled.lease)
@@ -145,17 +142,19 @@ class Reductions:
         what = f"the gradients of {parcel.name}"
         exchange = reduce_rows(list(wholes.values()), received, self.group, what=what)
         owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
-        num_bytes = _bytes_of(wholes.values())
-        self._under_way.append(_Reduction(exchange, owned, filled.lease, num_bytes))
+        self._under_way.append(_Reduction(exchange, owned, filled.lease))
         self.num_started += 1
-        self.num_bytes += num_bytes * (self.group.size - 1) // self.group.size
+        self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
         self.finish(self.bound)
 
     def _lent(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
-        """Tensors of these shapes in one buffer of the pool, until `lease` ends."""
+        """Tensors of these shapes in one buffer of the pool, until `lease` ends; what is lent is counted until then."""
         starts, numel = offsets(shapes, ALIGNMENT_BYTES // self.store.dtype.itemsize)
         if numel:
             flat = lease.enter_context(self.pool.lease((numel,), self.store.dtype, self.store.device))
+            self._live_bytes += flat.nbytes
+            self.max_live_bytes = max(self.max_live_bytes, self._live_bytes)
+            lease.callback(self._returned, flat.nbytes)
         else:
             flat = torch.empty(0, dtype=self.store.dtype, device=self.store.device)
         return [flat[start : start + prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=True)]
@@ -163,16 +162,11 @@ class Reductions:
     def _end(self, reduction: _Reduction) -> None:
         reduction.exchange.end()
         reduction.lease.close()
-        self._count_out(len(reduction.owned), reduction.num_bytes)
+        self._live -= len(reduction.owned)
 
-    def _count_out(self, num: int, num_bytes: int) -> None:
-        self._live -= num
+    def _returned(self, num_bytes: int) -> None:
         self._live_bytes -= num_bytes
 
     def _own(self, entry: Entry, whole: Tensor) -> Tensor:
         rows = shard_of(entry).size
         return whole[self.group.coord * rows : (self.group.coord + 1) * rows]
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

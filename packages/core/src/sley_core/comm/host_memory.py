@@ -19,6 +19,7 @@ import platform
 import secrets
 import sys
 import time
+import zlib
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,8 +39,8 @@ _kept: list[ctypes.Array[ctypes.c_int64]] = []
 RING = 1024
 """Offers that may be open at once."""
 
-_FIELDS = 3
-"""Of an offer in an inbox: the address of its table of addresses, how many there are, and the offer's number, last."""
+_FIELDS = 4
+"""Of an offer in an inbox: the address of its table of addresses, how many there are, what it is, and its number, last."""
 
 _PEER = RING * (_FIELDS + 1)
 _WORD = 8
@@ -80,6 +81,7 @@ class HostMemory:
         self._cards = [_Card(_host(), os.getpid(), ctypes.addressof(self._inbox), self._inbox[0])]
         self._num_offers = 0
         self._tables: dict[int, Table] = {}
+        self._marks: dict[int, int] = {}
 
     @classmethod
     def open(cls, group: Group, lane: str, timeout_s: float) -> HostMemory | None:
@@ -96,24 +98,32 @@ class HostMemory:
         return made if all(votes) else None
 
     def offer(self, tensors: Sequence[Tensor], what: str) -> int:
-        """Lets every peer read `tensors`; returns the offer's number. All members make their offers in one order."""
+        """Lets every peer read `tensors`; returns the offer's number. All members make their offers in one order, which
+        `table` verifies: each says `what` it is."""
         number = self._num_offers = self._num_offers + 1
         if number > RING:
             self.is_read(number - RING, what)
         table = self._tables[number % RING] = (ctypes.c_int64 * len(tensors))(*(one.data_ptr() for one in tensors))
-        card = (ctypes.c_int64 * _FIELDS)(ctypes.addressof(table), len(tensors), number)
+        mark = self._marks[number % RING] = mark_of(what)
+        card = (ctypes.c_int64 * _FIELDS)(ctypes.addressof(table), len(tensors), mark, number)
         at = 1 + self.coord * _PEER + (number % RING) * _FIELDS
-        parts = [Span(ctypes.addressof(card), 2 * _WORD), Span(ctypes.addressof(card) + 2 * _WORD, _WORD)]
+        before = (_FIELDS - 1) * _WORD
+        parts = [Span(ctypes.addressof(card), before), Span(ctypes.addressof(card) + before, _WORD)]
         for peer in self.peers:
             address = self._cards[peer].inbox + at * _WORD
-            there = [Span(address, 2 * _WORD), Span(address + 2 * _WORD, _WORD)]
+            there = [Span(address, before), Span(address + before, _WORD)]
             self._copied(write(self._cards[peer].pid, parts, there), there, peer, what)
         return number
 
     def table(self, peer: int, number: int, what: str) -> Sequence[int]:
-        """Where the tensors of the peer's offer `number` lie in its memory; waits for the offer."""
+        """Where the tensors of the peer's offer `number` lie in its memory; waits for the offer.
+
+        Raises RunError `ranks-differ` where this rank's offer of that number is of something else.
+        """
         at = 1 + peer * _PEER + (number % RING) * _FIELDS
-        self._await(at + 2, number, peer, what)
+        self._await(at + _FIELDS - 1, number, peer, what)
+        if self._inbox[at + 2] != self._marks[number % RING]:
+            raise self._differs(peer, what)
         addresses: Table = (ctypes.c_int64 * self._inbox[at + 1])()
         here = Span(ctypes.addressof(addresses), ctypes.sizeof(addresses))
         self.read(peer, [here], [Span(self._inbox[at], here.num_bytes)], what)
@@ -132,7 +142,9 @@ class HostMemory:
 
     def is_offered(self, number: int) -> bool:
         """Whether every peer has made its offer `number`; asks without waiting."""
-        return all(self._inbox[1 + peer * _PEER + (number % RING) * _FIELDS + 2] >= number for peer in self.peers)
+        return all(
+            self._inbox[1 + peer * _PEER + (number % RING) * _FIELDS + _FIELDS - 1] >= number for peer in self.peers
+        )
 
     def was_read(self, number: int) -> bool:
         """Whether every peer is done with this rank's offer `number`; asks without waiting."""
@@ -171,6 +183,13 @@ class HostMemory:
             hint="another rank of the group stopped, or did not come within [limits] collective_timeout_s",
         )
 
+    def _differs(self, peer: int, what: str) -> RunError:
+        return RunError(
+            "ranks-differ",
+            f"rank {self.ranks[self.coord]} exchanges {what} where rank {self.ranks[peer]} exchanges something else",
+            hint="ranks that share weights must run the same modules in the same order: does a forward depend on its data?",
+        )
+
     def _can_reach(self, peer: int) -> bool:
         """Whether the peer's inbox can be read, and written; it begins with its token."""
         card = self._cards[peer]
@@ -179,6 +198,11 @@ class HostMemory:
         if read(card.pid, here, there) != _WORD or word.value != card.token:
             return False
         return write(card.pid, here, there) == _WORD
+
+
+def mark_of(what: str) -> int:
+    """A number by which ranks see that they exchange the same; not negative, 31 bits."""
+    return zlib.crc32(what.encode()) & 0x7FFFFFFF
 
 
 def _host() -> Hashable:

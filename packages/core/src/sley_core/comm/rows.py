@@ -5,8 +5,9 @@
 
 On the CPU of one host, ranks read each other's memory where the system lets them. On gloo otherwise every rank sends to
 every other directly: two to four times faster than gloo's own reduce-scatter, and what is received needs no copy
-(docs/measurements.md). Elsewhere the backend's own collectives are the best there are. A shard is summed on its own rank,
-own part first, then by ascending coordinate, so the result depends neither on who is late nor on the way that it took.
+(docs/measurements.md). Either way an exchange of something else is never taken for it. Elsewhere the backend's own
+collectives are the best there are. A shard is summed on its own rank, own part first, then by ascending coordinate, so the
+result depends neither on who is late nor on the way that it took.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from sley_core.comm.collectives import all_to_all, guarded
 from sley_core.comm.groups import SHARED, Group
+from sley_core.comm.host_memory import mark_of
 from sley_core.comm.host_rows import HostGather, HostReduce, HostShare, HostSwap
 from sley_core.comm.together import gather_together, reduce_together
 
@@ -125,7 +127,8 @@ def gather_rows(
         if not _is_direct(lane, shards[0].device):
             received.extend(gather_together(wholes, shards, lane))
             return
-        for tag, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
+        tag = mark_of(what)
+        for whole, shard in zip(wholes, shards, strict=True):
             rows = whole.view(group.size, *shard.shape)
             for peer in _others(group):
                 received.append(lane.recv([rows[peer]], peer, tag))
@@ -169,7 +172,8 @@ def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Gr
     sent: list[Any] = []
 
     def start() -> None:
-        for tag, (rows, received) in enumerate(zip(parts, arriving, strict=True)):
+        tag = mark_of(what)
+        for rows, received in zip(parts, arriving, strict=True):
             for at, peer in enumerate(_others(group)):
                 came.append(lane.recv([received[at]], peer, tag))
             for peer in _others(group):

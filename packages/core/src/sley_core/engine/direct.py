@@ -58,7 +58,7 @@ def accumulate_directly(
 ) -> list[nn.Linear]:
     """Makes every plain `nn.Linear` of `layers` hand its weight gradient to `store`; returns them, for `undo`.
 
-    A sharded one is its communicator's.
+    One of which any parameter is sharded is its communicator's.
 
     queue: takes the products instead while a D runs. Only where weight and store have one dtype, unless `all_types`: a
     product of bf16 does not go into fp32 in one call everywhere.
@@ -66,7 +66,7 @@ def accumulate_directly(
     found: list[nn.Linear] = []
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if type(module) is not nn.Linear or book[f"{name}.weight"].shard is not None:
+            if type(module) is not nn.Linear or _has_shards(book, name, module):
                 continue
             if all_types or module.weight.dtype == store.dtype:
                 sink = Handover(partial(store.add_product, book[f"{name}.weight"]), queue)
@@ -74,6 +74,10 @@ def accumulate_directly(
                 store.expect_products(book[f"{name}.weight"])
                 found.append(module)
     return found
+
+
+def _has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
+    return any(book[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)
 
 
 def undo(linears: Iterable[nn.Linear]) -> None:
