@@ -77,7 +77,7 @@ def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
     """A05-A07, A24, P02, with one micro-batch a step: two gathers per block and one for what stays between, one demand.
 
     The block before the head is still there when its backward comes, so it is gathered once. In evaluation it is one
-    gather for each of the 2 x 2 micro-batches.
+    gather for each of the two micro-batches that a rank has.
     """
     changes = DEEP | {"batch": {"global_size": 4, "micro_size": 2}}
     activations = {"use": "core.recompute", "fraction": fraction}

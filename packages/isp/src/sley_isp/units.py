@@ -6,7 +6,7 @@ flat buffer   | query.weight, whole | key.weight, whole | query.bias, whole | ..
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,9 +21,26 @@ from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
     from sley_core.comm.host_rows import HostShare
-    from sley_core.engine.book import Entry
+    from sley_core.engine.book import Entry, ParameterBook
     from sley_core.engine.shards import Shard
+    from sley_core.model.layers import Layer
     from sley_core.protocols import MemoryPool
+
+
+def sharded_modules(
+    layer: Layer, book: ParameterBook, known: Iterable[nn.Module]
+) -> Iterator[tuple[str, nn.Module, dict[str, Entry]]]:
+    """The modules of `layer` that hold shards themselves and are not `known`: their names, and the entries by attribute."""
+    others = {id(module) for module in known}
+    for name, module in layer.module.named_modules(prefix=layer.name):
+        if id(module) in others:
+            continue
+        places = {
+            attribute: book[f"{name}.{attribute}"] for attribute, one in module._parameters.items() if one is not None
+        }
+        held = {attribute: entry for attribute, entry in places.items() if entry.shard is not None}
+        if held:
+            yield name, module, held
 
 
 def shard_of(entry: Entry) -> Shard:

@@ -32,7 +32,7 @@ def order(tables: dict[str, Any], folder: Any) -> list[str]:
         for name in CALLED:
             block.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: events.append(name))
         run.step()
-        launched = len(communicator._launchers)
+        launched = len(communicator.launches.hooks)
         events.append(f"{launched} hooks")
         return events
 

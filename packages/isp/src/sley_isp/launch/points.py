@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,10 +13,46 @@ from sley_core.plan.words import suggestion
 from sley_isp.config import ANYWHERE
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from sley_core.model.layers import Layer
+    from sley_isp.sites import Site
+    from sley_isp.units import Unit
 
 MOST_NAMES = 20
 """How many names a message lists."""
+
+
+class Launches:
+    """The launch points of a model. start: called with a layer's unit just before one that is no site of its own runs.
+
+    pattern: of names within a layer. A forward-pre hook is called in recomputations too, wherever these stop.
+    """
+
+    def __init__(self, pattern: str, start: Callable[[Unit], None]) -> None:
+        self.pattern = pattern
+        self.start = start
+        self.hooks: dict[nn.Module, RemovableHandle] = {}
+
+    def take(self, layer: Layer, unit: Unit, sites: Sequence[Site]) -> None:
+        """Of `layer`, whose sharded modules are at `sites`, and gathered together in `unit` unless that is empty."""
+        points = set(launch_points(layer, self.pattern) if unit.entries else ())
+        for site in sites:
+            site.launches = not points or site.module in points
+        for module in points - {site.module for site in sites} - self.hooks.keys():
+            self.hooks[module] = module.register_forward_pre_hook(self._hook(unit))
+
+    def close(self) -> None:
+        """No module calls any more."""
+        for handle in self.hooks.values():
+            handle.remove()
+        self.hooks.clear()
+
+    def _hook(self, unit: Unit) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            self.start(unit)
+
+        return before
 
 
 def launch_points(layer: Layer, pattern: str) -> list[nn.Module]:
