@@ -48,8 +48,7 @@ class Tally:
         """`actions` are about to run."""
         self._units.clear()
         self._phase = phase
-        self._num_micros = len({(action.chunk, action.micro) for action in actions}) or 1
-        self._num_micros //= len({action.chunk for action in actions}) or 1
+        self._num_micros = len({action.micro for action in actions}) or 1
         self._before = self.totals
 
     def gathered(self, unit: Unit, gathered: Gathered) -> None:
@@ -97,7 +96,7 @@ class Tally:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """At most, at one time: gathered units and their bytes, weights with a gradient of full size and the bytes of these."""
+        """At most, at one time: gathered units and their bytes, weights with a gradient of full size, bytes lent for these."""
         return {
             "resident_units": self.prefetch.max_held,
             "resident_bytes": self.max_bytes,

@@ -1,0 +1,53 @@
+"""What is held at one time is what is counted: by live tensors, not by the counter alone (statement A24)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.live_bytes import peak_bytes
+
+
+def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, int]]:
+    """Of each plan: tensor bytes alive at most, in its second step, and what its reductions say they held at most."""
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            run.step()
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            with profiler:
+                run.step()
+            trace = out / f"{world.rank}.json"
+            profiler.export_chrome_trace(str(trace))
+            found.append((peak_bytes(trace), run.stepper.executor.weights.reductions.max_live_bytes))
+    return found
+
+
+@pytest.mark.parametrize("host_memory", [True, False])
+def test_full_gradients_take_what_is_counted(ranks, sharded, folder, tmp_path, host_memory):
+    """A24, by live tensors: two more gradients of blocks on their way take what the counter says, and no byte more.
+
+    By messages, what comes from the other rank is received beside each: half of it again. The two peaks need not fall on the
+    same moment of a backward, so that a part of a block's activations may be missing from their difference.
+    """
+    wide = {
+        "model__num_layers": 7,
+        "model__hidden": 64,
+        "model__ffn_hidden": 704,
+        "activations": {"use": "core.recompute"},
+    }
+    changes = wide | {"parallel": {"host_memory": host_memory}, "batch": {"global_size": 2, "micro_size": 1}}
+    plans = [sharded(2, weights={"reductions": bound, "pool": "isp.fresh"}, **changes) for bound in (4, 6)]
+    whole = (4 * 64 * 64 + 3 * 64 * 704) * 8
+    for (few, few_counted), (many, many_counted) in ranks(2)(live, plans, folder, tmp_path):
+        counted = many_counted - few_counted
+        print(
+            f"{many - few} bytes alive for two more gradients of blocks, {counted} counted, {2 * whole} without scratch"
+        )
+        assert counted == pytest.approx(2 * whole * (1.0 if host_memory else 1.5), rel=0.02)
+        assert 0.85 * counted < many - few < 1.02 * counted
