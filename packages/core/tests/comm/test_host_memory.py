@@ -13,7 +13,7 @@ import torch
 
 from sley_core.comm import host_memory
 from sley_core.comm.groups import make_groups
-from sley_core.comm.rows import gather_rows, reduce_rows, share_rows
+from sley_core.comm.rows import GATHER, REDUCE, gather_rows, reduce_rows, share_rows, swap_rows
 from sley_core.comm.system_memory import Span, read, write
 from sley_core.errors import RunError
 from sley_core.testing.peers import can_read_peers
@@ -72,6 +72,41 @@ def unread() -> float:
 def test_what_nobody_waits_for_is_not_read(ranks):
     """A gather that was not used ends too, and the one after it is right."""
     assert ranks(2)(unread) == [20.0, 20.0]
+
+
+def many_open() -> list[list[float]]:
+    """Twenty exchanges of each kind under way at a time, where four can be open; what each brings, and what is still open."""
+    group = wp()
+    host_memory.RING = 4
+    size, coord = group.size, group.coord
+    started, results = [], []
+    for number in range(20):
+        result = torch.full((2 * size,), -1.0)
+        started.append(gather_rows([result], [torch.full((2,), 10.0 * number + coord)], group, what="weights"))
+        results.append(result)
+        whole = torch.full((2 * size,), 10.0 * number + coord)
+        started.append(reduce_rows([whole], [], group, what="gradients"))
+        results.append(whole[2 * coord : 2 * coord + 2])
+        received = torch.empty(size, 1)
+        sent = 100.0 * number + 10.0 * coord + torch.arange(size, dtype=torch.float32)[:, None]
+        started.append(swap_rows(received, sent, group, lane=GATHER, what="vectors"))
+        results.append(received.view(-1))
+    for exchange in started:
+        exchange.wait()
+        exchange.end()
+    num_open = [len(group.memories[lane]._open) for lane in (GATHER, REDUCE)]
+    return [*(result.tolist() for result in results), num_open]
+
+
+def test_any_number_of_exchanges_may_be_under_way(ranks):
+    """The oldest is completed for the next one: nobody waits for ranks that wait for it."""
+    for coord, found in enumerate(ranks(3, 30)(many_open)):
+        wanted: list[list[float]] = []
+        for number in range(20):
+            wanted.append([10.0 * number + peer for peer in range(3) for _ in range(2)])
+            wanted.append([3 * 10.0 * number + 3.0] * 2)
+            wanted.append([100.0 * number + 10.0 * peer + coord for peer in range(3)])
+        assert found == [*wanted, [0, 0]]
 
 
 def shared() -> list[list[float]]:

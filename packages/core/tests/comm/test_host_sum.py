@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sley_core.comm import host_memory
 from sley_core.comm.groups import make_groups
 from sley_core.comm.host_sum import HostSum, SumMemory
 from sley_core.errors import RunError
@@ -67,6 +68,23 @@ def test_every_rank_has_the_sum_of_all_bit_for_bit(ranks, size):
         wanted = sum(values(rank, number + 10 * turn, SIZES[number]).double() for rank in range(size))
         torch.testing.assert_close(sums[0].double(), wanted, rtol=1e-6, atol=1e-6)
         assert all(torch.equal(sums[0], other) for other in sums[1:])
+
+
+def many_open() -> list[float]:
+    sums = memory()
+    host_memory.RING = 4
+    wholes = [torch.full((5,), float(number + sums.group.coord)) for number in range(20)]
+    under_way = [HostSum(sums, whole, "gradients") for whole in wholes]
+    for one in under_way:
+        one.end()
+    assert not sums.wholes._open
+    return [float(whole.unique()) for whole in wholes]
+
+
+def test_any_number_of_sums_may_be_under_way(ranks):
+    """Where four offers can be open, the oldest sum ends for the next one."""
+    for found in ranks(2, 30)(many_open):
+        assert found == [2.0 * number + 1 for number in range(20)]
 
 
 def alone_at_first() -> list[bool]:

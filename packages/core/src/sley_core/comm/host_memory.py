@@ -20,7 +20,7 @@ import secrets
 import sys
 import time
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +37,7 @@ _kept: list[ctypes.Array[ctypes.c_int64]] = []
 """Every inbox of this process: a peer of a run that failed may still write into it."""
 
 RING = 1024
-"""Offers that may be open at once."""
+"""Offers that may be open at once; the next one completes the oldest first, on all ranks at the same place in their order."""
 
 _FIELDS = 4
 """Of an offer in an inbox: the address of its table of addresses, how many there are, what it is, and its number, last."""
@@ -81,6 +81,7 @@ class HostMemory:
         self._cards = [_Card(_host(), os.getpid(), ctypes.addressof(self._inbox), self._inbox[0])]
         self._num_offers = 0
         self._tables: dict[int, Table] = {}
+        self._open: dict[int, Callable[[], None]] = {}
         self._marks: dict[int, int] = {}
 
     @classmethod
@@ -97,12 +98,19 @@ class HostMemory:
         dist.all_gather_object(votes, able, group=group.lane(lane))
         return made if all(votes) else None
 
-    def offer(self, tensors: Sequence[Tensor], what: str) -> int:
+    def offer(self, tensors: Sequence[Tensor], what: str, complete: Callable[[], None] | None = None) -> int:
         """Lets every peer read `tensors`; returns the offer's number. All members make their offers in one order, which
-        `table` verifies: each says `what` it is."""
+        `table` verifies: each says `what` it is.
+
+        complete: reads what the peers offer for this one, and returns when they are done with it. Called where RING offers are
+        open, as this one is; every rank would wait there for the others to read.
+        """
         number = self._num_offers = self._num_offers + 1
         if number > RING:
+            self._open.pop(number - RING, _nothing)()
             self.is_read(number - RING, what)
+        if complete is not None:
+            self._open[number] = complete
         table = self._tables[number % RING] = (ctypes.c_int64 * len(tensors))(*(one.data_ptr() for one in tensors))
         mark = self._marks[number % RING] = mark_of(what)
         card = (ctypes.c_int64 * _FIELDS)(ctypes.addressof(table), len(tensors), mark, number)
@@ -154,6 +162,7 @@ class HostMemory:
         """Waits until every peer is done with this rank's offer `number`."""
         for peer in self.peers:
             self._await(1 + peer * _PEER + RING * _FIELDS + number % RING, number, peer, what)
+        self._open.pop(number, None)
 
     def _await(self, at: int, number: int, peer: int, what: str) -> None:
         """Until the word `at` of the inbox is `number`, or later."""
@@ -203,6 +212,10 @@ class HostMemory:
 def mark_of(what: str) -> int:
     """A number by which ranks see that they exchange the same; not negative, 31 bits."""
     return zlib.crc32(what.encode()) & 0x7FFFFFFF
+
+
+def _nothing() -> None:
+    """What completes an offer that is complete."""
 
 
 def _host() -> Hashable:

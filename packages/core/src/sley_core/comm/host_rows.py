@@ -24,7 +24,7 @@ class HostGather:
         self._memory = memory
         self._what = what
         self._shards = shards  # alive while others may read them
-        self._number = memory.offer(shards, what)
+        self._number = memory.offer(shards, what, self._complete)
         self._rows = [whole.view(len(memory.ranks), *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         self._is_open = True
         for rows, shard in zip(self._rows, shards, strict=True):
@@ -55,6 +55,11 @@ class HostGather:
         self.free()
         self._memory.is_read(self._number, self._what)
 
+    def _complete(self) -> None:
+        """As `end`, of one that may still be awaited."""
+        self.wait()
+        self._memory.is_read(self._number, self._what)
+
 
 class HostShare:
     """Lets the peers read `shards` without asking for each: one offer for as long as nobody writes them.
@@ -66,7 +71,7 @@ class HostShare:
         self._memory = memory
         self._what = what
         self._shards = shards  # alive while others may read them
-        self._number = memory.offer(shards, what)
+        self._number = memory.offer(shards, what)  # one is open at a time, in a row of offers of its own
         self._places = {shard.data_ptr(): place for place, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 
@@ -128,9 +133,13 @@ class HostReduce:
         self._memory = memory
         self._what = what
         self._wholes = wholes  # alive while others may read them
-        self._number = memory.offer(wholes, what)
+        self._number = memory.offer(wholes, what, self.end)
         self._own = [whole.view(len(memory.ranks), -1)[memory.coord] for whole in wholes]
         self._is_open = True
+
+    def is_here(self) -> bool:
+        """Whether all others have offered theirs."""
+        return self._memory.is_offered(self._number)
 
     def wait(self) -> None:
         """Reads and adds, once."""
@@ -162,7 +171,7 @@ class HostSwap:
         self._memory = memory
         self._what = what
         self._sent = sent  # alive while others may read it
-        self._number = memory.offer([sent], what)
+        self._number = memory.offer([sent], what, self.end)
         self._received = received
         self._is_open = True
         received[memory.coord].copy_(sent[memory.coord])

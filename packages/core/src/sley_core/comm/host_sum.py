@@ -55,7 +55,7 @@ class HostSum:
         self._is_whole = False
         for watcher in rows.watchers:
             watcher("all_reduce", memory.group, [whole])
-        self._number = memory.wholes.offer([whole], self._what)
+        self._number = memory.wholes.offer([whole], self._what, self.end)
 
     def advance(self) -> bool:
         """Does what the others have made possible, without waiting for them; whether `whole` holds the sum."""
@@ -81,7 +81,8 @@ class HostSum:
     def end(self) -> None:
         """The sum is there, and the others have read this rank's slice of it."""
         self.wait()
-        self._memory.slices.is_read(self._number, self._what)
+        for memory in (self._memory.wholes, self._memory.slices):
+            memory.is_read(self._number, self._what)
 
     @property
     def _is_next(self) -> bool:
@@ -98,6 +99,7 @@ class HostSum:
         add_from(wholes, own, starts, self._what)
         self._is_summed = True
         self._memory.num_summed += 1
+        # There is room: the sum of RING before ended when this one's whole was offered.
         number = self._memory.slices.offer([own], self._what)
         assert number == self._number, f"offer {number} of slices for sum {self._number}"
         for peer in wholes.peers:
