@@ -70,10 +70,10 @@ class Site:
         return gathered.whole(entry) if entry is not None else self.module._parameters[attribute]
 
 
-def linear_forward(site: Site, x: Tensor) -> Tensor:
-    """The forward of a sharded `nn.Linear`."""
+def linear_forward(site: Site, input: Tensor) -> Tensor:
+    """The forward of a sharded `nn.Linear`, whose parameter is called as there."""
     parameters = site.module._parameters
-    x = as_autocast(x)
+    x = as_autocast(input)
     if not torch.is_grad_enabled():
         with _used(site, site.use()) as gathered:
             return _linear(site, gathered, x)
@@ -157,12 +157,12 @@ def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whol
         torch.mm(rows.t(), inputs, out=whole)
 
 
-def embedding_forward(site: Site, tokens: Tensor) -> Tensor:
+def embedding_forward(site: Site, input: Tensor) -> Tensor:
     """The forward of a sharded `nn.Embedding`. Its backward needs no weight, so it gathers none."""
     if not torch.is_grad_enabled():
-        return _embedding(site, tokens)
+        return _embedding(site, input)
     weight = site.module._parameters["weight"]
-    out: Tensor = _Embedding.apply(tokens, weight, site)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _Embedding.apply(input, weight, site)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
@@ -225,7 +225,7 @@ def uninstall(site: Site) -> None:
     site.module.forward = partial(closed, site.unit.name)
 
 
-def closed(name: str, *args: Any) -> Tensor:
+def closed(name: str, *args: Any, **more: Any) -> Tensor:
     """Raises RunError `weights-sharded`: nobody gathers the weights of module `name` any more."""
     message = f"{name!r} is called after its run was closed, and this rank holds a part of its weights only"
     raise RunError("weights-sharded", message, hint="call it while the run is open, or take whole weights out before")

@@ -86,8 +86,9 @@ def undo(linears: Iterable[nn.Linear]) -> None:
         del linear.__dict__["forward"]
 
 
-def _forward(linear: nn.Linear, sink: Sink, x: Tensor) -> Tensor:
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, linear.weight, linear.bias)
-    result: Tensor = DirectLinear.apply(x, linear.weight, linear.bias, sink)  # type: ignore[no-untyped-call]  # torch's
+def _forward(linear: nn.Linear, sink: Sink, input: Tensor) -> Tensor:
+    """Its parameter is called as that of `nn.Linear.forward`: a model may name it."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+        return F.linear(input, linear.weight, linear.bias)
+    result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink)  # type: ignore[no-untyped-call]  # torch's
     return result

@@ -45,12 +45,12 @@ class Table:
         """The module cannot be called any more."""
         self.module.forward = partial(closed, self.name)
 
-    def _forward(self, tokens: Tensor) -> Tensor:
+    def _forward(self, input: Tensor) -> Tensor:
         self.columns.before(self)
         if not torch.is_grad_enabled():
-            return self.columns.look_up(self, tokens)[0]
+            return self.columns.look_up(self, input)[0]
         weight = self.module._parameters["weight"]
-        out: Tensor = _LookUp.apply(tokens, weight, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _LookUp.apply(input, weight, self)  # type: ignore[no-untyped-call]  # torch's
         return out
 
 

@@ -61,12 +61,12 @@ class Head:
         """The module returns logits that its loss computes."""
         self.site.module.forward = self._forward
 
-    def _forward(self, x: Tensor) -> Tensor | Scores:
+    def _forward(self, input: Tensor) -> Tensor | Scores:
         if not self.is_running():
-            return linear_forward(self.site, x)
-        if not torch.is_autocast_enabled(x.device.type):
-            self._check(x)
-        return Scores(self, as_autocast(x))
+            return linear_forward(self.site, input)
+        if not torch.is_autocast_enabled(input.device.type):
+            self._check(input)
+        return Scores(self, as_autocast(input))
 
     def _check(self, x: Tensor) -> None:
         """torch says here, and not when the loss comes, that `x` is of another dtype or width than the weight."""
