@@ -1,7 +1,8 @@
 """Weight gradients on their way from full size to shards: parcels that are filled, and a queue of those under way.
 
 lease ──> products written ──> sent and received ──> own rows summed ──> store.add ──> lease back
-            `add`                in the background      `finish`, when the bound or the end of a pass asks
+            `add`                in the background     `advance`, when all is here     `finish`, when the bound or
+                                                                                       the end of a pass asks
 
 Once per micro-batch a parcel leaves in the action that filled it. Once per step it stays, at full size, until the last
 action that can add to it: fewer exchanges, for the memory of all full-size gradients.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.comm.rows import Exchange, num_received, reduce_rows
+from sley_core.comm.rows import Reduction, num_received, reduce_rows
 from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
 from sley_isp.parcels import Open
 from sley_isp.units import padded, shard_of
@@ -35,8 +36,8 @@ Write = Callable[[Tensor, bool], None]
 """Puts a gradient into a tensor of the store's dtype, or adds it there when the flag is set."""
 
 
-class _Reduction(NamedTuple):
-    exchange: Exchange
+class _UnderWay(NamedTuple):
+    exchange: Reduction
     owned: list[tuple[Entry, Tensor]]
     lease: ExitStack
 
@@ -62,12 +63,13 @@ class Reductions:
         self.max_live_bytes = 0
         self._current: Parcel | None = None
         self._open: dict[Parcel, Open] = {}
-        self._under_way: deque[_Reduction] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._live = 0
         self._live_bytes = 0
 
     def add(self, parcel: Parcel, site: Site, entry: Entry, write: Write) -> None:
         """`site` contributes to `entry`, a part of `parcel`, what `write` puts or adds into a full-size tensor."""
+        self.advance()
         if parcel is not self._current:
             before = self._open.get(self._current) if self._current is not None else None
             if before is not None and self._may_leave(before.parcel) and (before.is_complete or not self.once):
@@ -88,6 +90,16 @@ class Reductions:
                 self._start(filled)
             filled.came.clear()
         self._current = None
+
+    def advance(self) -> None:
+        """Sums what has come, the oldest first, as far as nobody is waited for: a faster peer need not wait for this rank.
+
+        The store is told in `finish` only, at the same place on all ranks: it may start other exchanges.
+        """
+        for reduction in self._under_way:
+            if not reduction.exchange.is_here():
+                return
+            reduction.exchange.wait()
 
     def finish(self, left: int = 0) -> None:
         """Waits for the oldest until at most `left` are under way; each goes to the store."""
@@ -142,7 +154,7 @@ class Reductions:
         what = f"the gradients of {parcel.name}"
         exchange = reduce_rows(list(wholes.values()), received, self.group, what=what)
         owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
-        self._under_way.append(_Reduction(exchange, owned, filled.lease))
+        self._under_way.append(_UnderWay(exchange, owned, filled.lease))
         self.num_started += 1
         self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
         self.finish(self.bound)
@@ -159,7 +171,7 @@ class Reductions:
             flat = torch.empty(0, dtype=self.store.dtype, device=self.store.device)
         return [flat[start : start + prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=True)]
 
-    def _end(self, reduction: _Reduction) -> None:
+    def _end(self, reduction: _UnderWay) -> None:
         reduction.exchange.end()
         reduction.lease.close()
         self._live -= len(reduction.owned)

@@ -47,6 +47,13 @@ class Exchange(Protocol):
         """Waits for what was sent too: the memory of both may be written afterwards. Raises as `wait` does."""
 
 
+class Reduction(Exchange, Protocol):
+    """A sum under way."""
+
+    def is_here(self) -> bool:
+        """Whether `wait` would wait for nobody, as far as that is known; asks without waiting."""
+
+
 class Messages:
     """An exchange by works of a process group.
 
@@ -77,6 +84,9 @@ class Messages:
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+    def is_here(self) -> bool:
+        return all(work.is_completed() for work in self._received)
 
     def free(self) -> None:
         self.wait()
@@ -148,7 +158,7 @@ def num_received(rows: int, group: Group, device: torch.device) -> int:
     return rows * (group.size - 1)
 
 
-def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Group, *, what: str) -> Exchange:
+def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Group, *, what: str) -> Reduction:
     """Starts to sum each of `wholes` [size x n, ...] over `group`; after `wait` this rank's n rows hold the sum.
 
     scratches: [`num_received(n)`, ...] of the same type. All are contiguous and the exchange's until `end` has returned;
