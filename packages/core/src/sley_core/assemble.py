@@ -77,8 +77,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     costs, notes = _layer_costs(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
     extra = tie_groups(stage, topology)
-    reads_memory = plan.parallel.host_memory
-    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=reads_memory)
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=plan.parallel.host_memory)
     if not world.is_fake:
         _agree(plan, [*topology.groups(), *extra], groups, dataset)
     attention: SequenceAttention | None = None
@@ -245,12 +244,11 @@ def _dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
 def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor: Executor) -> None:
     rows = range(run.rows.start, run.rows.stop)
     data: Any = plan.data.config
-    size = plan.batch.global_size
     run.check_batch = partial(check_tokens, info=dataset.info)
     run.feed = Feed(
         dataset,
         seed=plan.run.seed,
-        batch_size=size,
+        batch_size=plan.batch.global_size,
         rows=rows,
         shuffle=data.shuffle,
         check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
@@ -266,7 +264,7 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
         Feed(
             held_out,
             seed=plan.run.seed,
-            batch_size=size,
+            batch_size=plan.batch.global_size,
             rows=rows,
             check=lambda batch, samples: check_tokens(batch, held_out.info, samples),
         ),
@@ -289,7 +287,6 @@ def _open_outputs(plan: Plan, run: Run, folder: Path) -> None:
 
 
 def _agree(plan: Plan, table: Sequence[GroupEntry], groups: Groups, dataset: AnyDataset) -> None:
-    text = "\n".join(entry.label for entry in table)
     try:
         num_samples = samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
@@ -297,7 +294,7 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], groups: Groups, dataset: Any
     facts = {
         "the plan": plan.digest,
         "torch": torch.__version__,
-        "the group table": sha256(text.encode()).hexdigest(),
+        "the group table": sha256("\n".join(entry.label for entry in table).encode()).hexdigest(),
         "samples per epoch:": str(num_samples),
     }
     agree(facts | {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}, groups["control"])
