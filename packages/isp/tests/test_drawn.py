@@ -113,11 +113,12 @@ def a_plan(draw: random.Random, sharded: Any, world: int) -> tuple[dict[str, Any
         "ahead": draw.choice([0, 1, 2, 5]),
         "fused": draw.random() < 0.5,
         "reduce": draw.choice(["micro_batch", "step"]),
-        "launch": draw.choice(["*", "attention.output", "feed_forward.*"]),
         "head": draw.choice(["gather", "vocabulary"]),
         "embedding": "gather" if shared["model__tie_embeddings"] else draw.choice(["gather", "hidden"]),
         "pool": draw.choice(["isp.slots", "isp.fresh"]),
     }
+    if weights["unit"] == "layer":
+        weights["launch"] = draw.choice(["*", "attention.output", "feed_forward.*"])
     split: dict[str, Any] = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": sp}} if sp > 1 else {}
     return sharded(1, 1, **shared), sharded(wp, world // sp, weights=weights, **shared, **split)
 
