@@ -74,7 +74,9 @@ print([str(one.message) for one in caught], pool.num_lent, pool.num_allocations)
 
 def test_a_lease_that_is_used_twice_without_assertions():
     """P01, in release: another buffer, one warning, and all come back."""
-    said = subprocess.run([sys.executable, "-O", "-c", USED_TWICE], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-B", "-O", "-c", USED_TWICE], capture_output=True, text=True, check=True
+    ).stdout
     *pointers, last = said.splitlines()
     assert pointers == ["3 3", "3 3"]
     assert last.count("is used twice") == 1
