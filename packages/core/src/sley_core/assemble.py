@@ -27,7 +27,7 @@ from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.crossing import Crossing
-from sley_core.engine.direct import accumulate_directly
+from sley_core.engine.direct import accumulate_directly, undo
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
 from sley_core.engine.loss_scale import LossScale
@@ -185,7 +185,8 @@ def _run(
         executor.weights = communicator
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, world.device):
-        accumulate_directly(run.layers, run.book, run.store, executor.queue, all_types=splits)
+        linears = accumulate_directly(run.layers, run.book, run.store, executor.queue, all_types=splits)
+        run.stepper.on_close.append(partial(undo, linears))
     store.watch()
     run.meter = Meter.of(run, model.layers, dataset.info)
     if not world.is_fake:

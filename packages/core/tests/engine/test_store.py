@@ -158,6 +158,25 @@ def test_a_module_used_twice_under_checkpointing_is_summed(reentrant):
         torch.testing.assert_close(found["l0.weight"], wanted[0], rtol=1e-6, atol=1e-6)
 
 
+def test_what_comes_again_after_its_reduction_began_is_refused_once_and_then_waited_for():
+    """A backward within the backward, which no graph shows beforehand; where nobody reduces, it is summed at once."""
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    harness = Harness(a, b)
+    xs = inputs(2)
+    once = [lambda x=x: b(a(x).relu()).square().sum() for x in xs]
+    again = [lambda x=x: b(checkpoint(b, a(x).relu(), use_reentrant=True)).square().sum() for x in xs]
+    harness.step(once)
+    harness.step(once)
+    if harness.planner is by_reduce_group:
+        with pytest.raises(RunError, match=r"gradient-late.*'l1\.(weight|bias)'.*\n.*use_reentrant=False"):
+            harness.step(again)
+    wanted = reference([a, b], [lambda x=x: b(b(a(x).relu())).square().sum() for x in xs])
+    for losses in (again, once, again):
+        found = harness.step(losses)
+    for entry, gradient in zip(harness.book, wanted, strict=True):
+        torch.testing.assert_close(found[entry.name], gradient, rtol=1e-6, atol=1e-6)
+
+
 def test_a_tie_has_one_slot_and_the_sum_of_both_uses():
     a, b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     b.weight = a.weight

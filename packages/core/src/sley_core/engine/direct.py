@@ -8,13 +8,14 @@ The sums are the same; their order within the product is the kernel's, so fp32 r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from sley_core.engine.weight_queue import Handover, WeightQueue
 
@@ -28,24 +29,83 @@ Sink = Callable[[Tensor, Tensor], None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """`F.linear` whose backward hands the weight's gradient to `sink` instead of to autograd."""
+    """`F.linear` whose backward hands the weight's gradient to `sink` instead of to autograd.
+
+    To `sink` goes only what would be added to the weight's `grad`; whoever asks for the gradient itself gets it from autograd.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
-        return F.linear(x, weight, bias)
+        result = F.linear(x, weight, bias)
+        # Of more than two dims and with a bias it is a view, which autograd lets nobody write to if a function returns it.
+        return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
-            ctx.sink(rows, x.reshape(-1, x.shape[-1]))
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return of_input, None, of_bias, None
+        asked = _asked(ctx)
+        of_weight = None
+        if asked is Asked.SUM and not torch.is_grad_enabled():
+            ctx.sink(rows, inputs)
+        elif asked is not Asked.NOTHING:
+            of_weight = rows.t() @ inputs  # with `create_graph` it is differentiated once more
+        return of_input, of_weight, of_bias, None
+
+
+class Asked(Enum):
+    """What the running backward does with the gradient of a weight."""
+
+    NOTHING = "autograd.grad of something else"
+    SUM = "backward: added to what is there"
+    VALUE = "autograd.grad of the weight"
+
+
+def _asked(ctx: Any) -> Asked:
+    """Asks the engine, which comes by here in every backward: a forward may take gradients for purposes of its own."""
+    accumulation = ctx.next_functions[1][0]
+    try:
+        return Asked.SUM if torch._C._will_engine_execute_node(accumulation) else Asked.NOTHING
+    except RuntimeError:  # "a leaf node was passed": it is the leaf's gradient that is wanted
+        return Asked.VALUE
+
+
+class DirectForward:
+    """The forward of `linear` while a run is open. Copied or pickled with its module, it is the class's own forward."""
+
+    __slots__ = ("linear", "sink", "weight")
+
+    def __init__(self, linear: nn.Linear, sink: Sink) -> None:
+        self.linear = linear
+        self.weight = linear.weight
+        self.sink = sink
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Its parameter is called as that of `nn.Linear.forward`: a model may name it."""
+        linear = self.linear
+        weight = linear.weight
+        # A frozen weight needs no input kept; one that a program put in place of its own is none of the store's.
+        if weight is not self.weight or not weight.requires_grad or not torch.is_grad_enabled() or _is_special(input):
+            return F.linear(input, weight, linear.bias)
+        result: Tensor = DirectLinear.apply(input, weight, linear.bias, self.sink)  # type: ignore[no-untyped-call]  # torch's
+        return result
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self.linear, "forward")  # by then the new module has no forward but its class's
+
+
+def _is_special(input: Tensor) -> bool:
+    """Whether torch does more with a linear of `input` than this module knows: cast, map, differentiate forwards, nest."""
+    return (
+        type(input) is not Tensor
+        or torch.is_autocast_enabled(input.device.type)
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 def accumulate_directly(
@@ -58,22 +118,30 @@ def accumulate_directly(
 ) -> list[nn.Linear]:
     """Makes every plain `nn.Linear` of `layers` hand its weight gradient to `store`; returns them, for `undo`.
 
-    One of which any parameter is sharded is its communicator's.
+    One of which any parameter is sharded is its communicator's; one whose weight is no parameter (`weight_norm` makes it
+    of others) or whose forward somebody has replaced is autograd's.
 
     queue: takes the products instead while a D runs. Only where weight and store have one dtype, unless `all_types`: a
     product of bf16 does not go into fp32 in one call everywhere.
     """
     found: list[nn.Linear] = []
+    queue.on_last = store.passed
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if type(module) is not nn.Linear or _has_shards(book, name, module):
+            if not _is_plain(module) or _has_shards(book, name, module):
                 continue
             if all_types or module.weight.dtype == store.dtype:
-                sink = Handover(partial(store.add_product, book[f"{name}.weight"]), queue)
-                module.forward = partial(_forward, module, sink)  # type: ignore[method-assign]
-                store.expect_products(book[f"{name}.weight"])
+                entry = book[f"{name}.weight"]
+                sink = Handover(partial(store.put_product, entry), queue, entry)
+                module.forward = DirectForward(module, sink)  # type: ignore[method-assign]
+                store.expect_products(entry)
                 found.append(module)
     return found
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    is_own = type(module) is nn.Linear and "forward" not in module.__dict__
+    return is_own and module._parameters.get("weight") is not None
 
 
 def _has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
@@ -81,14 +149,7 @@ def _has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
 
 
 def undo(linears: Iterable[nn.Linear]) -> None:
-    """The linears' own forward again."""
+    """The linears' own forward again, unless a program has replaced it since."""
     for linear in linears:
-        del linear.__dict__["forward"]
-
-
-def _forward(linear: nn.Linear, sink: Sink, input: Tensor) -> Tensor:
-    """Its parameter is called as that of `nn.Linear.forward`: a model may name it."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
-        return F.linear(input, linear.weight, linear.bias)
-    result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink)  # type: ignore[no-untyped-call]  # torch's
-    return result
+        if isinstance(linear.__dict__.get("forward"), DirectForward):
+            del linear.__dict__["forward"]

@@ -54,8 +54,10 @@ class GradientMemory:
 class Slot:
     """The gradient of `entry` as `view`, a part of a buffer.
 
-    contributions: in this step. final: in the action that completes the gradient. expected: what `final` was in the
-    first step, for a parameter that a backward reaches more than once (a module used twice under recomputation).
+    contributions: in this step. final: how often the action that completes the gradient has passed by: autograd once per
+    backward, however often a parameter is used in it, the queue of a W after the entry's last product, a communicator with
+    every contribution. expected: what `final` was in the first step. is_irregular: that number varies, so the gradient is
+    complete at the end of the chunk and not before. is_reported: handlers know that it is complete.
     keeps: whether `parameter.grad` may stay the view between contributions, so that autograd adds into it by itself;
     it does where parameter and view have one dtype, which is settled after the first layout.
     is_quiet: no hook watches the parameter, so the gradient is complete at the end of the chunk and not before.
@@ -67,19 +69,23 @@ class Slot:
         "entry",
         "expected",
         "final",
+        "is_irregular",
         "is_quiet",
         "is_ready",
+        "is_reported",
         "keeps",
         "parameter",
         "view",
     )
 
-    def __init__(self, entry: Entry, view: Tensor, expected: int, *, keeps: bool) -> None:
+    def __init__(self, entry: Entry, view: Tensor, known: Slot | None, *, keeps: bool) -> None:
+        """known: the entry's slot in the layout before."""
         self.entry = entry
         self.parameter = entry.parameter
         self.chunks = entry.chunks
         self.view = view
-        self.expected = expected
+        self.expected: int = known.expected if known else 0
+        self.is_irregular: bool = known.is_irregular if known else False
         self.keeps = keeps
         self.is_quiet = False
         self.reset()
@@ -89,14 +95,42 @@ class Slot:
         self.contributions = 0
         self.final = 0
         self.is_ready = False
+        self.is_reported = False
         self.parameter.grad = None
 
+    def passed(self, *, learning: bool) -> None:
+        """One more passed by in the action that completes the gradient; the first step learns how many there are."""
+        self.final += 1
+        if not learning and not self.is_irregular and self.final >= self.expected > 0:
+            self.complete()
+
+    def learn(self) -> None:
+        """At the end of a chunk: how many passed by is what is expected, until it varies."""
+        if self.expected and self.final and self.final != self.expected:
+            self.is_irregular = True
+        self.expected = max(self.expected, self.final)
+
     def check_open(self, state: StepState) -> None:
-        """Raises RunError `gradient-complete` where the gradient is complete and no step runs: a backward by hand."""
+        """A contribution is about to come; a gradient that nobody knows to be complete is open again.
+
+        Raises RunError `gradient-complete` where the gradient is complete and no step runs: a backward by hand. And
+        `gradient-late` where its reduction has begun: no sum is made of a part.
+        """
         if not self.is_ready:
             return
         name = self.entry.name
-        assert state.action is None, f"{name}: a contribution after its gradient was reported ready"
+        if state.action is not None:
+            assert not self.chunks <= state.done, f"{name}: a contribution after its gradient was reported ready"
+            self.is_irregular = True
+            if not self.is_reported:
+                self.is_ready = False
+                return
+            raise RunError(
+                "gradient-late",
+                f"a backward within the backward reaches the parameter {name!r} again, whose gradient is being reduced: in "
+                "the steps before it came once",
+                hint="use torch.utils.checkpoint with `use_reentrant=False`, or `core.recompute`",
+            )
         raise RunError(
             "gradient-complete",
             f"a backward between two steps reaches the parameter {name!r}, whose gradient is that of the step before",
@@ -146,10 +180,10 @@ class LooseSlot(Slot):
 
     __slots__ = ("dtype", "nothing")
 
-    def __init__(self, entry: Entry, dtype: torch.dtype, expected: int, *, keeps: bool) -> None:
+    def __init__(self, entry: Entry, dtype: torch.dtype, known: Slot | None, *, keeps: bool) -> None:
         self.dtype = dtype
         self.nothing = entry.parameter.new_empty(0, dtype=dtype)
-        super().__init__(entry, self.nothing, expected, keeps=keeps)
+        super().__init__(entry, self.nothing, known, keeps=keeps)
 
     def reset(self) -> None:
         super().reset()

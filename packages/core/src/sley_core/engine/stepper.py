@@ -7,7 +7,7 @@ begin ──> forward and backward actions ──> handlers finish ──> norm,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.actions.action import actions_of
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Stepper:
-    """Takes steps. `handlers` are called in the plan's order, which is the order of their collectives."""
+    """Takes steps. `handlers` are called in the plan's order, which is the order of their collectives.
+
+    on_close: called when the run closes; what was done to the model's modules is undone there.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Stepper:
         self.groups = groups
         self.device = device
         self.state: StepState = store.state
+        self.on_close: list[Callable[[], None]] = []
         if handlers:
             store.on_ready.append(self._gradient_ready)
             store.on_chunk_done.append(self._chunk_done)
@@ -87,6 +91,8 @@ class Stepper:
         if self.executor.weights is not None:
             self.executor.weights.detach()
         self.store.close()
+        for undo in self.on_close:
+            undo()
 
     def _gradient_ready(self, entry: Entry) -> None:
         for handler in self.handlers:

@@ -5,10 +5,13 @@ autograd (a post-accumulate hook per parameter, the store's own) or from code th
 (`add`). With StepState the store reports each entry ready once per step:
 
     begin_step ──> contribution* ──> ready, in the order of `order` ──> finish_step
-                                       ^ in the chunk's last gradient action, when as many contributions have come as in
-                                         the first step; what is untouched then is completed as zeros
+                                       ^ in the chunk's last gradient action, when autograd, which counts the uses of a
+                                         parameter in each graph anew, says so, or the queue that a W empties; else when
+                                         that action ends. What is untouched then is completed as zeros
 
-A contribution after `ready` is refused: ours within a step, a user's backward between two.
+What adds to a gradient itself says nothing of the kind: there as many contributions as in the first step make it complete, and
+where their number varies, the end of the action does. A contribution after `ready` is refused: ours within a step, a user's
+backward between two.
 
 One order for all ranks of a reduce group is what makes it safe to start a collective at `ready`: two ranks that start two
 reductions in opposite order sum the wrong tensors without an error.
@@ -16,38 +19,25 @@ reductions in opposite order sum the wrong tensors without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.layout import Layout as Layout
+from sley_core.engine.layout import Planner as Planner
+from sley_core.engine.layout import by_reduce_group as by_reduce_group
+from sley_core.engine.layout import loose as loose
 from sley_core.engine.slot import GradientBuffer, GradientMemory, LooseSlot, Slot, check_not_sharded, dense
 from sley_core.engine.step_state import StepState
 
 Ready = Callable[[Entry], None]
 
 
-class Layout(NamedTuple):
-    """How a reducer wants the gradients: which lie side by side, and in which order they are reported ready.
-
-    buffers: lists of entries of one family. order: the same entries; where buffers of several reduce groups
-    fill up side by side it is not their concatenation. Equal on all ranks of every reduce group.
-    loose: entries of `order` that lie in no buffer, because nobody reduces them.
-    """
-
-    buffers: list[list[Entry]]
-    order: list[Entry]
-    loose: Sequence[Entry] = ()
-
-
 Piece = tuple[list[Tensor], str, int]
 """Gradients that count alike: tensors, their reduce group, and how many stages hold a copy."""
-
-Planner = Callable[[list[Entry]], Layout]
-"""Lays out the given entries, which come in reverse order of use."""
 
 
 class GradientStore:
@@ -81,6 +71,7 @@ class GradientStore:
         self._next = 0
         self._is_watching = False
         self._learned = False
+        self._tasks: dict[Slot, int] = {}
         self._parameters: list[Tensor] = []
         self._laid_out_for: list[bool] = []
         self.num_layouts = 0
@@ -98,21 +89,21 @@ class GradientStore:
         for entries in (layout.order, [entry for buffer in (*layout.buffers, layout.loose) for entry in buffer]):
             named = sorted(entry.index for entry in entries)
             assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
-        expected = {entry: slot.expected for entry, slot in self._slots.items()}
+        known = self._slots
         self._forget()
         self.buffers = self._memory.buffers([entries for entries in layout.buffers if entries])
         for buffer in self.buffers:
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
                 keeps = entry not in self._products
-                self._slots[entry] = Slot(entry, view, expected.get(entry, 0), keeps=keeps)
+                self._slots[entry] = Slot(entry, view, known.get(entry), keeps=keeps)
         for entry in layout.loose:
             keeps = entry not in self._products
-            self._slots[entry] = LooseSlot(entry, self.dtype, expected.get(entry, 0), keeps=keeps)
+            self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry), keeps=keeps)
         self._order = [self._slots[entry] for entry in layout.order]
         self._parameters = [entry.parameter for entry in self.book]
         self._laid_out_for = self._trainability()
         self.num_layouts += 1
-        self._learned = self._learned and self._slots.keys() <= expected.keys()
+        self._learned = self._learned and self._slots.keys() <= known.keys()
         if self._is_watching:
             self.watch()
 
@@ -197,10 +188,19 @@ class GradientStore:
 
     def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
         """The contribution left^T right, for left [n, out] and right [n, in] in the store's dtype; nothing is allocated."""
+        self.put_product(entry, left, right)
+        self.passed(entry)
+
+    def put_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
+        """As `add_product`, of a parameter of which autograd, or whoever calls `passed`, tells when its last one has come."""
         slot = self._slots[entry]
         slot.check_open(self.state)
         slot.take_product(left, right)
-        self._contributed(slot)
+        slot.contributions += 1
+
+    def passed(self, entry: Entry) -> None:
+        """The running action has contributed to `entry` once, or for the last time."""
+        self._passed(self._slots[entry])
 
     def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
         """The contribution that is `rows` [n, width], any floating dtype, added at their `indices` [n] of a table."""
@@ -220,10 +220,8 @@ class GradientStore:
         for slot in self._order:
             if not slot.is_ready and chunk in slot.chunks and slot.chunks <= self.state.done:
                 slot.complete()
-        if not self._learned and all(slot.is_ready for slot in self._order):
-            for slot in self._order:
-                slot.expected = slot.final
-            self._learned = True
+        if all(slot.is_ready for slot in self._order):
+            self._learn()
         self._report()
         for notify in self.on_chunk_done:
             notify(chunk)
@@ -233,43 +231,58 @@ class GradientStore:
         self._forget()
         self._memory.forget()
 
-    def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
-        """Autograd's hook. The first contribution is copied in; later ones autograd adds into the view itself.
+    def _learn(self) -> None:
+        """All is complete: what this step has shown of how gradients come."""
+        for slot in self._order:
+            slot.learn()
+        if not self._learned and self._tasks:
+            # The backward itself began first. Those within it come as often as they like, and may come to nobody at all.
+            outermost = min(self._tasks.values())
+            for slot, task in self._tasks.items():
+                slot.is_irregular |= task != outermost
+            self._tasks.clear()
+        self._learned = True
 
-        It fires without a gradient where all of it was added outside of autograd. Raises RunError `sparse-gradient`, and
+    def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
+        """Autograd's hook, once per backward, after every use of the parameter in it.
+
+        The first contribution is copied in; later ones autograd adds into the view itself. There is none where all of it was
+        added outside of autograd, or a function says that there is no gradient. Raises RunError `sparse-gradient`, and
         `sharded-weight-read` where code used a shard as if it were the whole weight.
         """
         gradient = parameter.grad
-        if gradient is None:
-            assert not slot.keeps, f"{slot.entry.name}: the hook fired without a gradient"
-            return
-        if slot.entry.shard is not None and gradient is slot.view:
+        if slot.entry.shard is not None and (gradient is None or gradient is slot.view):
             return  # the optimizer's, after a step; a communicator gives autograd nothing
-        check_not_sharded(slot.entry)
-        slot.check_open(self.state)
-        if gradient is not slot.view:
-            slot.adopt(dense(gradient, slot.entry))
-            if gradient is not slot.view or not slot.keeps:
-                parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
-        self._contributed(slot)
+        if gradient is not None:
+            check_not_sharded(slot.entry)
+            slot.check_open(self.state)
+            if gradient is not slot.view:
+                slot.adopt(dense(gradient, slot.entry))
+                if gradient is not slot.view or not slot.keeps:
+                    parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
+            slot.contributions += 1
+        if not self._learned:
+            self._tasks[slot] = torch._C._current_graph_task_id()
+        self._passed(slot)
 
     def _contributed(self, slot: Slot) -> None:
         slot.contributions += 1
+        self._passed(slot)
+
+    def _passed(self, slot: Slot) -> None:
         if slot.is_quiet or not self.state.gradients_final(slot.chunks):
             return
-        slot.final += 1
-        if not self._learned:
-            if slot.final == 1:
-                self._seen.append(slot.entry)
-        elif slot.final == slot.expected:
-            slot.is_ready = True
-            if slot is self._order[self._next]:
-                self._report()
+        slot.passed(learning=not self._learned)
+        if not self._learned and slot.final == 1:
+            self._seen.append(slot.entry)
+        if slot.is_ready and slot is self._order[self._next]:
+            self._report()
 
     def _report(self) -> None:
         """Reports ready entries up to the first that is not: one order, whatever autograd's was."""
         while self._next < len(self._order) and self._order[self._next].is_ready:
             slot = self._order[self._next]
+            slot.is_reported = True
             self._next += 1
             for notify in self.on_ready:
                 notify(slot.entry)
@@ -284,16 +297,3 @@ class GradientStore:
             slot.parameter.grad = None
         self._hooks, self._slots, self._order, self.buffers = [], {}, [], []
         self._next = 0
-
-
-def loose(entries: list[Entry]) -> Layout:
-    """No buffers: for a run in which nobody reduces."""
-    return Layout([], entries, entries)
-
-
-def by_reduce_group(entries: list[Entry]) -> Layout:
-    """One buffer for each family of entries, in the order given."""
-    families: dict[tuple[object, ...], list[Entry]] = {}
-    for entry in entries:
-        families.setdefault(entry.family, []).append(entry)
-    return Layout(list(families.values()), entries)

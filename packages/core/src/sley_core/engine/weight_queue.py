@@ -6,11 +6,16 @@ multiplying; other parameters get their gradient in D. Recomputation therefore r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
 
 Place = tuple[int, int]
 """Chunk and micro-batch."""
@@ -22,10 +27,13 @@ class WeightQueue:
     """Holds the closures of every D that has not met its W.
 
     D opens `collecting(place)`; within it `put` takes what linears hand over. W calls `run(place)`.
+
+    on_last: told the entry when `run` has done the last that D put off for it, however often a linear was used.
     """
 
     def __init__(self) -> None:
-        self._queued: dict[Place, list[Work]] = {}
+        self.on_last: Callable[[Entry], None] | None = None
+        self._queued: dict[Place, list[tuple[Work, Entry | None]]] = {}
         self._open: Place | None = None
 
     @property
@@ -43,18 +51,24 @@ class WeightQueue:
         finally:
             self._open = None
 
-    def put(self, work: Work) -> None:
-        """Puts off `work`, which holds a linear's input and output gradient."""
+    def put(self, work: Work, entry: Entry | None = None) -> None:
+        """Puts off `work`, which holds a linear's input and output gradient; entry: what it contributes to, for `on_last`."""
         assert self._open is not None, "no D is running"
-        self._queued[self._open].append(work)
+        self._queued[self._open].append((work, entry))
 
     @torch.no_grad()
     def run(self, place: Place) -> None:
         """Does what D of `place` put off, and lets go of it piece by piece."""
         queued = self._queued.pop(place)
+        left = Counter(entry for _, entry in queued)
         queued.reverse()
         while queued:
-            queued.pop()()
+            work, entry = queued.pop()
+            work()
+            del work  # what it holds is free before the next one multiplies
+            left[entry] -= 1
+            if entry is not None and not left[entry] and self.on_last is not None:
+                self.on_last(entry)
 
     def clear(self) -> None:
         """Forgets everything: a step failed."""
@@ -63,14 +77,20 @@ class WeightQueue:
 
 
 class Handover:
-    """The sink of one linear: multiplies at once, or queues while a D is collecting."""
+    """The sink of one linear: multiplies at once, or queues while a D is collecting.
 
-    def __init__(self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue) -> None:
+    entry: the weight's, where the queue tells of its last product.
+    """
+
+    def __init__(
+        self, multiply: Callable[[Tensor, Tensor], None], queue: WeightQueue, entry: Entry | None = None
+    ) -> None:
         self.multiply = multiply
         self.queue = queue
+        self.entry = entry
 
     def __call__(self, rows: Tensor, inputs: Tensor) -> None:
         if self.queue.is_collecting:
-            self.queue.put(lambda: self.multiply(rows, inputs))
+            self.queue.put(lambda: self.multiply(rows, inputs), self.entry)
         else:
             self.multiply(rows, inputs)

@@ -1,0 +1,207 @@
+"""What people write around a linear, in one model each: `factory = "sley_core.testing.habits:model"`, `options.habit`.
+
+Whoever puts something in the place of a linear gives the numbers of a loop by hand for all `HABITS` (`testing.by_hand`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from sley_core.data.dataset import DataInfo
+from sley_core.model.layers import Model
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(hidden, hidden)
+        self.two = nn.Linear(hidden, hidden, bias=False)
+
+
+class InPlace(Block):
+    """Results of linears that are written to, of 3-d and of 2-d inputs, with and without a bias."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.one(hidden)
+        result += hidden
+        result = F.relu_(self.two(result))
+        flat = F.silu(self.one(result.flatten(0, 1)), inplace=True)
+        made: Tensor = nn.Sequential(self.two, nn.ReLU(inplace=True), self.one)(hidden).add_(flat.view_as(hidden))
+        return made
+
+
+class Adaptive(Block):
+    """As deep as the tokens say, one, two or three times; in the first step once."""
+
+    def depth(self, tokens: Tensor) -> int:
+        return 1 + int(tokens[0, 0]) // 4 % 3
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        for _ in range(self.depth(tokens)):
+            hidden = hidden + self.two(self.one(hidden).tanh())
+        made: Tensor = hidden
+        return made
+
+
+class AdaptiveAgain(Adaptive):
+    """The same, each time under the checkpoint that runs a backward within the backward."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        for _ in range(self.depth(tokens)):
+            hidden = hidden + checkpoint(lambda h: self.two(self.one(h).tanh()), hidden, use_reentrant=True)
+        made: Tensor = hidden
+        return made
+
+
+class Normed(nn.Module):
+    """Linears whose weight is made of other parameters before each call."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.one = nn.utils.weight_norm(nn.Linear(hidden, hidden))
+        self.two = nn.utils.parametrizations.weight_norm(nn.Linear(hidden, hidden, bias=False))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = hidden + self.two(self.one(hidden).tanh())
+        return made
+
+
+class Frozen(Block):
+    """A low-rank step beside frozen linears."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.down = nn.Linear(hidden, 2, bias=False)
+        self.up = nn.Linear(2, hidden, bias=False)
+        self.one.requires_grad_(False)
+        self.two.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = hidden + self.two(self.one(hidden).tanh()) + self.up(self.down(hidden))
+        return made
+
+
+class GradientWithin(Block):
+    """A forward that asks for a gradient of its own: a step against the input, which adds nothing to any weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = hidden.detach().requires_grad_()
+            (step,) = torch.autograd.grad(self.two(self.one(at).tanh()).square().sum(), at)
+        made: Tensor = hidden + self.two(self.one(hidden - 0.1 * step).tanh())
+        return made
+
+
+class Penalty(Block):
+    """A gradient that is trained through: its own derivative belongs to the weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        at = hidden.detach().requires_grad_()
+        energy = self.two(self.one(at).tanh()).square().sum()
+        (force,) = torch.autograd.grad(energy, at, create_graph=True)
+        (of_weight,) = torch.autograd.grad(energy, self.two.weight, retain_graph=True)
+        made: Tensor = hidden + force + of_weight.sum(0)
+        return made
+
+
+class Swapped(Block):
+    """Calls a linear with another weight than its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        other = {"weight": self.two.weight * 2, "bias": self.one.bias}
+        made: Tensor = hidden + torch.func.functional_call(self.one, other, (hidden,)) + self.two(hidden).tanh()
+        return made
+
+
+class Mapped(Block):
+    """Calls linears under torch.func: sample by sample, and forward-mode derivatives."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        each = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))  # type: ignore[no-untyped-call]  # torch's
+            tangent = forward_ad.unpack_dual(self.one(dual)).tangent  # type: ignore[no-untyped-call]  # torch's
+        made: Tensor = hidden + each + tangent
+        return made
+
+
+class NoGradient(torch.autograd.Function):
+    """Uses a weight and says that it has no gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden + weight.sum()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Silent(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]  # torch's
+        return made
+
+
+class Hooked(Block):
+    """Hooks on the result of a linear and on its module."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.two.register_forward_hook(lambda module, args, result: result * 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.one(hidden)
+        result.register_hook(lambda gradient: gradient * 2)
+        made: Tensor = hidden + self.two(result.relu())
+        return made
+
+
+KINDS: tuple[type[nn.Module], ...] = (
+    InPlace,
+    Adaptive,
+    AdaptiveAgain,
+    Normed,
+    Frozen,
+    GradientWithin,
+    Penalty,
+    Swapped,
+    Mapped,
+    Silent,
+    Hooked,
+)
+HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}
+"""By name, each called with the width of the model."""
+
+
+def init(module: nn.Module, name: str) -> None:
+    """Values that depend on the place alone, for parameters under whatever name a hook gave them."""
+    for key, parameter in module.named_parameters(recurse=False):
+        generator = torch.Generator().manual_seed(sum(map(ord, f"{name}.{key}")))
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+
+
+class Embed(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
+    """Two blocks of one habit between an embedding and a head."""
+    assert data.vocab_size is not None
+    blocks = [(f"blocks.{at}", HABITS[habit](hidden)) for at in range(2)]
+    return [("embed", Embed(data.vocab_size, hidden)), *blocks, ("head", nn.Linear(hidden, data.vocab_size))]
+
+
+def model(data: DataInfo, habit: str) -> Model:
+    return Model(layers(data, habit), init)
