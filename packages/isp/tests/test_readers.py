@@ -40,13 +40,23 @@ def first_step(tables: dict[str, Any], folder: Any, evaluates: bool = False) -> 
         return str(caught.value)
 
 
-@pytest.mark.parametrize("memory", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_ranks_that_go_different_ways_are_told(ranks, sharded, folder, own, memory):
-    """Where each module's gradients travel alone, one rank's would be taken for those of another."""
-    changes = model("branches") | {"batch__micro_size": 1, "parallel": {"host_memory": memory}}
-    changes["limits"] = {"collective_timeout_s": 5.0}
-    for message in ranks(2)(first_step, sharded(2, weights={"unit": "module"}, **changes), folder):
-        assert ("ranks-differ" if memory else "collective-failed") in message
+WAYS = [
+    ({"unit": "module"}, True),
+    ({"unit": "module"}, False),
+    ({"fused": False}, True),
+    ({"fused": False}, False),
+    ({"fused": False, "overlap": False, "reduce": "step"}, True),
+]
+
+
+@pytest.mark.parametrize("model_name", ["branches", "uneven_branches"])
+@pytest.mark.parametrize(("weights", "memory"), WAYS)
+def test_ranks_that_go_different_ways_are_told(ranks, sharded, folder, own, weights, memory, model_name):
+    """Where each module's gradients travel alone, one rank's would be taken for those of another, of its size or not."""
+    changes = model(model_name) | {"batch__micro_size": 1, "parallel": {"host_memory": memory}}
+    changes["limits"] = {"collective_timeout_s": 20.0}
+    for message in ranks(2)(first_step, sharded(2, weights=weights, **changes), folder):
+        assert "ranks-differ" in message
         assert "of branch." in message
 
 

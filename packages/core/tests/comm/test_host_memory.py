@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from sley_core.comm import host_memory
+from sley_core.comm import host_memory, system_memory
 from sley_core.comm.groups import make_groups
 from sley_core.comm.rows import GATHER, REDUCE, gather_rows, reduce_rows, share_rows, swap_rows
 from sley_core.comm.system_memory import Span, read, write
@@ -229,3 +230,85 @@ def test_messages_where_one_rank_may_not_read(ranks):
     """All ranks take the same way."""
     assert ranks(3)(refused, False) == [["gather", "reduce", "shared"]] * 3
     assert ranks(3)(refused, True) == [[]] * 3
+
+
+def without_boot_id() -> list[str]:
+    host_memory.BOOT_ID = host_memory.BOOT_ID.with_name("absent") if os.environ["RANK"] == "1" else host_memory.BOOT_ID
+    return sorted(wp().memories)
+
+
+def test_messages_where_the_machine_does_not_say_which_it_is(ranks):
+    """A /proc that hides the boot's number, on one rank: all take the other way."""
+    assert ranks(2)(without_boot_id) == [[]] * 2
+
+
+def without_descriptors() -> list[str]:
+    if os.environ["RANK"] == "1":
+        del os.pidfd_open
+    return sorted(wp().memories)
+
+
+def test_messages_where_the_end_of_a_process_cannot_be_seen(ranks):
+    assert ranks(2)(without_descriptors) == [[]] * 2
+
+
+def a_stranger_with_the_peers_number() -> list[str]:
+    """The peer has ended, by its descriptor; its number is that of a process whose memory can be written all the same."""
+    group = wp()
+    memory = group.memories[GATHER]
+    peer = 1 - group.coord
+    shard = torch.ones(2)
+    gather_rows([torch.empty(4)], [shard], group, what="weights").end()
+    gone = os.posix_spawn("/bin/true", ["true"], {})
+    memory._ends[peer] = host_memory.select.poll()
+    memory._ends[peer].register(os.pidfd_open(gone), host_memory.select.POLLIN)
+    os.waitpid(gone, 0)
+    before = list(memory._inbox)
+    said = []
+    for call in (
+        lambda: gather_rows([torch.empty(4)], [shard], group, what="weights"),
+        lambda: memory.done(peer, 7, "weights"),
+        lambda: memory.read(peer, [Span(shard.data_ptr(), 8)], [Span(memory._cards[peer].inbox, 8)], "weights"),
+    ):
+        with pytest.raises(RunError) as raised:
+            call()
+        said.append(raised.value.diagnostics[0].code)
+    dist.barrier(group=group.lane(GATHER))
+    assert list(memory._inbox) == before, "nobody wrote"
+    return said
+
+
+def test_nothing_is_written_into_a_process_that_has_the_number_of_a_peer(ranks):
+    """Numbers of processes are used again; a descriptor says that the process that had it is gone."""
+    assert ranks(2)(a_stranger_with_the_peers_number) == [["collective-failed"] * 3] * 2
+
+
+def long_spans() -> None:
+    """Copies longer than one call moves, of several spans, cut anywhere; a call is told to move 1000 bytes at most."""
+    system_memory.MOST_BYTES = 1000
+    lengths = [1, 999, 0, 1000, 4321, 7, 1993]
+    source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
+    target = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+    here = [Span(one.data_ptr(), one.numel()) for one in target]
+    there = [Span(one.data_ptr(), one.numel()) for one in source]
+    assert read(os.getpid(), here, there) == sum(lengths)
+    assert all(map(torch.equal, source, target))
+    assert read(os.getpid(), here, [*there[:-1], Span(8, lengths[-1])]) == -1
+
+
+def test_copies_longer_than_one_call_moves(monkeypatch):
+    monkeypatch.setattr(system_memory, "MOST_BYTES", system_memory.MOST_BYTES)
+    long_spans()
+
+
+@pytest.mark.campaign
+def test_a_copy_above_two_gib():
+    """What Linux moves in one call is 4 KiB less than 2 GiB."""
+    size = (1 << 31) + (64 << 20)
+    source, target = torch.empty(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    source.fill_(3)
+    source[-5:] = torch.arange(5, dtype=torch.uint8)
+    spans = [Span(one.data_ptr(), size) for one in (target, source)]
+    assert read(os.getpid(), spans[:1], spans[1:]) == size
+    assert torch.equal(source[-(65 << 20) :], target[-(65 << 20) :])
+    assert int(target[(1 << 31) - 5000]) == 3

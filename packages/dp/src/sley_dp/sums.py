@@ -69,7 +69,7 @@ class Host(Plain):
             super().start(buffer, group)
             return
         # The bucket's reduce group; its ranks start their buckets in one order.
-        self._sums.append(HostSum(self._memories[group.axis], buffer.data, described(buffer)))
+        self._sums.append(HostSum(self._memories[group.axis], buffer.data, described(buffer), buffer.contents))
         for one in self._sums:
             one.advance()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Parcel:
-    """Entries whose gradients are reduced in one exchange. sources: who contributes to which of them.
+    """Entries whose gradients are reduced in one exchange. name: the layer or module. sources: who contributes to which.
 
     chunks: those of all of its entries, where it is reduced once per step.
     """
@@ -67,7 +67,8 @@ class Parcels:
         """`site` will contribute to all of its entries."""
         for entry in site.entries:
             home = self._homes.setdefault(entry, site) if self.once else site
-            parcel = self._parcels.setdefault(self._key(home, entry), Parcel(home.unit.name, entry.chunks))
+            name = home.unit.name if self.fused else home.name
+            parcel = self._parcels.setdefault(self._key(home, entry), Parcel(name, entry.chunks))
             if entry not in parcel.entries:
                 parcel.entries.append(entry)
             parcel.sources.add((site, entry))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sley_core.comm.marks import checksum
 from sley_core.comm.rows import Reduction, num_received, reduce_rows
 from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
 from sley_isp.parcels import Open
@@ -150,9 +151,11 @@ class Reductions:
         device = self.store.device
         scratch = [(num_received(shard_of(entry).size, self.group, device), *entry.shape[1:]) for entry in wholes]
         received = self._lent(scratch, filled.lease)
-        # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers.
         what = f"the gradients of {parcel.name}"
-        exchange = reduce_rows(list(wholes.values()), received, self.group, what=what)
+        contents = checksum(entry.name for entry in wholes)
+        # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers. Where the data
+        # decides which modules run, and a parcel is less than a layer, the names in it tell the ranks that it did.
+        exchange = reduce_rows(list(wholes.values()), received, self.group, what=what, contents=contents)
         owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
         self._under_way.append(_UnderWay(exchange, owned, filled.lease))
         self.num_started += 1

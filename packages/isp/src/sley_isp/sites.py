@@ -51,6 +51,11 @@ class Site:
         self.sink: Sink
 
     @property
+    def name(self) -> str:
+        """The module's."""
+        return self.entries[0].name.rpartition(".")[0]
+
+    @property
     def entries(self) -> list[Entry]:
         """The sharded entries."""
         return [entry for entry in (self.weight, self.bias) if entry is not None]

@@ -46,18 +46,23 @@ def half_sharded() -> Layers:
 class Branch(nn.Module):
     """One of two linears, as the data has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         chosen = self.first if float(hidden.detach().sum()) > 0 else self.second
-        return hidden + chosen(hidden).tanh()
+        return hidden + chosen(hidden).tanh()[..., :WIDTH]
 
 
 def branches() -> Layers:
     return [("embed", Embed()), ("branch", Branch()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+def uneven_branches() -> Layers:
+    """Of two sizes."""
+    return [("embed", Embed()), ("branch", Branch(2 * WIDTH)), ("head", nn.Linear(WIDTH, WIDTH))]
 
 
 class Encoder(nn.Module):

@@ -54,7 +54,9 @@ def exchanges(seed, dtype):
                 factors = [torch.randn(one.shape, dtype=torch.float64).to(dtype) for one in found]
                 torch.autograd.backward(found, factors)
             shapes = [tuple(tensor.shape) for tensor in tensors]
-            assert [call.op for call in calls] == ["all_to_all_single"] * 2, (seed, case, calls)
+            sent = [call for call in calls if call.op == "send" and call.dtype != "uint8"]
+            assert len(sent) == 2 * (group.size - 1), (seed, case, calls)
+            assert len(calls) == 4 * len(sent), "each has a header, and is received"
             for tensor, one, factor in zip(tensors, found, factors, strict=True):
                 whole = gathered(tensor, group).requires_grad_()
                 assert torch.equal(one, own_heads(whole, group)), (seed, case, shapes)

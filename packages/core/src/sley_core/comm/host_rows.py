@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.host_memory import HostMemory
+from sley_core.comm.marks import Mark
 from sley_core.comm.system_memory import Span
 
 PIECE_BYTES = 1 << 18
@@ -20,11 +21,11 @@ PIECE_BYTES = 1 << 18
 class HostGather:
     """Fills each of `wholes` with the ranks' `shards`."""
 
-    def __init__(self, memory: HostMemory, wholes: Sequence[Tensor], shards: Sequence[Tensor], what: str) -> None:
+    def __init__(self, memory: HostMemory, wholes: Sequence[Tensor], shards: Sequence[Tensor], mark: Mark) -> None:
         self._memory = memory
-        self._what = what
+        self._what = mark.what
         self._shards = shards  # alive while others may read them
-        self._number = memory.offer(shards, what, self._complete)
+        self._number = memory.offer(shards, mark, self._complete)
         self._rows = [whole.view(len(memory.ranks), *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         self._is_open = True
         for rows, shard in zip(self._rows, shards, strict=True):
@@ -67,11 +68,11 @@ class HostShare:
     Gathers from it wait for the peers once, however many they are.
     """
 
-    def __init__(self, memory: HostMemory, shards: Sequence[Tensor], what: str) -> None:
+    def __init__(self, memory: HostMemory, shards: Sequence[Tensor], mark: Mark) -> None:
         self._memory = memory
-        self._what = what
+        self._what = mark.what
         self._shards = shards  # alive while others may read them
-        self._number = memory.offer(shards, what)  # one is open at a time, in a row of offers of its own
+        self._number = memory.offer(shards, mark)  # one is open at a time, in a row of offers of its own
         self._places = {shard.data_ptr(): place for place, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 
@@ -129,11 +130,11 @@ class SharedGather:
 class HostReduce:
     """Adds the others' part of each of `wholes` to this rank's rows of it."""
 
-    def __init__(self, memory: HostMemory, wholes: Sequence[Tensor], what: str) -> None:
+    def __init__(self, memory: HostMemory, wholes: Sequence[Tensor], mark: Mark) -> None:
         self._memory = memory
-        self._what = what
+        self._what = mark.what
         self._wholes = wholes  # alive while others may read them
-        self._number = memory.offer(wholes, what, self.end)
+        self._number = memory.offer(wholes, mark, self.end)
         self._own = [whole.view(len(memory.ranks), -1)[memory.coord] for whole in wholes]
         self._is_open = True
 
@@ -167,11 +168,11 @@ class HostReduce:
 class HostSwap:
     """Row i of `received` is this rank's row of the i-th rank's `sent`."""
 
-    def __init__(self, memory: HostMemory, received: Tensor, sent: Tensor, what: str) -> None:
+    def __init__(self, memory: HostMemory, received: Tensor, sent: Tensor, mark: Mark) -> None:
         self._memory = memory
-        self._what = what
+        self._what = mark.what
         self._sent = sent  # alive while others may read it
-        self._number = memory.offer([sent], what, self.end)
+        self._number = memory.offer([sent], mark, self.end)
         self._received = received
         self._is_open = True
         received[memory.coord].copy_(sent[memory.coord])

@@ -15,6 +15,7 @@ from sley_core.comm import rows
 from sley_core.comm.groups import Group
 from sley_core.comm.host_memory import HostMemory
 from sley_core.comm.host_rows import add_from, span
+from sley_core.comm.marks import mark_of
 from sley_core.comm.system_memory import Span
 from sley_core.topology import DEFAULT_LANE
 
@@ -41,11 +42,15 @@ class HostSum:
 
     A slice is summed when those of all sums before are, so that its offer has the same number on all ranks. `whole` is nobody
     else's until `end` has returned.
+
+    contents: a checksum of what lies in `whole`. Where a rank sums something else, or of another length, `sum` and `wait` raise
+    RunError `ranks-differ` on all, and nothing is read.
     """
 
-    def __init__(self, memory: SumMemory, whole: Tensor, what: str) -> None:
+    def __init__(self, memory: SumMemory, whole: Tensor, what: str, contents: int = 0) -> None:
         self._memory = memory
-        self._what = f"{what} over {memory.group}"
+        self._mark = mark_of("all-reduce", f"{what} over {memory.group}", [whole], contents)
+        self._what = self._mark.what
         size = memory.group.size
         flat = whole.view(-1)
         length = -(-flat.numel() // size)
@@ -55,7 +60,7 @@ class HostSum:
         self._is_whole = False
         for watcher in rows.watchers:
             watcher("all_reduce", memory.group, [whole])
-        self._number = memory.wholes.offer([whole], self._what, self.end)
+        self._number = memory.wholes.offer([whole], self._mark, self.end)
 
     def advance(self) -> bool:
         """Does what the others have made possible, without waiting for them; whether `whole` holds the sum."""
@@ -100,7 +105,8 @@ class HostSum:
         self._is_summed = True
         self._memory.num_summed += 1
         # There is room: the sum of RING before ended when this one's whole was offered.
-        number = self._memory.slices.offer([own], self._what)
+        # The mark of the whole: slices are cut alike, but the last may be shorter.
+        number = self._memory.slices.offer([own], self._mark)
         assert number == self._number, f"offer {number} of slices for sum {self._number}"
         for peer in wholes.peers:
             wholes.done(peer, self._number, self._what)

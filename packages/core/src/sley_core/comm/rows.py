@@ -5,24 +5,24 @@
 
 On the CPU of one host, ranks read each other's memory where the system lets them. On gloo otherwise every rank sends to
 every other directly: two to four times faster than gloo's own reduce-scatter, and what is received needs no copy
-(docs/measurements.md). Either way an exchange of something else is never taken for it. Elsewhere the backend's own
-collectives are the best there are. A shard is summed on its own rank, own part first, then by ascending coordinate, so the
-result depends neither on who is late nor on the way that it took.
+(docs/measurements.md). Either way each rank says what it exchanges and how long it is, and something else is an error on
+both sides (`marks`). Elsewhere the backend's own collectives are the best there are. A shard is summed on its own rank, own
+part first, then by ascending coordinate, so the result depends neither on who is late nor on the way that it took.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.collectives import all_to_all, guarded
 from sley_core.comm.groups import SHARED, Group
-from sley_core.comm.host_memory import mark_of
 from sley_core.comm.host_rows import HostGather, HostReduce, HostShare, HostSwap
+from sley_core.comm.marks import mark_of
+from sley_core.comm.messages import Messages, is_direct, others, pass_around
 from sley_core.comm.together import gather_together, reduce_together
 
 GATHER = "gather"
@@ -54,60 +54,13 @@ class Reduction(Exchange, Protocol):
         """Whether `wait` would wait for nobody, as far as that is known; asks without waiting."""
 
 
-class Messages:
-    """An exchange by works of a process group.
-
-    received, sent: their works. finish: what is left to do with what came.
-    """
-
-    __slots__ = ("_finish", "_group", "_operation", "_received", "_sent", "_what")
-
-    def __init__(
-        self,
-        received: list[Any],
-        sent: list[Any],
-        operation: str,
-        group: Group,
-        what: str,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._received = received
-        self._sent = sent
-        self._operation = operation
-        self._group = group
-        self._what = what
-        self._finish = finish
-
-    def wait(self) -> None:
-        received, self._received = self._received, []
-        self._await(received)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def is_here(self) -> bool:
-        return all(work.is_completed() for work in self._received)
-
-    def free(self) -> None:
-        self.wait()
-
-    def end(self) -> None:
-        self.wait()
-        sent, self._sent = self._sent, []
-        self._await(sent)
-
-    def _await(self, works: list[Any]) -> None:
-        for work in works:
-            guarded(work.wait, self._operation, self._group, self._what)
-
-
 def share_rows(shards: Sequence[Tensor], group: Group, *, what: str) -> HostShare | None:
     """Lets the ranks of `group` read `shards`, contiguous, until `end`, where they can read each other's memory; else None.
 
     All ranks of the group call it, and its `end`, in one order with `gather_rows`, with as many tensors of the same shapes.
     """
     memory = group.memories.get(SHARED) if group.size > 1 else None
-    return None if memory is None else HostShare(memory, shards, what)
+    return None if memory is None else HostShare(memory, shards, mark_of("share", what, shards))
 
 
 def gather_rows(
@@ -128,97 +81,86 @@ def gather_rows(
         _tell("gather", group, shards)
         if share is not None:
             return share.gather(wholes, shards)
-        return HostGather(memory, wholes, shards, what)
+        return HostGather(memory, wholes, shards, mark_of("gather", what, shards))
     lane = group.lane(GATHER)
-    received: list[Any] = []
-    sent: list[Any] = []
-
-    def start() -> None:
-        if not _is_direct(lane, shards[0].device):
-            received.extend(gather_together(wholes, shards, lane))
-            return
-        tag = mark_of(what)
-        for whole, shard in zip(wholes, shards, strict=True):
-            rows = whole.view(group.size, *shard.shape)
-            for peer in _others(group):
-                received.append(lane.recv([rows[peer]], peer, tag))
-            for peer in _others(group):
-                sent.append(lane.send([shard], peer, tag))
-            rows[own].copy_(shard)
-
-    guarded(start, "gather", group, what)
-    return Messages(received, sent, "gather", group, what)
+    if not is_direct(lane, shards[0].device):
+        works = guarded(lambda: gather_together(wholes, shards, lane), "gather", group, what)
+        return Messages(works, [], "gather", group, what)
+    peers = others(group)
+    rows = [whole.view(group.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
+    places = [[whole[peer] for peer in peers] for whole in rows]
+    mark = mark_of("gather", what, shards)
+    started = pass_around(places, [[shard] * len(peers) for shard in shards], group, lane, mark, "gather")
+    for whole, shard in zip(rows, shards, strict=True):
+        whole[own].copy_(shard)
+    return started
 
 
 def num_received(rows: int, group: Group, device: torch.device) -> int:
     """The rows of scratch memory that `reduce_rows` needs for a shard of `rows` on `device`: only what is sent directly
     arrives beside the whole."""
-    if group.size == 1 or REDUCE in group.memories or not _is_direct(group.lane(REDUCE), device):
+    if group.size == 1 or REDUCE in group.memories or not is_direct(group.lane(REDUCE), device):
         return 0
     return rows * (group.size - 1)
 
 
-def reduce_rows(wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Group, *, what: str) -> Reduction:
+def reduce_rows(
+    wholes: Sequence[Tensor], scratches: Sequence[Tensor], group: Group, *, what: str, contents: int = 0
+) -> Reduction:
     """Starts to sum each of `wholes` [size x n, ...] over `group`; after `wait` this rank's n rows hold the sum.
 
     scratches: [`num_received(n)`, ...] of the same type. All are contiguous and the exchange's until `end` has returned;
     the other ranks' rows of `wholes` are undefined then. Runs on the lane `reduce`; all ranks of the group call it in
-    one order with as many tensors of the same shapes.
+    one order with as many tensors of the same shapes. contents: a checksum of what they are, where `what` leaves it open.
     """
     if group.size == 1:
         return Messages([], [], "reduce", group, what)
     memory = group.memories.get(REDUCE)
     if memory is not None:
         _tell("reduce", group, wholes)
-        return HostReduce(memory, wholes, what)
+        return HostReduce(memory, wholes, mark_of("reduce", what, wholes, contents))
     lane = group.lane(REDUCE)
     parts = [whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:]) for whole in wholes]
     own = [rows[group.coord] for rows in parts]
-    if not _is_direct(lane, wholes[0].device):
+    if not is_direct(lane, wholes[0].device):
         works = guarded(lambda: reduce_together(own, wholes, lane), "reduce", group, what)
         return Messages(works, [], "reduce", group, what)
     arriving = [one.view(group.size - 1, *rows.shape[1:]) for one, rows in zip(scratches, parts, strict=True)]
-    came: list[Any] = []
-    sent: list[Any] = []
-
-    def start() -> None:
-        tag = mark_of(what)
-        for rows, received in zip(parts, arriving, strict=True):
-            for at, peer in enumerate(_others(group)):
-                came.append(lane.recv([received[at]], peer, tag))
-            for peer in _others(group):
-                sent.append(lane.send([rows[peer]], peer, tag))
 
     def finish() -> None:
         for total, received in zip(own, arriving, strict=True):
             for part in received:
                 total.add_(part)
 
-    guarded(start, "reduce", group, what)
-    return Messages(came, sent, "reduce", group, what, finish)
+    out = [[rows[peer] for peer in others(group)] for rows in parts]
+    mark = mark_of("reduce", what, wholes, contents)
+    return pass_around([list(one) for one in arriving], out, group, lane, mark, "reduce", finish)
 
 
-def swap_rows(received: Tensor, sent: Tensor, group: Group, *, lane: str, what: str) -> Exchange:
+def swap_rows(received: Tensor, sent: Tensor, group: Group, *, lane: str, what: str, contents: int = 0) -> Exchange:
     """Starts an exchange: row i of `sent` [size, ...] goes to the i-th rank of `group`, row i of `received` comes from it.
 
-    Both are contiguous, of one shape and dtype, and the exchange's until `end` has returned. Runs on `lane`, GATHER or
-    REDUCE; all ranks of the group call it in one order with what else runs there, with tensors of one shape.
+    Both are contiguous, of one shape and dtype, and the exchange's until `end` has returned. Runs on `lane`; all ranks of the
+    group call it in one order with what else runs there, with tensors of one shape. contents: as for `reduce_rows`.
     """
-    memory = group.memories.get(lane) if group.size > 1 else None
+    if group.size == 1:
+        received.copy_(sent)
+        return Messages([], [], "swap", group, what)
+    memory = group.memories.get(lane)
     if memory is not None:
         _tell("swap", group, [sent])
-        return HostSwap(memory, received, sent, what)
-    return Messages([all_to_all(received, sent, group, what=what, lane=lane)], [], "swap", group, what)
+        return HostSwap(memory, received, sent, mark_of("swap", what, [sent], contents))
+    joined = group.lane(lane)
+    if not is_direct(joined, sent.device):
+        return Messages([all_to_all(received, sent, group, what=what, lane=lane)], [], "swap", group, what)
+    peers = others(group)
+    mark = mark_of("swap", what, [sent], contents)
+    places, parts = ([[whole[peer] for peer in peers]] for whole in (received, sent))
+    started = pass_around(places, parts, group, joined, mark, "swap")
+    received[group.coord].copy_(sent[group.coord])
+    return started
 
 
 def _tell(operation: str, group: Group, tensors: Sequence[Tensor]) -> None:
     for watcher in watchers:
         watcher(operation, group, tensors)
-
-
-def _others(group: Group) -> list[int]:
-    return [peer for peer in range(group.size) if peer != group.coord]
-
-
-def _is_direct(lane: dist.ProcessGroup, device: torch.device) -> bool:
-    return device.type == "cpu" and dist.get_backend(lane) == "gloo"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 MOST_SPANS = 1024
 """IOV_MAX of Linux: more in one call are refused."""
+
+MOST_BYTES = 1 << 30
+"""Copied by one call. Linux moves 2 GiB less a page at most (MAX_RW_COUNT), and says so only by what it returns."""
 
 
 class Span(NamedTuple):
@@ -50,13 +53,36 @@ def _copy(function: Any, pid: int, here: Sequence[Span], there: Sequence[Span]) 
     if function is None:
         return -1
     copied = 0
-    for first in range(0, len(there), MOST_SPANS):
-        own, others = _vectors(here[first : first + MOST_SPANS]), _vectors(there[first : first + MOST_SPANS])
-        num_bytes = int(function(pid, own, len(own), others, len(others), 0))
+    for some, others in _calls(here, there):
+        own, foreign = _vectors(some), _vectors(others)
+        num_bytes = int(function(pid, own, len(own), foreign, len(foreign), 0))
         if num_bytes < 0:
             return -1
         copied += num_bytes
     return copied
+
+
+def _calls(here: Sequence[Span], there: Sequence[Span]) -> Iterator[tuple[Sequence[Span], Sequence[Span]]]:
+    """The same copies, as many in a call as it takes: span after span, in pairs of one length where there is more than that."""
+    if len(there) <= MOST_SPANS and len(here) <= MOST_SPANS and sum(span.num_bytes for span in there) <= MOST_BYTES:
+        yield here, there
+        return
+    some: list[Span] = []
+    others: list[Span] = []
+    room = MOST_BYTES
+    for own, foreign in zip(here, there, strict=True):
+        assert own.num_bytes == foreign.num_bytes, f"{own} for {foreign}"
+        done = 0
+        while done < own.num_bytes:
+            if not room or len(some) == MOST_SPANS:
+                yield some, others
+                some, others, room = [], [], MOST_BYTES
+            size = min(own.num_bytes - done, room)
+            some.append(Span(own.address + done, size))
+            others.append(Span(foreign.address + done, size))
+            done += size
+            room -= size
+    yield some, others
 
 
 def _vectors(spans: Sequence[Span]) -> ctypes.Array[_Vector]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from sley_core.comm.marks import checksum
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
 from sley_core.engine.step_state import StepState
@@ -22,6 +24,11 @@ class GradientBuffer(FlatBuffer):
         self.reduce_group = entries[0].reduce_group
         self.num_holders = len(entries[0].stages)
         assert all(entry.family == entries[0].family for entry in entries), f"{entries} do not reduce together"
+
+    @cached_property
+    def contents(self) -> int:
+        """A checksum of whose gradients these are, in their order: two ranks that sum a buffer have the same."""
+        return checksum(entry.name for entry in self.entries)
 
 
 class GradientMemory:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.groups import Group
+from sley_core.comm.marks import checksum
 from sley_core.errors import RunError
 from sley_isp.sequence.exchange import heads_of_all, slice_of_all
 
@@ -59,7 +60,8 @@ def attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], 
     A compiled layer's graph breaks around it: nothing of an exchange is for a compiler.
 
     Raises RunError "sequence-attention" for arguments, or a context, of other shapes than `SequenceAttention` says, and
-    "sequence-heads" where the query heads do not divide among the ranks; before anything is exchanged.
+    "sequence-heads" where the query heads do not divide among the ranks; before anything is exchanged. "ranks-differ" where
+    ranks attend otherwise: by another function, with other options or other shapes.
     """
     context: Tensor = _attend(attention, group, args, more)
     return context
@@ -71,10 +73,11 @@ def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any],
         return attention(*args, **more)
     given = _leading(args)
     _check(given, group.size)
+    contents = _kind(attention, args[len(given) :], more)
     if len({tensor.dtype for tensor in given}) == 1:
-        whole = heads_of_all(group, *given)
+        whole = heads_of_all(group, *given, contents=contents)
     else:
-        whole = tuple(heads_of_all(group, tensor)[0] for tensor in given)
+        whole = tuple(heads_of_all(group, tensor, contents=contents)[0] for tensor in given)
     context = attention(*whole, *args[len(given) :], **more)
     batch, length = whole[0].shape[:2]
     if not isinstance(context, Tensor) or context.ndim not in (3, 4) or context.shape[:2] != (batch, length):
@@ -84,8 +87,20 @@ def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any],
         )
         raise RunError("sequence-attention", message, hint="let it return the context alone")
     if context.ndim == 3:
-        return slice_of_all(group, context.unsqueeze(-2)).flatten(-2)
-    return slice_of_all(group, context)
+        return slice_of_all(group, context.unsqueeze(-2), contents).flatten(-2)
+    return slice_of_all(group, context, contents)
+
+
+def _kind(attention: Callable[..., Tensor], args: Sequence[Any], more: dict[str, Any]) -> int:
+    """A checksum of which attention it is, and of the options that it is called with; of tensors, that they are there."""
+    named = attention if hasattr(attention, "__qualname__") else type(attention)
+    options = [*(("", arg) for arg in args), *sorted(more.items())]
+    told = (f"{name}={'tensor' if isinstance(value, Tensor) else _option(value)}" for name, value in options)
+    return checksum([f"{named.__module__}.{named.__qualname__}", *told])
+
+
+def _option(value: Any) -> str:
+    return repr(value) if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
 
 
 def _leading(args: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -4,7 +4,8 @@
     slice_of_all ──> [b, s, h/n, d] -> [b, s/n, h, d]      and back
 
 Ulysses (Jacobs et al. 2023, arXiv 2309.14509, section 3.1). Each is one all-to-all of one tensor, whatever is exchanged. All
-ranks of a group run the same layers of the same micro-batch, forward and backward, so they come here in one order.
+ranks of a group run the same layers of the same micro-batch, forward and backward, so they come here in one order; each says
+what it exchanges for which attention, and one that says something else is an error on all of them.
 """
 
 from __future__ import annotations
@@ -15,73 +16,77 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sley_core.comm.collectives import all_to_all
 from sley_core.comm.groups import Group
+from sley_core.comm.rows import swap_rows
+from sley_core.topology import DEFAULT_LANE
 from sley_isp.sequence.pack import pack_heads, pack_positions, repeat_heads, sum_copies, unpack_heads, unpack_positions
 
 
-def heads_of_all(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+def heads_of_all(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Tensor, ...]:
     """This rank's heads of tensors [b, s/n, ..., h, d] of one dtype, over the whole sequence: [b, s, ..., h', d].
 
     h' = lcm(h, n) / n: where there are fewer heads than ranks, or another remainder, several ranks get the same head, and
-    its gradient is the sum of theirs. For b = 1 the results are views of one buffer.
+    its gradient is the sum of theirs. For b = 1 the results are views of one buffer. contents: a checksum of whose they are.
     """
     if group.size == 1:
         return tensors
-    found: tuple[Tensor, ...] = _HeadsOfAll.apply(group, *tensors)  # type: ignore[no-untyped-call]  # torch's
+    found: tuple[Tensor, ...] = _HeadsOfAll.apply(group, contents, *tensors)  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
-def slice_of_all(group: Group, tensor: Tensor) -> Tensor:
-    """This rank's slice of a tensor [b, s, ..., h/n, d], with the heads of all ranks: [b, s/n, ..., h, d]."""
+def slice_of_all(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
+    """This rank's slice of a tensor [b, s, ..., h/n, d], with the heads of all ranks: [b, s/n, ..., h, d].
+
+    contents: as above.
+    """
     if group.size == 1:
         return tensor
-    found: Tensor = _SliceOfAll.apply(group, tensor)  # type: ignore[no-untyped-call]  # torch's
+    found: Tensor = _SliceOfAll.apply(group, contents, tensor)  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
 class _HeadsOfAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+    def forward(ctx: Any, group: Group, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.contents = group, contents
         ctx.heads = [tensor.shape[-2] for tensor in tensors]
         ready = [repeat_heads(tensor, group.size) for tensor in tensors]
-        return tuple(_scatter_heads(group, ready, "queries, keys and values"))
+        return tuple(_scatter_heads(group, ready, "queries, keys and values", contents))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = _gather_heads(ctx.group, gradients, "gradients of queries, keys and values")
-        return None, *(sum_copies(gradient, heads) for gradient, heads in zip(found, ctx.heads, strict=True))
+        found = _gather_heads(ctx.group, gradients, "gradients of queries, keys and values", ctx.contents)
+        return None, None, *(sum_copies(gradient, heads) for gradient, heads in zip(found, ctx.heads, strict=True))
 
 
 class _SliceOfAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
-        ctx.group = group
-        (found,) = _gather_heads(group, (tensor,), "the context")
+    def forward(ctx: Any, group: Group, contents: int, tensor: Tensor) -> Tensor:
+        ctx.group, ctx.contents = group, contents
+        (found,) = _gather_heads(group, (tensor,), "the context", contents)
         return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        (found,) = _scatter_heads(ctx.group, (gradient,), "the gradient of the context")
-        return None, found
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        (found,) = _scatter_heads(ctx.group, (gradient,), "the gradient of the context", ctx.contents)
+        return None, None, found
 
 
-def _scatter_heads(group: Group, tensors: Any, what: str) -> list[Tensor]:
+def _scatter_heads(group: Group, tensors: Any, what: str, contents: int) -> list[Tensor]:
     shapes = [(*tensor.shape[2:-2], tensor.shape[-2] // group.size, tensor.shape[-1]) for tensor in tensors]
-    return unpack_positions(_exchanged(pack_heads(tensors, group.size), group, what), shapes)
+    return unpack_positions(_exchanged(pack_heads(tensors, group.size), group, what, contents), shapes)
 
 
-def _gather_heads(group: Group, tensors: Any, what: str) -> list[Tensor]:
+def _gather_heads(group: Group, tensors: Any, what: str, contents: int) -> list[Tensor]:
     shapes = [tensor.shape[2:] for tensor in tensors]
-    return unpack_heads(_exchanged(pack_positions(tensors, group.size), group, what), shapes)
+    return unpack_heads(_exchanged(pack_positions(tensors, group.size), group, what, contents), shapes)
 
 
-def _exchanged(buffer: Tensor, group: Group, what: str) -> Tensor:
+def _exchanged(buffer: Tensor, group: Group, what: str, contents: int) -> Tensor:
     """Row i of the result is this rank's row of rank i's buffer."""
     received = torch.empty_like(buffer)
     # The ranks that hold the slices of the same samples; see above why they agree on the order.
-    all_to_all(received, buffer, group, what=what).wait()
+    swap_rows(received, buffer, group, lane=DEFAULT_LANE, what=what, contents=contents).end()
     return received

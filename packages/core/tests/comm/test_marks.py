@@ -1,0 +1,162 @@
+"""Ranks that exchange other things, or other lengths of it, are told so, on both sides and before a byte is taken."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.comm.groups import make_groups
+from sley_core.comm.host_sum import HostSum, SumMemory
+from sley_core.comm.marks import checksum, mark_of, of_header
+from sley_core.comm.rows import GATHER, gather_rows, num_received, reduce_rows, share_rows, swap_rows
+from sley_core.errors import RunError
+from sley_core.testing.peers import can_read_peers
+from sley_core.topology import DEFAULT_LANE, Topology
+
+reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
+
+A, B = checksum(["expert_a.weight"]), checksum(["expert_b.weight"])
+
+
+def groups(**sizes: int) -> Any:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    memory = bool(sizes.pop("memory", True))
+    topology = Topology.of(size, **sizes)
+    return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=20), reads_memory=memory)
+
+
+def reduced(group: Any, rows: int, what: str = "gradients", contents: int = 0) -> Any:
+    whole = torch.ones(2 * rows, 3)
+    scratch = torch.empty(num_received(rows, group, whole.device), 3)
+    return reduce_rows([whole], [scratch], group, what=what, contents=contents)
+
+
+def gathered(group: Any, rows: int, what: str = "weights") -> Any:
+    return gather_rows([torch.empty(2 * rows)], [torch.ones(rows)], group, what=what)
+
+
+def swapped(group: Any, width: int, lane: str = GATHER, dtype: torch.dtype = torch.float32) -> Any:
+    return swap_rows(
+        torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), group, lane=lane, what="rows"
+    )
+
+
+def rows_that_differ(memory: bool) -> list[str]:
+    """What each of several pairs of unequal exchanges says on this rank. Each has a world's groups of its own."""
+    said = []
+    rank = int(os.environ["RANK"])
+    for mine, theirs in [
+        (lambda group: reduced(group, 4), lambda group: reduced(group, 5)),
+        (lambda group: reduced(group, 4, contents=A), lambda group: reduced(group, 4, contents=B)),
+        (lambda group: gathered(group, 4), lambda group: gathered(group, 2)),
+        (lambda group: gathered(group, 4), lambda group: gathered(group, 4, "other weights")),
+        (lambda group: swapped(group, 4), lambda group: swapped(group, 2, dtype=torch.float64)),
+        (lambda group: swapped(group, 4), lambda group: gathered(group, 8)),
+    ]:
+        group = groups(wp=2, memory=memory)["wp"]
+        exchange = (theirs if rank else mine)(group)
+        with pytest.raises(RunError) as caught:
+            exchange.wait()
+        (found,) = caught.value.diagnostics
+        said.append(f"{found.code}: {found.message}")
+    return said
+
+
+@pytest.mark.parametrize("memory", [pytest.param(True, marks=reads), False])
+def test_exchanges_of_rows_that_differ(ranks, memory):
+    """Both ranks say what each of them exchanges, and how long it is."""
+    first, second = ranks(2)(rows_that_differ, memory)
+    assert (
+        first[0] == "ranks-differ: rank 0 exchanges gradients (96 bytes) where rank 1 exchanges gradients (120 bytes)"
+    )
+    assert (
+        second[0] == "ranks-differ: rank 1 exchanges gradients (120 bytes) where rank 0 exchanges gradients (96 bytes)"
+    )
+    assert first[1] == "ranks-differ: rank 0 exchanges gradients (96 bytes) where rank 1 exchanges other parts of it"
+    assert "rank 1 exchanges weights (8 bytes)" in first[2]
+    assert "rank 1 exchanges other weights (16 bytes)" in first[3]
+    assert "rank 1 exchanges other parts of it" in first[4], "as many bytes of another type"
+    assert "rank 1 exchanges weights (32 bytes)" in first[5]
+    assert len(second) == 6
+
+
+def sums_that_differ() -> list[str]:
+    said = []
+    rank = int(os.environ["RANK"])
+    for size, contents in [(1000 + rank, 0), (10, A if rank else B), (4096, 0)]:
+        memory = SumMemory.open(groups()["stage"], 20.0)
+        assert memory is not None
+        # Behind the shorter one lies what is nobody's business.
+        whole = torch.full((size + 100,), 7.0)[:size].fill_(1.0)
+        one = HostSum(memory, whole if size < 4096 or not rank else whole.double(), "the bucket of w", contents)
+        with pytest.raises(RunError) as caught:
+            one.end()
+        assert bool((whole == 1).all()), "nothing of another length was added"
+        said.append(str(caught.value))
+    return said
+
+
+@reads
+def test_sums_of_other_lengths_and_contents(ranks):
+    """Nothing is read, least of all behind the end of what a peer offers."""
+    for rank, said in enumerate(ranks(2)(sums_that_differ)):
+        assert all("ranks-differ" in one for one in said)
+        sizes = [f"({4 * (1000 + one)} bytes)" for one in (rank, 1 - rank)]
+        assert f"rank {rank} exchanges the bucket of w over stage[0, 1] {sizes[0]}" in said[0]
+        assert f"where rank {1 - rank} exchanges the bucket of w over stage[0, 1] {sizes[1]}" in said[0]
+        assert "other parts of it" in said[1]
+
+
+def others() -> list[str]:
+    """A swap on the lane of a group that has one only; shares of other shards."""
+    rank = int(os.environ["RANK"])
+    said = []
+    for start in (
+        lambda: swapped(groups(sp=2)["sp"], 2 + rank, DEFAULT_LANE).wait(),
+        lambda: shared(rank),
+    ):
+        with pytest.raises(RunError) as caught:
+            start()
+        said.append(caught.value.diagnostics[0].code)
+    return said
+
+
+def shared(rank: int) -> None:
+    group = groups(wp=2)["wp"]
+    shards = [torch.ones(3 + rank)]
+    share = share_rows(shards, group, what="the weights")
+    gather_rows([torch.empty(2 * (3 + rank))], shards, group, what="the weights", share=share).wait()
+
+
+@reads
+def test_a_lane_without_memory_and_shares(ranks):
+    assert ranks(2)(others) == [["ranks-differ"] * 2] * 2
+
+
+def test_a_mark_is_of_all_that_an_exchange_is():
+    tensor = torch.zeros(4)
+    marks = {
+        mark_of("reduce", "w", [tensor]),
+        mark_of("gather", "w", [tensor]),
+        mark_of("reduce", "v", [tensor]),
+        mark_of("reduce", "w", [tensor.long()[:2]]),
+        mark_of("reduce", "w", [tensor[:2], tensor[2:]]),
+        mark_of("reduce", "w", [tensor[:1], tensor[1:]]),
+        mark_of("reduce", "w", [tensor], A),
+    }
+    assert len({mark.number for mark in marks}) == 7
+    assert checksum(["a", "bc"]) != checksum(["ab", "c"])
+    assert mark_of("reduce", "w", [tensor]) == mark_of("reduce", "w", [tensor + 1])
+
+
+def test_a_header_holds_what_fits():
+    """Of long names the beginning, and always the length."""
+    mark = mark_of("reduce", "the gradients of " + "läyer." * 60, [torch.zeros(3)])
+    told = of_header(mark.header())
+    assert told[1:] == mark[1:]
+    assert told.what.startswith("the gradients of läyer.")
+    assert told.what.endswith(" (12 bytes)")
