@@ -62,6 +62,55 @@ def test_aborted_peers_are_not_to_blame() -> None:
     assert fault.diagnostics[0].code == "bad-token"
 
 
+@pytest.mark.parametrize("when", [10.2, 9.0, 3600.0])
+def test_a_rank_that_aborts_is_the_cause_where_others_only_lost_it(when: float) -> None:
+    """Whatever its peers' clocks say."""
+    fault = blame({0: reported(CLOSED, when), 1: Failure(-signal.SIGABRT, 11)}, 2)
+    assert [each.message for each in fault.diagnostics] == ["rank 1 of 2 was killed by SIGABRT"]
+
+
+def test_what_peers_lost_is_never_the_cause_beside_one() -> None:
+    """A launcher that slept, or a clock that was set back: the times say nothing."""
+    fault = blame({0: reported(CLOSED, 10.0), 1: Failure(-signal.SIGKILL, 4000)}, 2)
+    assert fault.diagnostics[0].message == "rank 1 of 2 was killed by SIGKILL"
+    fault = blame({0: reported(CLOSED, 10.0), 1: reported(ValueError("no"), 4000.0)}, 2)
+    assert fault.diagnostics[0].message.startswith("rank 1 of 2: ValueError: no")
+
+
+LATE = RunError("collective-failed", "the exchange with rank 1 did not come within 5 s")
+
+
+def late(code: str, at: float) -> Failure:
+    return reported(RunError(code, "it was at own.py:13"), at, 143)
+
+
+def test_ranks_that_did_not_answer_are_named() -> None:
+    stopped = "it is stopped, as by SIGSTOP"
+    found = {0: reported(LATE, 5.0), 1: reported(LATE, 6.0), 3: Failure(-signal.SIGKILL, 20)}
+    (told,) = blame(found, 8, {3: stopped}).diagnostics
+    assert (told.code, told.message) == ("rank-hung", f"rank 3 of 8 did not answer: {stopped}")
+    assert told.hint == "rank 0 waited for it: the exchange with rank 1 did not come within 5 s"
+
+
+def test_a_rank_that_is_busy_is_told_from_those_that_wait_for_it() -> None:
+    found = {0: reported(LATE, 5.0), 1: late("rank-waiting", 13.0), 2: late("rank-late", 13.0)}
+    (told,) = blame(found, 4).diagnostics
+    assert told.message == "rank 2 of 4 did not answer: it was at own.py:13"
+    (told,) = blame({0: reported(LATE, 5.0), 1: late("rank-waiting", 13.0)}, 4).diagnostics
+    assert told.message.startswith("rank 0 of 4: the exchange")
+
+
+def test_a_hung_rank_is_not_the_cause_of_another_ones_error() -> None:
+    found = {0: reported(RunError("not-finite", "loss nan"), 5.0), 1: Failure(-signal.SIGKILL, 20)}
+    assert blame(found, 2, {1: ""}).diagnostics[0].code == "not-finite"
+
+
+def test_a_rank_that_interrupts_itself_is_named() -> None:
+    assert (
+        "rank 1 of 2 was interrupted" in blame({0: reported(CLOSED, 5.0), 1: Failure(130, 5)}, 2).diagnostics[0].message
+    )
+
+
 def test_ranks_that_obeyed_a_signal_are_quiet() -> None:
     assert blame({0: Failure(130, 1), 1: Failure(130, 1)}, 2) == Fault((), 130)
     assert blame({1: Failure(-signal.SIGTERM, 1)}, 2) == Fault((), 143)
@@ -96,3 +145,31 @@ def test_torchrun_is_given_the_trace_of_what_nobody_expected(tmp_path: Path, mon
 
 def test_a_file_by_another_program_is_no_report() -> None:
     assert report.read({"message": "<NONE>"}) is None
+
+
+def test_torchrun_is_told_a_later_time_of_what_only_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows whoever failed first, in whole seconds, and sees a rank dead only after its peers have."""
+    times = []
+    for number, error in enumerate((CLOSED, ValueError("no"))):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{number}.json"))
+        report.write(Fault.of(error))
+        content = json.loads((tmp_path / f"{number}.json").read_text("utf-8"))
+        times.append(int(content["message"]["extraInfo"]["timestamp"]))
+    assert times[0] >= times[1] + 5
+
+
+def test_a_report_is_left_though_its_folder_was_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gone" / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    report.write(Fault.of(ValueError("no")))
+    assert [each.name for each in path.parent.iterdir()] == ["error.json"]
+
+
+def test_a_late_rank_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    report.write_late()
+    found = report.read(json.loads((tmp_path / "error.json").read_text("utf-8")))
+    assert found is not None
+    assert report.is_late(found.fault)
+    assert not report.is_waiting(found.fault)
+    assert "test_a_late_rank_says_where_it_is" in found.fault.trace

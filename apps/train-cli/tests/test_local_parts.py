@@ -14,8 +14,9 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import surroundings
+from train_cli.folder_lock import FolderLock, TakenError, is_restart
 from train_cli.options import _complete_key
-from train_cli.run_folder import check_run_folder, drop_unused, make_run_folder
+from train_cli.run_folder import check_run_folder, held_run_folder
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,44 +89,86 @@ def test_without_a_launcher_nothing_is_held() -> None:
 
 
 def test_a_run_folder_is_made_with_its_plan(plan: Path, folder: Path) -> None:
-    made = make_run_folder(load_plan(plan), overwrite=False)
-    assert made == Path("runs", "small")
-    assert load_plan(made / "plan.toml") == load_plan(plan)
-    assert [path.name for path in made.iterdir()] == ["plan.toml"]
+    with held_run_folder(load_plan(plan), overwrite=False) as made:
+        assert made == Path("runs", "small")
+        assert load_plan(made / "plan.toml") == load_plan(plan)
+        (made / "metrics.jsonl").write_text("{}\n", "utf-8")
+    assert {path.name for path in made.iterdir()} == {"metrics.jsonl", "plan.toml"}
 
 
 def test_overwrite_replaces_the_whole_run(plan: Path, folder: Path) -> None:
-    made = make_run_folder(load_plan(plan), overwrite=False)
-    (made / "metrics.jsonl").write_text("{}\n", "utf-8")
-    with pytest.raises(PlanError, match="--overwrite"):
-        make_run_folder(load_plan(plan), overwrite=False)
-    make_run_folder(load_plan(plan), overwrite=True)
-    assert not (made / "metrics.jsonl").exists()
+    with held_run_folder(load_plan(plan), overwrite=False) as made:
+        (made / "metrics.jsonl").write_text("{}\n", "utf-8")
+    with pytest.raises(PlanError, match="--overwrite"), held_run_folder(load_plan(plan), overwrite=False):
+        pass
+    (made / "old").mkdir()
+    (made / "link").symlink_to(plan)
+    with held_run_folder(load_plan(plan), overwrite=True):
+        assert {path.name for path in made.iterdir()} == {"plan.toml", ".lock"}
+    assert plan.exists()
 
 
 def test_a_folder_of_the_users_is_never_replaced(plan: Path, folder: Path) -> None:
     """A plan's own folder is the nasty case: it holds a plan.toml, which is not a resolved one."""
     here = load_plan(plan, [f'run.folder="{folder.parent}"', f'run.name="{folder.name}"'])
-    with pytest.raises(PlanError, match="not the folder of a run"):
-        make_run_folder(here, overwrite=True)
+    with pytest.raises(PlanError, match="not the folder of a run"), held_run_folder(here, overwrite=True):
+        pass
     assert plan.exists()
 
 
 def test_an_empty_folder_is_as_good_as_none(plan: Path, folder: Path) -> None:
     (folder / "runs" / "small").mkdir(parents=True)
     check_run_folder(load_plan(plan), overwrite=False)
-    make_run_folder(load_plan(plan), overwrite=False)
+    with held_run_folder(load_plan(plan), overwrite=False):
+        pass
 
 
 def test_a_run_that_took_no_step_leaves_no_folder(plan: Path, folder: Path) -> None:
-    made = make_run_folder(load_plan(plan), overwrite=False)
-    (made / "metrics.jsonl").touch()
-    drop_unused(made)
+    with held_run_folder(load_plan(plan), overwrite=False) as made:
+        (made / "metrics.jsonl").touch()
     assert not made.exists()
-    made = make_run_folder(load_plan(plan), overwrite=False)
-    (made / "metrics.jsonl").write_text("{}\n", "utf-8")
-    drop_unused(made)
-    assert made.exists()
+
+
+def test_a_folder_is_of_one_run_at_a_time(plan: Path, folder: Path) -> None:
+    """Also with --overwrite, and also where the other starts between the check and the making."""
+    resolved = load_plan(plan)
+    with held_run_folder(resolved, overwrite=False) as made:
+        for overwrite in (False, True):
+            with pytest.raises(PlanError, match=f"belongs to a run that has not ended, process {os.getpid()}"):
+                check_run_folder(resolved, overwrite=overwrite)
+        with pytest.raises(TakenError):
+            FolderLock(made)
+        assert (made / "plan.toml").exists()
+        (made / "metrics.jsonl").write_text("{}\n", "utf-8")
+    lock = FolderLock(made)  # a run that is killed leaves the file, and nobody is kept out by it
+    os.close(lock._file)
+    assert (made / ".lock").exists()
+    with held_run_folder(resolved, overwrite=True):
+        pass
+
+
+def test_a_lock_that_is_a_link_is_not_followed(plan: Path, folder: Path) -> None:
+    (folder / "runs" / "small").mkdir(parents=True)
+    (folder / "runs" / "small" / ".lock").symlink_to(folder / "elsewhere")
+    with pytest.raises(PlanError, match="run-folder"), held_run_folder(load_plan(plan), overwrite=True):
+        pass
+    assert not (folder / "elsewhere").exists()
+
+
+def test_a_rank_that_torchrun_starts_again_has_its_folder(
+    plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RUN_ID", "one"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "1")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    with held_run_folder(load_plan(plan), overwrite=False) as made:
+        (made / "metrics.jsonl").write_text("{}\n", "utf-8")
+    assert not is_restart(made), "another run would take it away"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert is_restart(made)
+    with held_run_folder(load_plan(plan), overwrite=True):
+        (made / "metrics.jsonl").write_text("{}\n", "utf-8")
+    assert not (made / ".lock").exists(), "the last attempt"
+    assert not is_restart(made)
 
 
 # -- before a process starts -------------------------------------------------------------------------------------------

@@ -54,6 +54,27 @@ def test_one_line_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[2K" in stream.getvalue()
 
 
+class Broken(Terminal):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("the pipe is closed")
+
+
+@pytest.mark.parametrize("line", [True, False])
+def test_a_stream_that_takes_no_more_ends_nothing(monkeypatch: pytest.MonkeyPatch, line: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Reporter(3, 1, line=line, stream=stream) as reporter:
+        reporter(row(1))
+        stream.close()
+        reporter(row(2))
+        reporter(row(3))
+    assert reporter.lost is not None
+    assert reporter.lost.startswith("progress was not shown from step ")
+    broken = Reporter(3, 1, line=False, stream=Broken())
+    broken(row(1))
+    assert broken.lost == "progress was not shown from step 1 on: the pipe is closed"
+
+
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("SLEY_NO_PROGRESS", "1"), ("TERM", "dumb")])
 def test_plain_output_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     for other in ("NO_COLOR", "SLEY_NO_PROGRESS"):

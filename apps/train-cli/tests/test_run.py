@@ -96,6 +96,8 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
     assert listening, "gloo listens"
     assert all(each.is_loopback for each in listening), [str(each) for each in listening]
     assert listening_sockets(program.process.pid) == []
+    second = cli("run", plan, "--overwrite")
+    assert (second.code, second.err.count("belongs to a run that has not ended")) == (3, 1), second.err
     result = program.finish()
     assert result.code == 0, result.err
     assert (result.out, result.err.count("finished: 100 steps")) == ("", 1)

@@ -43,7 +43,9 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize(("dp", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("dp", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (2, signal.SIGHUP, 129)]
+)
 def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, number: int, code: int) -> None:
     program = start("run", plan, *LONG, "--set", f"parallel.dp={dp}")
     program.wait_for("step 3/")

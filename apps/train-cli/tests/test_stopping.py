@@ -18,6 +18,7 @@ BEGIN = """
 import sys, time
 from train_cli import stopping
 stopping.TEAR_DOWN_S = stopping.TERMINATED_S = 0.3
+stopping.REMIND_S = 0.05
 said = []
 asked = []
 with stopping.Stopping(said.append) as stop:
@@ -57,9 +58,46 @@ HANGS = """
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_asks(number: int, code: int) -> None:
     assert run(FINISHES, number) == (code, "['stopping after this step; Ctrl-C again stops at once']\n")
+
+
+def test_a_step_that_does_not_end_is_said_to() -> None:
+    slow = FINISHES.replace("print(said)", "time.sleep(0.4); print(len(said) > 3, said[1])")
+    assert run(slow, signal.SIGINT) == (130, "True still in this step after 0 s; Ctrl-C again stops at once\n")
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
+    body = """
+    with stopping.Stopping(said.append) as stop:
+        stop.working(lambda: asked.append(1))
+        print("ready")
+        time.sleep(0.3)
+        print(said, asked, stop.exit_code)
+    """
+    program = dedent(BEGIN).rpartition("with ")[0] + dedent(body)
+    process = subprocess.Popen(["nohup", sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGHUP)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "[] [] None\n")
+
+
+def test_an_interrupt_that_comes_twice_at_once_is_one() -> None:
+    """To a rank, which its launcher tells too; whoever presses Ctrl-C again is heard by the launcher."""
+    body = """
+    with stopping.Stopping(late=lambda: print("late")) as rank:
+        rank.working(lambda: asked.append(1))
+        print("ready")
+        time.sleep(0.5)
+        print(asked)
+        sys.exit(rank.exit_code)
+    """
+    assert run(body, signal.SIGINT, signal.SIGINT) == (130, "[1]\n")
+    hangs = body.replace("time.sleep(0.5)", "time.sleep(3600)")
+    assert run(hangs, signal.SIGTERM) == (143, "late\n")
 
 
 def test_the_second_interrupt_ends_at_once() -> None:

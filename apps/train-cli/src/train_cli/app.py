@@ -40,7 +40,9 @@ Exit codes:
   2    wrong command line
   3    plan invalid
   4    plugin missing, broken, ambiguous or incompatible
+  129  hung up (SIGHUP, as of a terminal that was closed)
   130  interrupted (Ctrl-C)
+  131  quit (SIGQUIT), with ranks on this machine
   143  terminated (SIGTERM)
 """
 

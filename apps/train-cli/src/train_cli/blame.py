@@ -1,14 +1,21 @@
 """Which rank failed first, and what it said: one fault for a whole world of failures.
 
 When a rank dies, its peers see their connections close and fail too, and the agent terminates whoever is left. Only the
-first failure is worth showing.
+first failure is worth showing. In this order:
+
+    a rank died of a signal, left without a word, or reported what is no consequence of another's end      the first of them
+    a rank was aborted by C++: the cause, if only its connections failed elsewhere
+    a rank raised KeyboardInterrupt that nobody asked for
+    a rank did not answer when it was asked to end, while others waited for it in vain
+    a wait for others failed                                                                               the first of them
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic
@@ -16,8 +23,6 @@ from train_cli import report
 from train_cli.faults import Fault
 
 _QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM, -signal.SIGINT})
-_AFTERMATH = frozenset({-signal.SIGABRT})
-"""What C++ does when an exception meets nobody: rarely the cause."""
 
 _SLACK_S = 2.0
 """A death is noticed a little after it happened; peers may report its consequences before."""
@@ -25,7 +30,9 @@ _SLACK_S = 2.0
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "nobody inside the run does this: perhaps the kernel was short of memory (see `dmesg`), or a person",
     signal.SIGSEGV: "native code crashed: PYTHONFAULTHANDLER=1 shows where each thread was",
+    signal.SIGABRT: "native code gave up, and says why above: a failed assertion, or an exchange in which ranks differ",
     signal.SIGBUS: "often a full /dev/shm, or a memory-mapped file that became shorter",
+    signal.SIGSYS: "the surroundings forbid a call of the system: `[parallel] host_memory = false` needs fewer",
 }
 
 
@@ -46,32 +53,79 @@ class _Rank:
 
     @property
     def when(self) -> float:
-        if self.report:
-            return self.report.time
-        return self.noticed + (_SLACK_S if self.code in _AFTERMATH else -_SLACK_S)
+        return self.report.time if self.report else self.noticed - _SLACK_S
+
+    @property
+    def is_aftermath(self) -> bool:
+        """Whether its report only says that others were not there any more."""
+        return self.report is not None and report.is_aftermath(self.report.fault)
 
 
-def blame(failures: Mapping[int, Failure], size: int) -> Fault:
+def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
     """The fault of a run of `size` ranks of which those in `failures` failed; there is at least one.
 
-    Ranks that only obeyed a signal are not to blame; where all did, the fault is empty and carries their exit code.
+    silent: the ranks that had to be killed when they were asked to end, with what is known of their state. Ranks that only
+    obeyed a signal are not to blame; where all did, the fault is empty and carries their exit code.
     """
     assert failures, "nobody failed"
     ranks = [
         _Rank(rank, each.exitcode, report.read(each.error_file_data), each.timestamp)
         for rank, each in sorted(failures.items())
     ]
-    guilty = [rank for rank in ranks if rank.report or rank.code not in _QUIET]
-    if not guilty:
-        code = ranks[0].code
-        return Fault((), code if code > 0 else 128 - code)
-    first = min(guilty, key=lambda rank: rank.when)
+    late = [rank for rank in ranks if rank.report and report.is_late(rank.report.fault)]
+    acted = [rank for rank in ranks if rank not in late and (rank.report or rank.rank not in silent)]
+    guilty = [rank for rank in acted if rank.report or rank.code not in _QUIET]
+    causes = [rank for rank in guilty if not rank.is_aftermath and rank.code != -signal.SIGABRT]
+    aborted = [rank for rank in guilty if not rank.report and rank.code == -signal.SIGABRT]
+    waited = [rank for rank in guilty if rank.is_aftermath]
+    if causes or aborted:
+        return _told(min(causes or aborted, key=lambda rank: rank.when), guilty, size)
+    interrupted = [rank for rank in acted if waited and rank.code == EXIT_INTERRUPTED]
+    if interrupted:
+        message = f"rank {interrupted[0].rank} of {size} was interrupted alone"
+        return Fault((Diagnostic("rank-died", message, hint="by SIGINT, or its code raised KeyboardInterrupt"),), 1)
+    if waited:
+        first = min(waited, key=lambda rank: rank.when)
+        return _unanswered(first, late, silent, size) or _told(first, guilty, size)
+    if silent:
+        return Fault((_hung(silent, [], size, None),), EXIT_RUN_FAILED)
+    code = ranks[0].code
+    return Fault((), code if code > 0 else 128 - code)
+
+
+def _told(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
+    """What is to tell of the rank that failed first."""
     if first.report is None:
         return Fault((_died(first, size),), EXIT_RUN_FAILED)
     same = [rank for rank in guilty if rank.report and rank.report.fault.diagnostics == first.report.fault.diagnostics]
     if len(same) == size:
         return first.report.fault
     return _named(first.report.fault, first.rank, size)
+
+
+def _unanswered(first: _Rank, late: Sequence[_Rank], silent: Mapping[int, str], size: int) -> Fault | None:
+    """The fault of the ranks for which `first` waited in vain; None where there is none but those that wait themselves."""
+    assert first.report is not None, first
+    reports = {rank.rank: rank.report.fault for rank in late if rank.report}
+    busy = {rank: fault for rank, fault in reports.items() if not report.is_waiting(fault)}
+    unheard = {rank: state for rank, state in silent.items() if rank not in reports}
+    if not busy and not unheard:
+        return None
+    found = _hung(unheard, [(rank, fault.diagnostics[0]) for rank, fault in busy.items()], size, first)
+    trace = "".join(fault.trace for fault in busy.values())
+    return Fault((found,), EXIT_RUN_FAILED, trace)
+
+
+def _hung(
+    silent: Mapping[int, str], busy: Sequence[tuple[int, Diagnostic]], size: int, waiting: _Rank | None
+) -> Diagnostic:
+    told = [f"rank {rank} of {size} did not answer{f': {state}' if state else ''}" for rank, state in silent.items()]
+    told += [f"rank {rank} of {size} did not answer: {found.message}" for rank, found in busy]
+    hint = None
+    if waiting is not None and waiting.report is not None:
+        hint = f"rank {waiting.rank} waited for it: {waiting.report.fault.diagnostics[0].message}"
+    where = busy[0][1] if busy else Diagnostic("rank-hung", "")
+    return Diagnostic("rank-hung", "; ".join(told), place=where.place, source_line=where.source_line, hint=hint)
 
 
 def _died(rank: _Rank, size: int) -> Diagnostic:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TextIO
@@ -32,19 +33,21 @@ class Settings:
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for the user, on stderr, if anybody can read it."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def show(fault: Fault, settings: Settings) -> None:
-    """The diagnostics of a fault, on stderr, and its traceback where it was asked for."""
+    """The diagnostics of a fault, on stderr, and its traceback where it was asked for. The exit code tells if nobody reads."""
     from train_cli.render import render
 
-    if settings.traceback and fault.trace:
-        print(fault.trace, file=sys.stderr)
     form = settings.message_format or default_format(sys.stderr)
-    sys.stderr.write(render(fault.diagnostics, form, color=wants_color(sys.stderr)))
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        if settings.traceback and fault.trace:
+            print(fault.trace, file=sys.stderr)
+        sys.stderr.write(render(fault.diagnostics, form, color=wants_color(sys.stderr)))
+        sys.stderr.flush()
 
 
 def default_format(stream: TextIO) -> MessageFormat:

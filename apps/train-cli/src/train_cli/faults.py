@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import linecache
+import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType
 
-from sley_core.errors import EXIT_RUN_FAILED, Diagnostic, Place, SleyError
+from sley_core.errors import EXIT_RUN_FAILED, Diagnostic, Place, SleyError, is_foreign
 
 _OWN = frozenset({"sley_core", "sley_dp", "sley_pp", "sley_isp", "sley_memory", "train_cli"})
 _BELOW = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
 _ABOVE = frozenset({"typer", "rich", "click", "__main__"})
 """Code in these, or in Python's own library, runs on behalf of whoever called it."""
+
+_FULL = {
+    errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
+    errno.EDQUOT: "your quota is used up: free some space, or choose another `run.folder`",
+    errno.EFBIG: "files may not be larger here (see `ulimit -f`)",
+    errno.EROFS: "the file system is read-only; choose another `run.folder`",
+}
 
 BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cli env`; `--traceback` shows where it is"
 
@@ -41,17 +50,47 @@ class Fault:
         return cls((_explain(error),), EXIT_RUN_FAILED, trace, unexpected=True)
 
 
+def place_of(steps: Sequence[FrameType], lines: Sequence[int] = ()) -> tuple[Place | None, str | None]:
+    """The innermost of the frames that is neither ours nor what we both stand on, and its line: a model, a dataset, a plugin.
+
+    lines: where each frame is; by default where it is now.
+    """
+    for step, line in reversed([*zip(steps, lines or [each.f_lineno for each in steps], strict=True)]):
+        package = str(step.f_globals.get("__name__", "")).partition(".")[0]
+        known = package in _OWN | _BELOW | _ABOVE or package in sys.stdlib_module_names
+        if not known and Path(step.f_code.co_filename).is_file():
+            file = step.f_code.co_filename
+            return Place(file, line), linecache.getline(file, line).rstrip("\n") or None
+    return None, None
+
+
+def steps_of(frame: FrameType | None) -> list[FrameType]:
+    """A frame and those that called it, the outermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
 def _explain(error: Exception) -> Diagnostic:
     message = _message(error)
-    if type(error).__name__ == "OutOfMemoryError":
+    if _is_out_of_memory(error):
         hint = 'a smaller `batch.micro_size` needs less, and so does `[activations] use = "core.recompute"`'
         return Diagnostic("out-of-memory", message.splitlines()[0], hint=hint)
-    culprit = _foreign_frame(error.__traceback__)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        where = f"`{error.filename}`" if error.filename is not None else "a file"
+        return Diagnostic("cannot-write", f"cannot write {where}: {os.strerror(error.errno)}", hint=_FULL[error.errno])
+    if (broken := _broken_torch(error)) is not None:
+        return broken
+    culprit = _culprit(error)
     if culprit is not None:
-        place = Place(culprit.filename, culprit.lineno or 0, (culprit.colno or 0) + 1, _length(culprit))
-        line = linecache.getline(culprit.filename, culprit.lineno or 0).rstrip("\n") or None
         hint = "this is not Sley's code but runs in it; `--traceback` shows the way there"
+        place, line = culprit
         return Diagnostic("own-code", message, place=place, source_line=line, hint=hint)
+    if is_foreign(error):
+        hint = "what the plan names does not fit together, or fails by itself; `--traceback` shows the way there"
+        return Diagnostic("own-code", message, hint=hint)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return Diagnostic("os-error", f"{error.strerror}: `{error.filename}`")
     return Diagnostic("internal-error", message, hint=BUG_HINT)
@@ -61,21 +100,38 @@ def _message(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _foreign_frame(trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """The innermost frame of code that is neither ours nor what we both stand on: a model, a dataset, a plugin."""
-    found = None
-    for step, summary in zip(_steps(trace), traceback.extract_tb(trace), strict=True):
-        package = str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        known = package in _OWN | _BELOW | _ABOVE or package in sys.stdlib_module_names
-        if not known and Path(summary.filename).is_file():
-            found = summary
-    return found
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a class of its own for devices, and only words for the host."""
+    words = "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or words
 
 
-def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
+def _broken_torch(error: BaseException) -> Diagnostic | None:
+    """The diagnostic of an installation of torch that is missing or cannot be imported."""
+    if not isinstance(error, ImportError):
+        return None
+    names = {str(step.f_globals.get("__name__", "")) for step, _ in _steps(error)}
+    if (error.name or "").partition(".")[0] != "torch" and "torch" not in names:
+        return None
+    hint = "install it again: https://pytorch.org/get-started; `python -c 'import torch'` must work"
+    return Diagnostic("torch-broken", f"torch cannot be imported: {error}", hint=hint)
+
+
+def _culprit(error: Exception) -> tuple[Place, str | None] | None:
+    steps = _steps(error)
+    place, source = place_of([step for step, _ in steps], [line for _, line in steps])
+    if place is None:
+        return None
+    last = next(each for each in reversed(traceback.extract_tb(error.__traceback__)) if each.filename == place.file)
+    return Place(place.file, place.line, (last.colno or 0) + 1, _length(last)), source
+
+
+def _steps(error: BaseException) -> list[tuple[FrameType, int]]:
+    found, trace = [], error.__traceback__
     while trace is not None:
-        yield trace
+        found.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
+    return found
 
 
 def _length(frame: traceback.FrameSummary) -> int:

@@ -14,26 +14,28 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from sley_core.comm.world import STORE
-from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
+from sley_core.errors import EXIT_OK, EXIT_TERMINATED
 from train_cli import surroundings
+from train_cli.agent import Agent, send
 from train_cli.blame import blame
 from train_cli.faults import Fault
+from train_cli.folder_lock import lock
 from train_cli.rendezvous import FileRendezvous
+from train_cli.stopping import HEARD, REMIND_S, STILL, codes
 
 _POLL_S = 0.1
-_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
-_ELASTICS = (signal.SIGHUP, signal.SIGQUIT)
-"""Left to elastic, which passes them on and waits for the ranks to end."""
+_ELASTICS = (signal.SIGQUIT,)
+"""Left to elastic, which passes it on and waits for the ranks to end."""
 
 
 def launch(arguments: Sequence[str], num_ranks: int, *, say: Callable[[str], None], verbose: bool = False) -> Fault:
@@ -43,20 +45,36 @@ def launch(arguments: Sequence[str], num_ranks: int, *, say: Callable[[str], Non
     verbose: lets elastic log.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True) as folder,
+        _scratch() as folder,
         surroundings.environment(_variables(num_ranks)),
         _logging(verbose),
     ):
-        agent = _agent(Path(folder), arguments, num_ranks)
-        signals = _Signals(agent, say)
+        signals = _Signals(say)
+        agent = signals.agent = _agent(folder, arguments, num_ranks, signals.remind)
         try:
             with signals:
                 result = agent.run()
         except SignalException as error:
             return Fault((), 128 + error.sigval)
+        finally:
+            agent.end_sessions()
         if signals.first is not None:
-            return Fault((), _CODES[signals.first])
-        return blame(result.failures, num_ranks) if result.is_failed() else Fault((), EXIT_OK)
+            return Fault((), codes()[signals.first])
+        return blame(result.failures, num_ranks, agent.silent) if result.is_failed() else Fault((), EXIT_OK)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A private folder for as long as the ranks run. It is locked: what tidies the folder of temporary files leaves it alone
+    then, however long a run takes."""
+    with tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True) as name:
+        folder = os.open(name, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                lock(folder)
+            yield Path(name)
+        finally:
+            os.close(folder)
 
 
 def _variables(num_ranks: int) -> dict[str, str]:
@@ -65,7 +83,7 @@ def _variables(num_ranks: int) -> dict[str, str]:
     return {**added, STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
 
 
-def _agent(folder: Path, arguments: Sequence[str], num_ranks: int) -> LocalElasticAgent:
+def _agent(folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callable[[], None]) -> Agent:
     logs = folder / "logs"
     logs.mkdir()
     spec = WorkerSpec(
@@ -79,49 +97,51 @@ def _agent(folder: Path, arguments: Sequence[str], num_ranks: int) -> LocalElast
         monitor_interval=_POLL_S,
         local_addr="127.0.0.1",
     )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs)), shutdown_timeout=10)
+    return Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), watch)
 
 
 class _Signals:
-    """What Ctrl-C and SIGTERM do to the launcher while its ranks run.
+    """What Ctrl-C, SIGTERM and a terminal that is closed do to the launcher while its ranks run.
 
     The first is passed on: each rank finishes its step, or at least ends within its limit. The second ends the ranks
     at once; the agent then finds them dead.
     """
 
-    def __init__(self, agent: LocalElasticAgent, say: Callable[[str], None]) -> None:
-        self._agent = agent
+    agent: Agent
+
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._before = {number: signal.getsignal(number) for number in (*_CODES, *_ELASTICS)}
+        self._heard = self._reminded = 0.0
+        self._before = {number: signal.getsignal(number) for number in (*codes(), *_ELASTICS)}
         self.first: signal.Signals | None = None
 
     def __enter__(self) -> None:
-        for number in _CODES:
+        for number in codes():
             signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def remind(self) -> None:
+        """Says from time to time that a step has not been finished since the first signal."""
+        now = time.monotonic()
+        if self.first is not None and now - self._reminded > REMIND_S:
+            self._reminded = now
+            self._say(STILL.format(now - self._heard))
+
     def _handle(self, number: int, _: FrameType | None) -> None:
-        pids = [worker.id for worker in self._agent.get_worker_group().workers if isinstance(worker.id, int)]
+        pids = self.agent.pids()
         if not pids:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(_CODES[signal.SIGTERM])
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(codes().get(number, EXIT_TERMINATED))
         if self.first is None:
             self.first = signal.Signals(number)
-            self._say("stopping after this step; Ctrl-C again stops at once")
-            _send(pids, self.first)
-        else:
-            _send(pids, signal.SIGKILL)
-
-
-def _send(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        try:
-            # Its own session, so that what the rank started is reached too when it must end at once.
-            (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
-        except ProcessLookupError:
-            continue
+            self._heard = self._reminded = time.monotonic()
+            self._say(HEARD)
+            # A rank has no terminal to lose; what ends it in order is SIGTERM.
+            send(pids, signal.SIGTERM if number == signal.SIGHUP else self.first)
+        elif number != signal.SIGHUP:  # a shell and the kernel may both tell of one terminal
+            send(pids, signal.SIGKILL)
 
 
 @contextmanager

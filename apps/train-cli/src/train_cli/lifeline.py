@@ -11,10 +11,14 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 LAUNCHER = "SLEY_LAUNCHER"
 """The environment variable in which a local launch gives its process id to the ranks that it starts."""
+
+ELASTIC = "TORCHELASTIC_RUN_ID"
+"""What torchrun sets for its workers: on Linux these die with it too."""
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_INTERVAL_S = 0.5
@@ -28,7 +32,7 @@ def is_held() -> bool:
 
 
 def hold() -> None:
-    """Ties this process to its launcher; does nothing in a process that no local launch started.
+    """Ties this process to its launcher, ours or torchrun; does nothing in a process that neither started.
 
     Called before anything slow is imported. The launcher may have died before the kernel was asked: then the parent is
     already another one, and this process ends here.
@@ -36,27 +40,32 @@ def hold() -> None:
     global _held
     # Taken away, so that a process that the rank starts does not mistake itself for one.
     launcher = int(os.environ.pop(LAUNCHER, 0))
-    if not launcher:
+    _held = launcher != 0
+    if not _held and ELASTIC not in os.environ:
         return
-    _held = True
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
+    elif _held:
         threading.Thread(target=_watch, args=(launcher,), name="sley-watch-launcher", daemon=True).start()
-    if os.getppid() != launcher:
+    if _held and os.getppid() != launcher:
         os._exit(1)
 
 
 def leave(code: int) -> NoReturn:
     """Ends this process with exit code `code`.
 
-    A rank that failed ends at once: destructors of communicators may wait for peers that are gone.
+    A rank that failed ends at once: destructors of communicators may wait for peers that are gone. Processes that it started
+    by `multiprocessing` end with it, which Python would see to otherwise.
     """
     if code and "RANK" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        if "multiprocessing" in sys.modules:
+            for child in sys.modules["multiprocessing"].active_children():
+                child.kill()
         os._exit(code)
     sys.exit(code)
 

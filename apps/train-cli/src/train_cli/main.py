@@ -4,6 +4,7 @@ that nobody asked for."""
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: the arguments without the name of the program; those of this process if left out.
     """
+    _open_standard_streams()
     try:
         with _without_collector():
             return _main(list(sys.argv[1:] if argv is None else argv))
@@ -40,6 +42,17 @@ def _main(arguments: list[str]) -> int:
         console.show(fault, settings)
         return fault.exit_code
     return EXIT_OK
+
+
+def _open_standard_streams() -> None:
+    """A program may be started without them (`2>&-`); a file of the run must then not come to stand in their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            file = os.open(os.devnull, os.O_RDWR)
+            if file != number:
+                os.dup2(file, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _code(stop: SystemExit) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TextIO
 
 from sley_core.metrics.summary import NUM_LAST
@@ -28,7 +29,8 @@ def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
 class Reporter(AbstractContextManager["Reporter"]):
     """Shows each row of a run of `num_steps` steps. `run.listeners.append(reporter)`.
 
-    line: whether one line is redrawn; else every `log_every`-th step, and the last, is a line.
+    line: whether one line is redrawn; else every `log_every`-th step, and the last, is a line. lost: since when and why
+    nothing is shown, where the stream takes no more.
     """
 
     def __init__(self, num_steps: int, log_every: int, *, line: bool, stream: TextIO | None = None) -> None:
@@ -36,19 +38,29 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
         self._clock = _Clock(num_steps)
+        self.lost: str | None = None
         self._line = _Line(num_steps, self._stream) if line else None
 
     def __call__(self, row: Row) -> None:
         step = int(row["step"])
         self._clock.saw(step)
         if self._line is not None:
-            self._line.draw(step, self._text(row))
+            self._write(step, partial(self._line.draw, step, self._text(row)))
         elif step % self._log_every == 0 or step == self._num_steps:
-            print(self._text(row), file=self._stream, flush=True)
+            self._write(step, partial(print, self._text(row), file=self._stream, flush=True))
 
     def __exit__(self, *_: object) -> None:
         if self._line is not None:
-            self._line.close()
+            self._write(self._num_steps, self._line.close)
+
+    def _write(self, step: int, show: Callable[[], None]) -> None:
+        """A run does not end because nobody reads how far it is: a pipe was closed, or a disk is full."""
+        if self.lost is not None:
+            return
+        try:
+            show()
+        except (OSError, ValueError) as error:
+            self.lost = f"progress was not shown from step {step} on: {error}"
 
     def _text(self, row: Row) -> str:
         step = int(row["step"])

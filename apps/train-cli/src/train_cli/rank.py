@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import platform
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,8 +33,9 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
     """
     gc.enable()
     with ExitStack() as stack:
-        # A launcher that is ours has told the user already.
-        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say))
+        # A launcher that is ours has told the user already, and asks why a rank does not end.
+        held = lifeline.is_held()
+        stopping = stack.enter_context(Stopping(None, report.write_late) if held else Stopping(say))
         try:
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             run = stack.enter_context(assemble(plan, world, folder=folder))
@@ -63,16 +64,25 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
     totals = Totals()
     run.listeners.append(totals.add)
     outcome: Outcome = "failed"
+    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
     try:
-        with Reporter(run.plan.run.steps, run.plan.run.log_every, line=line) as reporter:
+        with reporter:
             run.listeners.append(reporter)
             stopping.working(run.stop)
             outcome = run.train()
-    finally:
-        content = summary(_facts(run), outcome, totals, run.counts)
-        if totals.steps:
-            write_summary(folder, content)
-    say(closing(content, folder, verbose=verbose))
+    except BaseException:
+        with suppress(OSError):  # what ended the run is worth more than why its summary cannot be written
+            _summarize(run, folder, outcome, totals, reporter)
+        raise
+    say(closing(_summarize(run, folder, outcome, totals, reporter), folder, verbose=verbose))
+
+
+def _summarize(run: Run, folder: Path, outcome: Outcome, totals: Totals, reporter: Reporter) -> dict[str, Any]:
+    notes = [reporter.lost] if reporter.lost else []
+    content = summary(_facts(run), outcome, totals, run.counts, notes)
+    if totals.steps:
+        write_summary(folder, content)
+    return content
 
 
 def _facts(run: Run) -> Facts:

@@ -1,4 +1,4 @@
-"""How the agent of a local run meets its own ranks: through files in a private folder, a new one for every attempt.
+"""How the ranks of a local run meet: through a file in a private folder, a new one for every attempt.
 
 Elastic's own rendezvous keep a TCPStore, which listens on all interfaces whatever address it is given, and a store that
 is used twice hands gloo the addresses of ranks that are gone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not where type checkers look
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not where type checkers look
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from sley_core.comm.world import STORE
@@ -31,7 +31,8 @@ class FileRendezvous(RendezvousHandler):
         os.environ[STORE] = (attempt / "ranks").as_uri()
         # Ranks read no address: World.join uses the store. Elastic wants one to put into their environment.
         address = RendezvousStoreInfo("127.0.0.1", 0)
-        return RendezvousInfo(FileStore(str(attempt / "agent"), 1), 0, 1, address)
+        # What the agent notes for agents of other machines is in memory: nobody can take it away, and it waits for no file.
+        return RendezvousInfo(HashStore(), 0, 1, address)
 
     def get_backend(self) -> str:
         return "sley-file"

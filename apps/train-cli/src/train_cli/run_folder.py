@@ -1,4 +1,4 @@
-"""The folder of a run, `runs/<name>/`: made once, before any rank starts, and never overwritten unasked.
+"""The folder of a run, `runs/<name>/`: made once, before any rank starts, never overwritten unasked, and of one run at a time.
 
 It holds `plan.toml` as resolved, and what the run writes: `metrics.jsonl`, `summary.json`, traces.
 """
@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import ELOOP
 from pathlib import Path
 
 import tomli
 
 from sley_core.errors import PlanError, SleyError
+from sley_core.metrics.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
+from train_cli.folder_lock import NAME as LOCK
+from train_cli.folder_lock import FolderLock, TakenError, check_free
 
 PLAN = "plan.toml"
 
@@ -26,11 +32,12 @@ def run_folder(plan: Plan) -> Path:
 def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
     """Changes nothing.
 
-    Raises PlanError "run-folder" if there is one and `overwrite` is not given, if what is there is no run's folder, or
-    if none could be made.
+    Raises PlanError "run-folder" if there is one and `overwrite` is not given, if what is there is no run's folder, if a run
+    has it that has not ended, or if none could be made.
     """
     folder = run_folder(plan)
     try:
+        check_free(folder)
         if _is_taken(folder):
             if not overwrite:
                 hint = "`--overwrite` replaces it, `--set run.name=...` makes another"
@@ -39,6 +46,8 @@ def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
                 hint = "choose another `run.name` or `run.folder`"
                 raise _refused(plan, f"`{folder}` is not the folder of a run, so it is not replaced", hint)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except TakenError as error:
+        raise _in_use(plan, folder, error) from None
     except OSError as error:
         raise _unwritable(plan, folder, error) from error
     if not nearest.is_dir():
@@ -47,36 +56,59 @@ def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
         raise _unwritable(plan, folder, PermissionError(0, "permission denied", str(nearest)))
 
 
-def make_run_folder(plan: Plan, *, overwrite: bool) -> Path:
-    """The new folder of a run of `plan`, with its `plan.toml`. Raises as `check_run_folder` does."""
+@contextmanager
+def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
+    """The new folder of a run of `plan`, with its `plan.toml`; no other run can have it until the block ends.
+
+    A run that failed before its first step leaves none. Raises as `check_run_folder` does.
+    """
     check_run_folder(plan, overwrite=overwrite)
     folder = run_folder(plan)
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        if folder.is_symlink():
+            raise OSError(ELOOP, "it is a link", str(folder))
+        lock = FolderLock(folder)
+    except TakenError as error:
+        raise _in_use(plan, folder, error) from None
+    except OSError as error:
+        raise _unwritable(plan, folder, error) from error
+    try:
+        _fill(plan, folder, overwrite=overwrite)
+        yield folder
+    finally:
+        drop_unused(folder)
+        lock.release()
+
+
+def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
+    """Leaves nothing in the folder, which is ours alone now, but the plan."""
+    if _is_taken(folder) and not (overwrite and _is_ours(folder)):
+        raise _refused(plan, f"`{folder}` was made by another run just now", "choose another `run.name`")
+    try:
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
         write_plan(plan, folder)
     except OSError as error:
         raise _unwritable(plan, folder, error) from error
-    return folder
 
 
 def drop_unused(folder: Path) -> None:
     """Removes the folder of a run that failed before its first step, as there is nothing in it to keep."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
-    if files.keys() <= {PLAN, METRICS} and not files.get(METRICS):
+    if files.keys() <= {PLAN, METRICS, LOCK} and not files.get(METRICS):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
     """Puts the resolved plan into `folder`, whole or not at all."""
-    draft = folder / f".{PLAN}"
-    draft.write_text(plan.to_toml(), "utf-8")
-    draft.replace(folder / PLAN)
+    write_whole(folder / PLAN, plan.to_toml())
 
 
 def _is_taken(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    return folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()))
 
 
 def _is_ours(folder: Path) -> bool:
@@ -86,6 +118,12 @@ def _is_ours(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return "source_folder" in written
+
+
+def _in_use(plan: Plan, folder: Path, error: TakenError) -> SleyError:
+    who = f", process {error.pid}" if error.pid else ""
+    hint = "wait for its end, or choose another `run.name`"
+    return _refused(plan, f"`{folder}` belongs to a run that has not ended{who}", hint)
 
 
 def _unwritable(plan: Plan, folder: Path, error: OSError) -> SleyError:

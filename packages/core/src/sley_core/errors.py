@@ -7,6 +7,7 @@ A `SleyError` carries one or more `Diagnostic`s and the exit code of the command
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 KeyPath = tuple[str | int, ...]
@@ -17,6 +18,7 @@ EXIT_RUN_FAILED = 1
 EXIT_USAGE = 2
 EXIT_PLAN_INVALID = 3
 EXIT_PLUGIN = 4
+EXIT_HUNG_UP = 129
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
@@ -115,3 +117,23 @@ class PluginError(SleyError):
     """A plugin that the plan needs is missing, broken, ambiguous or incompatible."""
 
     exit_code = EXIT_PLUGIN
+
+
+_FOREIGN = "sley_is_foreign"
+
+
+def note_origin(error: BaseException, what: str, maker: object = None) -> None:
+    """Notes on an error where it arose: in `what`, which the plan names and the run called. The innermost such place counts.
+
+    maker: whose fault it is, as an object of its class; the user's, unless the class is one of Sley's.
+    """
+    if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
+        return
+    with suppress(AttributeError):  # an exception without a dict of its own
+        setattr(error, _FOREIGN, not type(maker).__module__.startswith("sley_"))
+    error.add_note(f"in {what}")
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether the error arose in code that a plan names and that is not Sley's."""
+    return bool(getattr(error, _FOREIGN, False)) and not isinstance(error, AssertionError)

@@ -40,6 +40,7 @@ def test_a_finished_run() -> None:
         "plugins": {"core": "sley-core 0.1.0"},
         "versions": {"torch": "2.13.0"},
         "counts": counts,
+        "notes": [],
     }
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -25,9 +26,10 @@ from sley_core.plan.plan import Plan
 from train_cli import console, lifeline, report
 from train_cli.console import Settings
 from train_cli.faults import Fault
+from train_cli.folder_lock import is_restart
 from train_cli.options import PlanArgument, SetOption
 from train_cli.progress import draws_line
-from train_cli.run_folder import check_run_folder, drop_unused, make_run_folder, run_folder
+from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
 
 _HEAD_START_S = 3.0
 """How long a rank that found what rank 0 tells waits: a launcher ends all ranks when the first of them has ended."""
@@ -64,8 +66,7 @@ def run(
     from train_cli.model_check import check_model
 
     check_model(resolved, size)
-    folder = make_run_folder(resolved, overwrite=overwrite)
-    try:
+    with held_run_folder(resolved, overwrite=overwrite) as folder:
         if size > 1:
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
             arguments += ["--no-progress"] if no_progress else []
@@ -74,8 +75,6 @@ def run(
         from train_cli.rank import train
 
         raise typer.Exit(train(resolved, folder, line=line, verbose=verbose > 0))
-    finally:
-        drop_unused(folder)
 
 
 def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose: int) -> int:
@@ -95,23 +94,22 @@ def _as_rank(
 ) -> int:
     """The exit code of this rank. What every rank finds, rank 0 alone tells; what only this one finds, it tells."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        plan = load_plan(path, overrides)
-        _check(plan, size)
-        # A launcher of ours has made the folder.
-        ours = rank == 0 and not lifeline.is_held()
-        folder = make_run_folder(plan, overwrite=overwrite) if ours else run_folder(plan)
-    except Exception as error:
-        return _failed(Fault.of(error), settings, tell=rank == 0)
-    from train_cli.rank import train
+    with ExitStack() as stack:
+        try:
+            plan = load_plan(path, overrides)
+            _check(plan, size)
+            folder = run_folder(plan)
+            # A launcher of ours has made the folder.
+            if rank == 0 and not lifeline.is_held():
+                stack.enter_context(held_run_folder(plan, overwrite=overwrite or is_restart(folder)))
+        except Exception as error:
+            return _failed(Fault.of(error), settings, tell=rank == 0)
+        from train_cli.rank import train
 
-    try:
-        return train(plan, folder, line=line, verbose=verbose)
-    except Exception as error:
-        return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
-    finally:
-        if ours:
-            drop_unused(folder)
+        try:
+            return train(plan, folder, line=line, verbose=verbose)
+        except Exception as error:
+            return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
 
 
 def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:

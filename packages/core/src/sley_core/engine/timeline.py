@@ -25,6 +25,7 @@ from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import Timeline
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.clock import ActionClock
+from sley_core.metrics.json_text import write_whole
 
 if TYPE_CHECKING:
     from sley_core.actions.timeline import Span
@@ -80,8 +81,8 @@ class StepTimeline:
             measured = self._replicas(_on_one_clock(everyone))
             predicted = self._predicted(measured)
             shown = dict(list(measured.items())[:NUM_DRAWN])
-            (self.folder / PICTURE).write_text(draw_svg({**shown, **predicted}), "utf-8")
-            (self.folder / TRACE).write_text(chrome_trace({**measured, **predicted}), "utf-8")
+            write_whole(self.folder / PICTURE, draw_svg({**shown, **predicted}))
+            write_whole(self.folder / TRACE, chrome_trace({**measured, **predicted}))
 
     def _replicas(self, everyone: list[list[Span]]) -> dict[str, Timeline]:
         """One timeline per copy of the model, made of one rank of each stage; spans are given by rank."""

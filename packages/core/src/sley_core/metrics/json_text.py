@@ -21,15 +21,27 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Puts `value` at `path`, indented: whoever reads it, at any moment, finds the old text or the new one, whole.
 
-    Raises OSError where the folder cannot be written.
+    Raises OSError, naming the file, where it cannot be written.
+    """
+    write_whole(path, to_json(value, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Puts `text` at `path`, whole or not at all: on a full disk, or if this process is killed, the old file stays.
+
+    Raises OSError, naming the file, where it cannot be written.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)  # of a process that was killed; or a link, which must not say where this writes
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(to_json(value, indent=2) + "\n")
+        with scratch.open("x", encoding="utf-8") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
     finally:
         scratch.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,10 +37,12 @@ class JsonlWriter(MetricsWriter):
     def write(self, row: Mapping[str, float | int]) -> None:
         """One line, handed to the system in one piece.
 
-        Raises RunError where it cannot be, as on a full disk.
+        Raises RunError where it cannot be, as on a full disk, and where the file has been deleted: nobody would find its rows.
         """
         line = (to_json(row) + "\n").encode()
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise RunError("metrics-file", f"`{self.path}` was deleted while the run wrote to it")
             written = self._file.write(line)
         except OSError as error:
             raise RunError("metrics-file", f"cannot write to `{self.path}`: {error.strerror}") from error

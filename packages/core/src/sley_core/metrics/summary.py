@@ -54,11 +54,15 @@ class Totals:
 
 
 def summary(
-    facts: Facts, outcome: str, totals: Totals, counts: Mapping[str, Mapping[str, float]] = MappingProxyType({})
+    facts: Facts,
+    outcome: str,
+    totals: Totals,
+    counts: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    notes: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The content of `summary.json`: a pure function of what is known and what was counted.
 
-    counts: `Run.counts` of rank 0, by the name in the plan.
+    counts: `Run.counts` of rank 0, by the name in the plan. notes: what went wrong and did not end the run.
 
     outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null where there was no step, or no evaluation;
     `tokens_per_s` is over all steps, the first and slow ones too.
@@ -79,6 +83,7 @@ def summary(
         "plugins": dict(facts.plugins),
         "versions": dict(facts.versions),
         "counts": {name: dict(values) for name, values in counts.items()},
+        "notes": list(notes),
     }
 
 

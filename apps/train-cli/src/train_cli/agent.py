@@ -1,0 +1,101 @@
+"""Elastic's agent, with an end of the ranks that tells what it found: who had to be killed, and in what state.
+
+    a rank fails ──> SIGTERM to the others ── all gone ──> result
+                          └── 10 s ──> what is still there is noted in `silent`, and killed
+
+A rank of ours is gone 8 s after SIGTERM unless it cannot run at all. Elastic alone waits 30 s, and versions of torch differ in
+whether that can be changed; it is done here, so that all of them end alike.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+GRACE_S = 10
+"""Between SIGTERM and SIGKILL: two more than a rank gives itself (`stopping.TERMINATED_S`)."""
+
+_POLL_S = 0.05
+_STATES = {
+    "T": "it is stopped, as by SIGSTOP",
+    "t": "it is stopped by a debugger",
+    "D": "it waits in the kernel, for a disk or a device",
+    "R": "it is running, and hears no signal",
+    "S": "it sleeps, and hears no signal",
+}
+
+
+class Agent(LocalElasticAgent):
+    """Runs the ranks of `spec` to their end.
+
+    silent: after the run, in which state each rank was that SIGTERM did not end. watch: called several times a second.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None]) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=GRACE_S)
+        self.silent: dict[int, str] = {}
+        self._watch = watch
+        self._started: list[int] = []
+
+    def pids(self) -> list[int]:
+        """The ranks that run, as far as they are started."""
+        return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int)]
+
+    def end_sessions(self) -> None:
+        """Kills what ranks started and left behind: each rank is the head of a session of its own."""
+        send(self._started, signal.SIGKILL)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        found: dict[int, Any] = super()._start_workers(worker_group)
+        self._started += [pid for pid in found.values() if isinstance(pid, int)]
+        context = self._pcontext
+        assert context is not None, "workers without a context"
+        # All ways to end ranks lead through it; elastic calls it itself where it sees the first failure.
+        self._close = context.close
+        context.close = self._end  # type: ignore[method-assign]
+        return found
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._watch()
+        found: RunResult = super()._monitor_workers(worker_group)
+        return found
+
+    def _end(self, death_sig: signal.Signals | None = None, timeout: int = GRACE_S) -> None:
+        send(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
+        deadline = time.monotonic() + GRACE_S
+        while (alive := self._alive()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self.silent.update({rank: state_of(pid) for rank, pid in alive.items()})
+        self._close(signal.SIGKILL, GRACE_S)
+
+    def _alive(self) -> dict[int, int]:
+        """The process of each rank that has not ended, as far as one may know without waiting for it."""
+        context: Any = self._pcontext
+        handlers = context.subprocess_handlers.items()
+        return {rank: handler.proc.pid for rank, handler in handlers if handler.proc.poll() is None}
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Sends a signal to processes that may have ended; SIGKILL to the whole session of each."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+
+def state_of(pid: int) -> str:
+    """What a process does, in words; empty where the system does not tell."""
+    try:
+        # The name of the program, in parentheses, may have any character.
+        letter = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return _STATES.get(letter, "")

@@ -1,0 +1,108 @@
+"""One run at a time has a folder: a lock in it is held for the run's life, and is gone with the process that held it.
+
+It is a lock of the system (flock(2)), not the file: what a killed run leaves behind keeps nobody out. On file systems without
+such locks, and on systems without fcntl, there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from train_cli.lifeline import ELASTIC
+
+NAME = ".lock"
+
+
+class TakenError(Exception):
+    """Another process has the folder; `pid` as it wrote it, or empty."""
+
+    def __init__(self, pid: str) -> None:
+        super().__init__(pid)
+        self.pid = pid
+
+
+class FolderLock:
+    """The lock of `folder`, which is made where there is none. Raises TakenError, and OSError where nothing can be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            try:
+                _lock_or_taken(self._file)
+                if self._is_there():  # else whoever had it has removed it meanwhile, perhaps with its folder
+                    break
+            except BaseException:
+                os.close(self._file)
+                raise
+            os.close(self._file)
+        os.ftruncate(self._file, 0)
+        os.write(self._file, json.dumps({"pid": os.getpid(), "starter": _starter()}).encode())
+
+    def release(self) -> None:
+        """Lets go, and takes the file away; it stays where a launcher may start this rank again, which must know its folder."""
+        restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+        if self._is_there() and int(restarts[0]) >= int(restarts[1]):
+            self._path.unlink()
+        os.close(self._file)
+
+    def _is_there(self) -> bool:
+        try:
+            found = os.stat(self._path, follow_symlinks=False)  # noqa: PTH116 - beside fstat
+        except OSError:
+            return False
+        own = os.fstat(self._file)
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+
+def check_free(folder: Path) -> None:
+    """Raises TakenError if a run has `folder` at this moment; changes nothing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        file = os.open(folder / NAME, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            _lock_or_taken(file)
+        finally:
+            os.close(file)
+
+
+def is_restart(folder: Path) -> bool:
+    """Whether this rank was started again, by the torchrun of the run that made `folder`: then the folder is its own."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    try:
+        return bool(json.loads((folder / NAME).read_text("utf-8"))["starter"] == _starter())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def lock(file: int) -> None:
+    """Locks an open file or folder, for this process and what it forks. Raises BlockingIOError where another one has it."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_or_taken(file: int) -> None:
+    try:
+        lock(file)
+    except BlockingIOError:
+        try:
+            pid = str(json.loads(os.pread(file, 1000, 0))["pid"])
+        except (ValueError, KeyError, TypeError):
+            pid = ""
+        raise TakenError(pid) from None
+    except OSError:
+        return  # no locks here
+
+
+def _starter() -> str:
+    """Which torchrun started this process; empty without one."""
+    run = os.environ.get(ELASTIC, "")
+    return f"{run} {socket.gethostname()} {os.getppid()}" if run else ""

@@ -1,0 +1,197 @@
+"""What a run does, and says, when its surroundings fail it: full disks, closed pipes, ranks that hang or abort, children left."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.testing.processes import assert_none_left, processes_with
+from train_cli import rank
+from train_cli.launch import _Signals
+
+pytestmark = pytest.mark.timeout(180)
+
+Cli = Callable[..., Any]
+Start = Callable[..., Any]
+Own = Callable[[str], Path]
+
+MODEL = """
+    import os, signal, subprocess, time, resource
+    from torch import nn
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(256, 256)
+            self.calls = 0
+
+        def forward(self, tokens):
+            if self.training:
+                self.calls += 1
+                rank, again = int(os.environ.get("RANK", 0)), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+                {action}
+            return self.embed(tokens)
+
+    def layers():
+        return [Tiny()]
+"""
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+LOOPBACK = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+
+
+def doing(action: str) -> str:
+    return MODEL.format(action=action)
+
+
+def errors(err: str) -> list[str]:
+    return [line for line in err.splitlines() if "error[" in line]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
+    return content
+
+
+# -- who is to blame ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_aborts_is_named_and_leaves_no_child(start: Start, own_model: Own) -> None:
+    action = "rank == 1 and (subprocess.Popen(['sleep', '600']), os.abort())"
+    result = start("run", own_model(doing(action))).finish()  # which fails if a process is left
+    assert result.code == 1
+    (told,) = errors(result.err)
+    assert "error[rank-died]: rank 1 of 2 was killed by SIGABRT" in told
+
+
+def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_model: Own, folder: Path) -> None:
+    action = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP); rank == 2 and time.sleep(3600)"
+    three = ("parallel.dp=3", "batch.global_size=3", "limits.collective_timeout_s=4")
+    begin = time.monotonic()
+    result = start("run", own_model(doing(action)), *(part for each in three for part in ("--set", each))).finish(90)
+    assert result.code == 1
+    (told,) = errors(result.err)
+    assert "error[rank-hung]: rank 1 of 3 did not answer: it is stopped" in told
+    assert f"rank 2 of 3 did not answer: it was at {folder / 'own.py'}:15" in told
+    assert "rank 0 waited for it: " in told
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", [{"dp": 4}, {"dp": 2, "pp": 2}, {"pp": 4}, {"wp": 2, "dp": "auto"}])
+@pytest.mark.parametrize("action", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)", "exit(7)", "[][1]"])
+def test_the_culprit_is_named_in_every_layout(
+    start: Start, own_model: Own, layout: dict[str, Any], action: str
+) -> None:
+    """Whoever takes the second forward on the last rank."""
+    size = 2 if "wp" in layout else 4
+    sets = [f"parallel.{axis}={json.dumps(ranks)}" for axis, ranks in {"dp": 1, **layout}.items()]
+    body = doing(f"rank == {size - 1} and self.calls == 2 and {action}")
+    body = body.replace("def forward(self, tokens)", "def forward(self, x)").replace(
+        "self.embed(tokens)", "self.embed(x)"
+    )
+    body = body.replace("return [Tiny()]", "return [nn.Embedding(256, 8), *(Last() for _ in range(3))]")
+    body += """
+    class Last(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(8, 8)
+    """
+    nproc = ("--nproc", str(size))
+    result = start("run", own_model(body), *nproc, *(part for each in sets for part in ("--set", each))).finish(90)
+    assert result.code == 1
+    (told,) = errors(result.err)
+    assert f"rank {size - 1} of {size}" in told
+
+
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_may_start_a_run_again_and_no_rank_outlives_it(start: Start, own_model: Own, folder: Path) -> None:
+    action = "again == '0' and rank == 1 and self.calls == 7 and os.kill(os.getpid(), signal.SIGKILL)"
+    launcher = (*TORCHRUN, "--max-restarts", "1", *LOOPBACK)
+    program = start("run", own_model(doing(action)), "--set", "run.steps=100000", launcher=launcher)
+    program.wait_for("step 30/")
+    rows = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(row)["step"] for row in rows[:4]] == [1, 2, 3, 4], "those of the second attempt alone"
+    assert "run-folder" not in program.err
+    os.kill(program.process.pid, signal.SIGKILL)
+    program.finish(15)  # fails if a process is left
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shell", "told"), [("2>&1 | head -n 1", 1), ("2>&- | head -n 1", 0)])
+def test_a_run_goes_on_when_nobody_reads(plan: Path, folder: Path, shell: str, told: int) -> None:
+    command = f"{sys.executable} -m train_cli run plan.toml --set parallel.dp=1 --set run.steps=30 {shell}"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SLEY_TEST_PROGRAM": str(folder)}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environ, capture_output=True, timeout=60
+    )
+    assert_none_left(lambda: processes_with("SLEY_TEST_PROGRAM", str(folder)), within_s=5)
+    assert done.returncode == 0, done
+    found = summary(folder)
+    assert (found["outcome"], found["steps"]) == ("finished", 30)
+    assert len(found["notes"]) == told, found["notes"]
+    assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").startswith('{"step": 1,')
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_with_its_file(cli: Cli, own_model: Own, folder: Path) -> None:
+    """The first thing that could not be written, though the summary cannot be either."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    action = "self.calls == 9 and resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))"
+    try:
+        result = cli("run", own_model(doing(action)), "--set", "parallel.dp=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (told,) = errors(result.err)
+    assert "error[metrics-file]: cannot write to `runs/small/metrics.jsonl`: File too large" in told
+
+
+def test_a_summary_that_cannot_be_written_is_no_bug(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path, content: object) -> None:
+        raise OSError(28, "No space left on device", str(folder / "summary.json"))
+
+    monkeypatch.setattr(rank, "write_summary", full)
+    result = cli("run", plan, "--set", "parallel.dp=1")
+    assert result.code == 1
+    (told,) = errors(result.err)
+    assert "error[cannot-write]: cannot write `runs/small/summary.json`: No space left on device" in told
+    assert "bug" not in told
+
+
+def test_a_folder_that_is_deleted_is_noticed_at_the_next_step(cli: Cli, own_model: Own, folder: Path) -> None:
+    action = "self.calls == 9 and __import__('shutil').rmtree('runs')"
+    result = cli("run", own_model(doing(action)), "--set", "parallel.dp=1")
+    assert result.code == 1
+    (told,) = errors(result.err)
+    assert "error[metrics-file]: `runs/small/metrics.jsonl` was deleted while the run wrote to it" in told
+
+
+# -- a signal, and a step that does not end ----------------------------------------------------------------------------
+
+
+def test_a_launcher_says_from_time_to_time_that_a_step_has_not_ended() -> None:
+    said: list[str] = []
+    signals = _Signals(said.append)
+    signals.remind()
+    assert said == [], "nobody asked"
+    signals.first = signal.SIGINT
+    signals._heard = signals._reminded = time.monotonic() - 11
+    signals.remind()
+    signals.remind()
+    assert said == ["still in this step after 11 s; Ctrl-C again stops at once"]
