@@ -1,4 +1,4 @@
-"""What a run does, and says, when its surroundings fail it: full disks, closed pipes, ranks that hang or abort, children left."""
+"""What a run does, and says, when its surroundings fail it: full disks, closed pipes, ranks that hang or abort, children."""
 
 from __future__ import annotations
 
