@@ -33,7 +33,9 @@ def test_habits_under_split_backwards(ranks, own, small, schedule, dp):
 
     batches = [batch(step, sample) for step in range(4)]
     habits = ["InPlace", "Adaptive", "Normed", "Frozen", "GradientWithin"] if dp == 2 else [*HABITS]
-    habits = [habit for habit in habits if habit != "Mapped"]  # its warning is an error in the ranks, which no mark reaches
+    habits = [
+        habit for habit in habits if habit != "Mapped"
+    ]  # its warning is an error in the ranks, which no mark reaches
     every = [
         small(
             schedule,

@@ -41,6 +41,7 @@ from sley_core.engine.store import GradientStore, by_reduce_group, loose
 from sley_core.engine.timeline import StepTimeline
 from sley_core.engine.update import Update
 from sley_core.errors import PlanError, SleyError
+from sley_core.losses.parameters import check_no_parameters
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 from sley_core.model.build import build_on_meta
@@ -102,8 +103,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             cut={key: shard.cut for key, shard in shards.items()},
         )
     run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
-    run.attention = attention
-    run.notes += notes
+    run.attention, run.notes = attention, [*run.notes, *notes]
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs
     return run
@@ -175,7 +175,7 @@ def _run(
         handler.attach(run)
     link = _link(plan, run)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, link)
-    loss = plan.loss.build()
+    check_no_parameters(loss := plan.loss.build())
     fields = sliced_info(dataset.info, topology.sp).fields
     executor = Executor(stage.chunks, crossing, caller, loss, fields, world.device, hooks)
     run.slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss if executor.has_loss else None)
@@ -185,8 +185,8 @@ def _run(
         executor.weights = communicator
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, world.device):
-        linears = accumulate_directly(run.layers, run.book, run.store, executor.queue, all_types=splits)
-        run.stepper.on_close.append(partial(undo, linears))
+        linears = accumulate_directly(run.layers, book, store, executor.queue, all_types=splits)
+        run.stepper.on_close.append(lambda: undo(linears))
     store.watch()
     run.meter = Meter.of(run, model.layers, dataset.info)
     if not world.is_fake:

@@ -101,6 +101,13 @@ class RunError(SleyError):
     """The run itself failed: a rank died, a wait ran out of time, a batch held an impossible token."""
 
 
+def closed(what: str) -> RunError:
+    """The error `run-closed`, for a program that goes on using `what` after `Run.close`."""
+    return RunError(
+        "run-closed", f"the {what} is used after its run was closed", hint="use it inside `with assemble(...)`"
+    )
+
+
 class UsageError(SleyError):
     """The command line is wrong."""
 

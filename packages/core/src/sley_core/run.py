@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.data.cut import count_micros, parts
-from sley_core.errors import KeyPath, RunError, UsageError
+from sley_core.engine.not_finite import check_step
+from sley_core.errors import KeyPath, UsageError, closed
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
 from sley_core.protocols import Counts
@@ -54,6 +55,7 @@ class _Launched:
     lr: float
     tokens: int
     data_wait_s: float
+    samples: tuple[int, ...]
 
 
 class Run(AbstractContextManager["Run"]):
@@ -102,6 +104,7 @@ class Run(AbstractContextManager["Run"]):
         self.check_first_step: Callable[[], None] = _nothing
         self.was_stopped = False
         self._stop_asked = False
+        self._is_closed = False
         self._clock = 0.0
 
     @property
@@ -122,9 +125,10 @@ class Run(AbstractContextManager["Run"]):
     def train(self) -> Outcome:
         """Steps until the plan's last step, or until somebody asked to stop; tells the plugins that listen.
 
-        On CUDA a row is read while the next step runs. Raises RunError `not-finite` when the loss or the gradient norm
-        is no longer a number.
+        On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike and with no weight changed by that
+        step, `not-finite` when the loss or the gradient norm is no number, and `nothing-counts` for a batch without weight.
         """
+        self._check_open()
         outcome: Outcome = "failed"
         self._notify("sley_run_started", run=self)
         try:
@@ -140,23 +144,26 @@ class Run(AbstractContextManager["Run"]):
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; left out, the
         next ones of the plan's data. It may be larger or smaller than the plan's, by whole micro-batches, alike on all
         ranks; or a list of micro-batches, whose sequences may differ in length, the same on all stages. Raises RunError, and
-        has changed nothing, for a batch that the data's declaration does not fit.
+        has changed nothing, for a batch that the data's declaration does not fit, and as `train` does.
         """
+        self._check_open()
         self._clock = time.perf_counter()
         return self._emit(self._launch(batch))
 
     def evaluate(self) -> float:
         """The mean loss on held-out data; changes nothing. Raises UsageError where the plan has no `[evaluation]`."""
+        self._check_open()
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
         return self.evaluation()
 
     def before_layer(self, name: str, wait: Wait) -> None:
         """`wait` is called before every use of the weights of layer `name`, recomputation included."""
+        self._check_open()
         self.caller.before_layer(name, wait)
 
     def stop(self) -> None:
-        """Asks all ranks to stop after the step in progress; safe in a signal handler."""
+        """Asks all ranks to stop after the step in progress; safe in a signal handler, and nothing once the run is closed."""
         self._stop_asked = True
 
     @property
@@ -192,7 +199,13 @@ class Run(AbstractContextManager["Run"]):
         return found
 
     def close(self) -> None:
-        """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it."""
+        """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it.
+
+        Layers are ordinary modules again. After it, what would do something raises RunError `run-closed`, but for `close`.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         feeds = (self.feed, self.evaluation.feed if self.evaluation else None)
         parts = [*self.writers, self.stepper, self.profiler, *feeds]
         with ExitStack() as stack:  # the last first
@@ -206,6 +219,10 @@ class Run(AbstractContextManager["Run"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed("run")
 
     def _train(self) -> None:
         launched: _Launched | None = None
@@ -222,10 +239,11 @@ class Run(AbstractContextManager["Run"]):
 
     def _launch(self, batch: HostBatch | None) -> _Launched:
         wait_s = 0.0
+        samples: tuple[int, ...] = ()
         if batch is None:
             assert self.feed is not None, "a fake world takes no steps"
             batch = self.feed.next()
-            wait_s = self.feed.wait_s
+            wait_s, samples = self.feed.wait_s, self.feed.samples
         else:
             for part in parts(batch):
                 self.check_batch(part)
@@ -247,7 +265,7 @@ class Run(AbstractContextManager["Run"]):
             self.timeline.after_step()
         self.num_steps_done = number
         tokens = sum(self.meter.num_tokens(part) for part in parts(batch)) * self.topology.dp
-        return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s)
+        return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
 
     def _emit(self, launched: _Launched) -> Row:
         result = launched.totals.read()
@@ -255,12 +273,7 @@ class Run(AbstractContextManager["Run"]):
             self.timeline.write(launched.number)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        if not result.is_finite and not result.skipped:
-            raise RunError(
-                "not-finite",
-                f"step {launched.number}: loss {result.loss}, gradient norm {result.grad_norm}",
-                hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step",
-            )
+        check_step(self, launched.number, result, launched.totals, launched.samples)
         self.was_stopped = result.wants_stop
         row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
         if result.loss_scale is not None:

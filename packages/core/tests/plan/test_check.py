@@ -234,6 +234,39 @@ def test_an_optimizer_that_needs_whole_matrices(make: Make) -> None:
     assert codes(make(**handlers("shards"))) == []
 
 
+WP = {"parallel": {"dp": 2, "wp": 2}}
+PP = {"parallel": {"dp": 1, "pp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("factory", "scope", "whole_model", "shards"),
+    [
+        ("torch.optim:NAdam", None, True, True),
+        ("torch.optim.adamw:AdamW", None, True, True),
+        ("torch.optim:Adafactor", None, True, False),
+        ("torch.optim:Muon", None, True, False),
+        ("torch.optim:NextYears", None, False, False),
+        ("mine:Adam", None, False, False),
+        ("mine:Adam", "elementwise", True, True),
+        ("mine:Lamb", "matrix", True, False),
+        ("mine:Prodigy", "global", False, False),
+        ("torch.optim:AdamW", "global", False, False),
+    ],
+)
+def test_an_optimizer_by_factory_is_refused_where_a_rank_lacks_what_it_may_look_at(
+    make: Make, factory: str, scope: str | None, whole_model: bool, shards: bool
+) -> None:
+    """Unless it is known, or declared, to look at single elements. With replicas of a whole model all are welcome."""
+    optimizer = {"factory": factory, "lr": 0.1} | ({"scope": scope} if scope else {})
+    assert codes(make(optimizer=optimizer)) == []
+    for tables, accepted in ((WP, shards), (handlers("shards"), shards), (PP, whole_model)):
+        found = [one for one in problems(make(optimizer=optimizer, **tables)) if one[0] == "optimizer-layout"]
+        assert len(found) == (not accepted), tables
+    hints = [hint for code, _, hint in problems(make(optimizer=optimizer, **WP)) if code == "optimizer-layout"]
+    is_unknown = scope is None and factory in ("mine:Adam", "torch.optim:NextYears")
+    assert all(('`scope = "elementwise"`' in hint) == is_unknown for hint in hints)
+
+
 def test_plugins_are_asked_about_the_whole_plan(make: Make) -> None:
     batch = {"global_size": 8, "micro_size": 4}
     assert codes(make(batch=batch)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
 from sley_core.engine.step_state import StepState
+from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +51,10 @@ class Evaluation:
         self.num_micros = num_micros
 
     def __call__(self) -> float:
-        """The mean loss over all held-out samples seen; a collective over all ranks."""
+        """The mean loss over all held-out samples seen; a collective over all ranks.
+
+        Raises RunError, on all ranks alike, "not-finite" where it is no number and "nothing-counts" where no label counts.
+        """
         every = [part for module in self.modules for part in module.modules()]
         training = [part.training for part in every]
         for module in self.modules:
@@ -69,6 +74,7 @@ class Evaluation:
         for number in range(self.num_batches):
             batch = self.slices(self.feed.next())
             first_micro = self.groups["dp"].coord * self.num_micros
+            self.executor.additive.check(batch, self.num_micros)
             state.begin(number, actions_of(self.steps), self.num_micros, first_micro)
             loss = self.executor.evaluate(self.steps, batch, state)
             weight = self.executor.loss.weight(batch) if self.executor.has_loss else 0.0
@@ -78,4 +84,13 @@ class Evaluation:
         # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
         all_reduce(totals, self.groups["all"], what="the held-out loss").wait()
         loss_sum, weight_sum = totals.tolist()
-        return loss_sum / weight_sum if weight_sum else 0.0
+        if not weight_sum:
+            hint = "look at the held-out data: all of its labels are ignored"
+            raise RunError(
+                "nothing-counts", "the held-out samples have a loss weight of 0, so there is no mean", hint=hint
+            )
+        mean: float = loss_sum / weight_sum
+        if not math.isfinite(mean):
+            hint = "the weights may have grown too large for this data, or the data itself holds what is no number"
+            raise RunError("not-finite", f"the held-out loss is {mean}", hint=hint)
+        return mean

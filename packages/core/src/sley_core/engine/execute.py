@@ -19,6 +19,7 @@ from sley_core.data.cut import AnyBatch, cut
 from sley_core.engine.boundary import gradients_of
 from sley_core.engine.held import Held, as_inputs, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
+from sley_core.engine.weight import Additive
 from sley_core.engine.weight_queue import WeightQueue
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Executor:
         self.device = device
         self.hooks = hooks
         self.queue = WeightQueue()
+        self.additive = Additive(loss, fields)
         self.weights: WeightCommunicator | None = None
         self.clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))

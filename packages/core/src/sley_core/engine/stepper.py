@@ -14,6 +14,7 @@ from sley_core.actions.action import actions_of
 from sley_core.data.cut import parts
 from sley_core.engine.totals import PendingTotals
 from sley_core.engine.weight import BatchWeight
+from sley_core.errors import closed
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
@@ -52,6 +53,7 @@ class Stepper:
         self.device = device
         self.state: StepState = store.state
         self.on_close: list[Callable[[], None]] = []
+        self.is_closed = False
         if handlers:
             store.on_ready.append(self._gradient_ready)
             store.on_chunk_done.append(self._chunk_done)
@@ -62,6 +64,9 @@ class Stepper:
         step: counts from 0. stop: this rank's vote to stop after the step. After an exception the next call starts
         clean.
         """
+        if self.is_closed:
+            raise closed("stepper")
+        self.executor.additive.check(batch, num_micros)
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
         self.store.begin_step()
@@ -86,6 +91,10 @@ class Stepper:
         return BatchWeight(local, self.groups["stage"], self.device, scale)
 
     def close(self) -> None:
+        """Lets go of the model and of the handlers, once; no step is taken after it."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         for handler in reversed(self.handlers):
             handler.detach()
         if self.executor.weights is not None:

@@ -9,9 +9,8 @@ autograd (a post-accumulate hook per parameter, the store's own) or from code th
                                          parameter in each graph anew, says so, or the queue that a W empties; else when
                                          that action ends. What is untouched then is completed as zeros
 
-What adds to a gradient itself says nothing of the kind: there as many contributions as in the first step make it complete, and
-where their number varies, the end of the action does. A contribution after `ready` is refused: ours within a step, a user's
-backward between two.
+Code that adds to a gradient says no such thing: as many contributions as in the first step complete it, or, where their number
+varies, the end of the action. One that comes after `ready` is refused: ours within a step, a user's backward between two.
 
 One order for all ranks of a reduce group is what makes it safe to start a collective at `ready`: two ranks that start two
 reductions in opposite order sum the wrong tensors without an error.
@@ -32,9 +31,9 @@ from sley_core.engine.layout import by_reduce_group as by_reduce_group
 from sley_core.engine.layout import loose as loose
 from sley_core.engine.slot import GradientBuffer, GradientMemory, LooseSlot, Slot, check_not_sharded, dense
 from sley_core.engine.step_state import StepState
+from sley_core.errors import closed
 
 Ready = Callable[[Entry], None]
-
 
 Piece = tuple[list[Tensor], str, int]
 """Gradients that count alike: tensors, their reduce group, and how many stages hold a copy."""
@@ -43,9 +42,8 @@ Piece = tuple[list[Tensor], str, int]
 class GradientStore:
     """Slots for all trainable entries of `book`, in `dtype` on `device`.
 
-    The reducer gives its own planner when it attaches; until then it is `planner`, by default one buffer per family. `on_ready`
-    is called once per entry and step, `on_chunk_done` once per chunk. Parameters that are frozen or unfrozen between
-    steps are followed at the next `begin_step`.
+    The reducer gives its own planner when it attaches; until then it is `planner`. `on_ready` is called once per entry and step,
+    `on_chunk_done` once per chunk. Parameters frozen or unfrozen between steps are followed at the next `begin_step`.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class GradientStore:
         self._seen: list[Entry] = []
         self._next = 0
         self._is_watching = False
+        self._is_closed = False
         self._learned = False
         self._tasks: dict[Slot, int] = {}
         self._parameters: list[Tensor] = []
@@ -164,6 +163,8 @@ class GradientStore:
 
     def begin_step(self) -> None:
         """Forgets the step before, complete or not: the first contribution of this one overwrites."""
+        if self._is_closed:
+            raise closed("gradient store")
         if self._trainability() != self._laid_out_for:
             self._memory.forget()  # a reduction that a failed step began may still write into it
             self.lay_out(self._planner)
@@ -227,7 +228,8 @@ class GradientStore:
             notify(chunk)
 
     def close(self) -> None:
-        """Leaves the parameters as if there had been no store, and no memory of its own."""
+        """Leaves parameters as if there had been no store, and no memory of its own; no step begins after it."""
+        self._is_closed = True
         self._forget()
         self._memory.forget()
 
@@ -236,7 +238,7 @@ class GradientStore:
         for slot in self._order:
             slot.learn()
         if not self._learned and self._tasks:
-            # The backward itself began first. Those within it come as often as they like, and may come to nobody at all.
+            # The backward itself began first; those within it come as often as they like.
             outermost = min(self._tasks.values())
             for slot, task in self._tasks.items():
                 slot.is_irregular |= task != outermost

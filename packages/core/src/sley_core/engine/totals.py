@@ -16,6 +16,7 @@ class Totals:
     """Float64 scalars on the device, equal on all ranks.
 
     loss: the sum over the global batch. weight: by which it is divided. stops: how many ranks ask to stop.
+    own_loss: this rank's part of the sum, by which only a failure is explained.
     loss_scale: of this step, and overflows: how many ranks found a gradient that is not finite; only in fp16.
     """
 
@@ -23,8 +24,14 @@ class Totals:
     weight: Tensor
     grad_norm: Tensor
     stops: Tensor
+    own_loss: Tensor
     loss_scale: float | None = None
     overflows: Tensor | None = None
+
+    @property
+    def allow_a_step(self) -> Tensor:
+        """A bool on the device: loss and norm are numbers, and something in the batch counts."""
+        return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm) & (self.weight > 0)
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,12 @@ class StepResult:
 
 
 class PendingTotals:
-    """Totals on their way to the host; `read` waits for them, and only for them."""
+    """Totals on their way to the host; `read` waits for them, and only for them. own_loss: this rank's, on the device."""
 
     def __init__(self, totals: Totals, device: Device) -> None:
         overflows = [] if totals.overflows is None else [totals.overflows]
         values = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight, *overflows])
+        self.own_loss = totals.own_loss
         self._loss_scale = totals.loss_scale
         self._event: torch.cuda.Event | None = None
         if device.is_async:

@@ -1,8 +1,11 @@
 """The end of a step, after every gradient is reduced: unscale and vote, norm, clip, learning rate, optimizer step.
 
 The norm counts what each rank owns once: a gradient that `copies` ranks hold adds 1/copies on each of them, so one sum over
-all ranks is the norm of the whole model in every layout. On CUDA nothing here waits for the device, but for fp16's vote:
-whether a step is taken decides what the host does next.
+all ranks is the norm of the whole model in every layout. On CUDA nothing here waits for the device, but for fp16's vote, and
+for optimizers that cannot leave a step out on the device: whether a step is taken decides what the host does next.
+
+Where the loss or the norm is no number, or nothing in the batch counts, nobody steps: weights, masters and states stay as they
+were, on all ranks alike, and whoever reads the totals raises.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from sley_core.engine.masters import Masters, Stepped
 from sley_core.engine.store import GradientStore, Piece
 from sley_core.engine.totals import Totals
 from sley_core.optim.groups import scale_learning_rate
+from sley_core.optim.skip import skips_on_device, step_if
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -61,6 +65,7 @@ class Update:
         self.norm_kind = norm_kind
         self.scale = scale
         self._factor = 1.0
+        self._has_stepped = False
         self._layout = store.num_layouts
 
     @property
@@ -69,7 +74,7 @@ class Update:
         return float(self.optimizer.defaults["lr"]) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
-        """Clips and steps, or leaves weights, states and the learning rate's count as they are, on all ranks alike.
+        """Clips and steps, or leaves weights and states as they are, on all ranks alike.
 
         loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; 0 for both
         where the model does not end. The learning rate counts the steps that were taken.
@@ -80,12 +85,19 @@ class Update:
         totals = self._totals(pieces, loss, weight, stop)
         if self.scale is not None and self._overflowed(step, totals, self.scale):
             return totals
+        is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
+        if not is_on_device and not bool(totals.allow_a_step):
+            return totals
         if self.clip_norm is not None:
             self._clip(pieces, totals.grad_norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self._follow()
         self.masters.take_gradients(self.store)
-        self.optimizer.step()
+        if is_on_device:
+            step_if(self.optimizer, totals.allow_a_step)
+        else:
+            self.optimizer.step()
+        self._has_stepped = True
         self.masters.write_back()
         return totals
 
@@ -112,7 +124,7 @@ class Update:
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
         if not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
-        totals = Totals(scalars[0], scalars[2], norm, scalars[3])
+        totals = Totals(scalars[0], scalars[2], norm, scalars[3], loss)
         return replace(totals, loss_scale=self.scale.value, overflows=scalars[4]) if self.scale else totals
 
     def _unscale(self, pieces: list[Piece], factor: float) -> Tensor:

@@ -5,12 +5,25 @@ Dividing once by it is what makes gradients independent of micro-batches, dp, sp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Group
+from sley_core.data.cut import AnyBatch, cut
+from sley_core.data.slices import WEIGHT_TOLERANCE
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import Field
+    from sley_core.protocols import Loss
+
+MOST_SHAPES = 16
+"""For how many shapes of batch a loss is asked for the weights of its parts too."""
 
 
 class BatchWeight:
@@ -40,3 +53,35 @@ class BatchWeight:
             return like.new_full((), self.scale / self.local if self.local > 0 else 0.0)
         self._pending.wait()
         return torch.where(self._total > 0, self.scale / self._total, 0.0).to(like.dtype)
+
+
+class Additive:
+    """Shows that the weight of a batch is the sum of its micro-batches' weights, once for each of its first shapes."""
+
+    def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
+        self.loss = loss
+        self.fields = fields
+        self._shown: set[tuple[object, ...]] = set()
+
+    def check(self, batch: AnyBatch, num_micros: int) -> None:
+        """Raises RunError "loss-not-additive" for a loss that counts something once per micro-batch, as a mean does.
+
+        On every rank of a replica alike, whether or not the model ends there. What comes as micro-batches is summed as it is.
+        """
+        if num_micros == 1 or len(self._shown) >= MOST_SHAPES or not isinstance(batch, Mapping):
+            return
+        shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
+        if shape in self._shown:
+            return
+        whole = self.loss.weight(batch)
+        parts = [self.loss.weight(cut(batch, self.fields, micro, num_micros)) for micro in range(num_micros)]
+        if abs(sum(parts) - whole) > WEIGHT_TOLERANCE * abs(whole):
+            weights = " + ".join(f"{part:g}" for part in parts[:4]) + (" + ..." if num_micros > 4 else "")
+            raise RunError(
+                "loss-not-additive",
+                f"the loss weight of a batch is {whole:g}, but its {num_micros} micro-batches weigh {weights} = {sum(parts):g}",
+                path=("loss",),
+                hint='a loss returns a sum and not a mean, such as `F.cross_entropy(..., reduction="sum")`, and its weight '
+                'counts what is summed, such as `(batch["labels"] != -100).sum().item()`; a step divides by it once',
+            )
+        self._shown.add(shape)

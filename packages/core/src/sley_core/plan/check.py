@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.optim.scope import scope_of
 from sley_core.plan.check_handlers import check_handlers
 from sley_core.plan.document import by_place
 from sley_core.plan.tables import ModelConfig
-from sley_core.records import GradientHandlerRecord, OptimizerRecord, PartitionerRecord, Problem
+from sley_core.records import GradientHandlerRecord, PartitionerRecord, Problem
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -171,21 +172,33 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, 1000) + 1) if number % divisor == 0]
 
 
+LOOKS = {"per_matrix": "looks at whole matrices", "global": "looks at all gradients at once"}
+
+
 def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
     """An optimizer that looks at more than one element needs the whole of what it looks at on one rank."""
-    record = plan.optimizer.record
-    if not isinstance(record, OptimizerRecord) or record.scope == "elementwise":
+    scope = scope_of(plan.optimizer)
+    by = _divider(plan, topology) if scope != "elementwise" else None
+    if by is None and scope in ("global", "unknown") and topology.pp > 1:
+        by = f"`pp = {topology.pp}` leaves a part of the model to a rank"
+    if by is None:
         return
-    looks = "whole matrices" if record.scope == "per_matrix" else "all gradients at once"
+    looks = LOOKS.get(scope, "may look at whole matrices, or at all gradients at once")
+    hint = "use an elementwise optimizer such as `core.adamw`"
+    if scope == "unknown":
+        hint += ', or say `scope = "elementwise"` where an element is updated by its own gradients alone'
+    where = "use" if plan.optimizer.record else "factory"
+    yield Problem(("optimizer", where), f"`{plan.optimizer.name}` {looks}, but {by}", hint, "optimizer-layout")
+
+
+def _divider(plan: Plan, topology: Topology) -> str | None:
+    """What leaves a part of each matrix to a rank, if anything does."""
     sharders = [one.name for one in plan.gradient_handlers if _leaves_shards(one.record)]
     if topology.wp > 1:
-        by: str | None = f"wp = {topology.wp}"
-    else:
-        by = f"`{sharders[0]}`" if sharders and topology.ranks_per_stage > 1 else None
-    if by:
-        message = f"`{plan.optimizer.name}` looks at {looks}, but {by} leaves a part of each to a rank"
-        hint = "use an elementwise optimizer such as `core.adamw`"
-        yield Problem(("optimizer", "use"), message, hint, "optimizer-layout")
+        return f"`wp = {topology.wp}` leaves a part of each to a rank"
+    if sharders and topology.ranks_per_stage > 1:
+        return f"`{sharders[0]}` leaves a part of each to a rank"
+    return None
 
 
 def _leaves_shards(record: object) -> bool:

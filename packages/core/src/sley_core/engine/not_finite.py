@@ -1,0 +1,87 @@
+"""Why a step was not taken: what all ranks can tell together once its totals are no numbers, or nothing counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sley_core.comm.collectives import gather_objects
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.engine.store import GradientStore
+    from sley_core.engine.totals import PendingTotals, StepResult
+    from sley_core.run import Run
+
+SHOWN = 16
+"""How many samples a message names."""
+
+
+class Seen(NamedTuple):
+    """What one rank knows. loss: its part of the sum. parameter: the first whose gradient is no number, if any is."""
+
+    loss: float
+    parameter: str | None
+    samples: tuple[int, ...]
+
+
+def check_step(run: Run, number: int, result: StepResult, totals: PendingTotals, samples: Sequence[int]) -> None:
+    """Raises RunError where step `number`, with this `result`, was not taken and must not pass unseen; on all ranks alike.
+
+    "not-finite": the loss or the norm is no number. "nothing-counts": the loss weight of the global batch is 0, so that there
+    is no mean: torch's own cross-entropy gives NaN for labels that are all ignored.
+    samples: of this rank in that step, empty where a program brought them.
+    """
+    if result.skipped or (result.is_finite and result.weight > 0):
+        return
+    run.num_steps_done -= 1  # nothing was changed: a program that goes on takes this step with the next samples
+    is_latest = run.num_steps_done + 1 == number
+    own = Seen(float(totals.own_loss), _first_bad(run.store) if is_latest else None, tuple(samples[: SHOWN + 1]))
+    # All ranks have the same totals, so all come here, in the same step.
+    seen = gather_objects(own, run.groups["control"], what="what is no number")
+    if result.is_finite:
+        raise RunError(
+            "nothing-counts",
+            f"step {number}: the loss weight of the batch is {result.weight:g}, so there is no mean to take a step by"
+            + _samples(range(len(seen)), seen),
+            hint="look at the data of this step: all of its labels are ignored",
+        )
+    raise RunError(
+        "not-finite",
+        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{_where(run, seen)}",
+        hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed",
+    )
+
+
+def _first_bad(store: GradientStore) -> str | None:
+    """In the order in which a backward completes gradients, so the one nearest to where it began."""
+    for entry in store.entries:
+        if not bool(torch.isfinite(store.gradient(entry)).all()):
+            return entry.name
+    return None
+
+
+def _where(run: Run, seen: Sequence[Seen]) -> str:
+    """The ranks whose loss it is, with their samples; the first parameter, of the last stage that has one."""
+    bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
+    text = ""
+    if bad:
+        whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+        text += f"; the loss of {whose} is no number" if len(seen) > 1 else ""
+    for rank in reversed(range(len(seen))):
+        if seen[rank].parameter is not None:
+            stage = f" (stage {rank // run.topology.ranks_per_stage})" if run.topology.pp > 1 else ""
+            text += f"; first in the gradient of {seen[rank].parameter!r}{stage}"
+            break
+    return text + _samples(bad or range(len(seen)), seen)
+
+
+def _samples(ranks: Sequence[int], seen: Sequence[Seen]) -> str:
+    numbers = list(dict.fromkeys(number for rank in ranks for number in seen[rank].samples))
+    if not numbers:
+        return ""
+    more = ", ..." if len(numbers) > SHOWN else ""
+    return f"; samples {', '.join(map(str, numbers[:SHOWN]))}{more}"
