@@ -27,7 +27,7 @@ from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.crossing import Crossing
-from sley_core.engine.direct import accumulate_directly, undo
+from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
 from sley_core.engine.loss_scale import LossScale
@@ -103,7 +103,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             cut={key: shard.cut for key, shard in shards.items()},
         )
     run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
-    run.attention, run.notes = attention, [*run.notes, *notes]
+    run.attention, run.notes = attention, run.notes + notes
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs
     return run
@@ -185,8 +185,7 @@ def _run(
         executor.weights = communicator
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, world.device):
-        linears = accumulate_directly(run.layers, book, store, executor.queue, all_types=splits)
-        run.stepper.on_close.append(lambda: undo(linears))
+        run.stepper.on_close.append(accumulate_directly(run.layers, book, store, executor.queue, all_types=splits))
     store.watch()
     run.meter = Meter.of(run, model.layers, dataset.info)
     if not world.is_fake:

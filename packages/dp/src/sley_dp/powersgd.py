@@ -146,6 +146,8 @@ class PowerSGD(BucketReducer):
 
     def begin_step(self, step: StepState) -> None:
         super().begin_step(step)
+        if not step.was_taken:
+            self._low_rank.keep(())  # errors and images of what was no number; on all ranks alike
         self.sums = self._low_rank if step.step + 1 >= self.config.start_step else self._plain
 
     def laid_out(self) -> None:

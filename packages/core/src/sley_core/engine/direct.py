@@ -115,8 +115,8 @@ def accumulate_directly(
     queue: WeightQueue,
     *,
     all_types: bool = False,
-) -> list[nn.Linear]:
-    """Makes every plain `nn.Linear` of `layers` hand its weight gradient to `store`; returns them, for `undo`.
+) -> Callable[[], None]:
+    """Makes every plain `nn.Linear` of `layers` hand its weight gradient to `store`; returns what undoes it.
 
     One of which any parameter is sharded is its communicator's; one whose weight is no parameter (`weight_norm` makes it
     of others) or whose forward somebody has replaced is autograd's.
@@ -136,7 +136,7 @@ def accumulate_directly(
                 module.forward = DirectForward(module, sink)  # type: ignore[method-assign]
                 store.expect_products(entry)
                 found.append(module)
-    return found
+    return partial(_undo, found)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -148,7 +148,7 @@ def _has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
     return any(book[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)
 
 
-def undo(linears: Iterable[nn.Linear]) -> None:
+def _undo(linears: Iterable[nn.Linear]) -> None:
     """The linears' own forward again, unless a program has replaced it since."""
     for linear in linears:
         if isinstance(linear.__dict__.get("forward"), DirectForward):

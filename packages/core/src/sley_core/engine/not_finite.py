@@ -37,6 +37,7 @@ def check_step(run: Run, number: int, result: StepResult, totals: PendingTotals,
     """
     if result.skipped or (result.is_finite and result.weight > 0):
         return
+    run.store.state.was_taken = False
     run.num_steps_done -= 1  # nothing was changed: a program that goes on takes this step with the next samples
     is_latest = run.num_steps_done + 1 == number
     own = Seen(float(totals.own_loss), _first_bad(run.store) if is_latest else None, tuple(samples[: SHOWN + 1]))

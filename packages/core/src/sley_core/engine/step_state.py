@@ -42,13 +42,15 @@ class StepState:
          begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the place of the
-    first of them among those of all ranks.
+    first of them among those of all ranks. was_taken: whether weights moved in the step that ended last; not if its loss or a
+    gradient was no number, so that nothing that was kept of these gradients is of use.
     """
 
     def __init__(self) -> None:
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
+        self.was_taken = True
         self.action: Action | None = None
         self._last: dict[int, Action] = {}
         self._done: frozenset[int] = frozenset()

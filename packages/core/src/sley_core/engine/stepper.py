@@ -77,6 +77,7 @@ class Stepper:
         for handler in self.handlers:
             handler.finish_step(self.state)
         totals = self.update.step(step, loss, weight.local if weight else 0.0, stop)
+        self.state.was_taken = self.update.was_taken
         for handler in self.handlers:
             handler.weights_updated(self.state)
         return PendingTotals(totals, self.device)

@@ -34,7 +34,6 @@ from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
 
 Ready = Callable[[Entry], None]
-
 Piece = tuple[list[Tensor], str, int]
 """Gradients that count alike: tensors, their reduce group, and how many stages hold a copy."""
 
@@ -42,8 +41,8 @@ Piece = tuple[list[Tensor], str, int]
 class GradientStore:
     """Slots for all trainable entries of `book`, in `dtype` on `device`.
 
-    The reducer gives its own planner when it attaches; until then it is `planner`. `on_ready` is called once per entry and step,
-    `on_chunk_done` once per chunk. Parameters frozen or unfrozen between steps are followed at the next `begin_step`.
+    The reducer gives its own planner when it attaches; until then it is `planner`. `on_ready` is called once per entry and
+    step, `on_chunk_done` once per chunk. Parameters frozen or unfrozen between steps are followed at the next `begin_step`.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class GradientStore:
         self._contributed(slot)
 
     def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
-        """The contribution left^T right, for left [n, out] and right [n, in] in the store's dtype; nothing is allocated."""
+        """The contribution left^T right, for left [n, out] and right [n, in] in the store's dtype; allocates nothing."""
         self.put_product(entry, left, right)
         self.passed(entry)
 

@@ -37,7 +37,8 @@ class Update:
 
     parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's factor
     at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for the
-    largest element. scale: the loss scale that gradients come with, in fp16.
+    largest element. scale: the loss scale that gradients come with, in fp16. was_taken: whether the last step was, as
+    far as the host knows.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Update:
         self.scale = scale
         self._factor = 1.0
         self._has_stepped = False
+        self.was_taken = True
         self._layout = store.num_layouts
 
     @property
@@ -80,6 +82,7 @@ class Update:
         where the model does not end. The learning rate counts the steps that were taken.
         """
         num_skipped = self.scale.num_skipped if self.scale else 0
+        self.was_taken = False
         self._factor = self.factor(step - num_skipped)
         pieces = list(self.store.pieces())
         totals = self._totals(pieces, loss, weight, stop)
@@ -97,7 +100,7 @@ class Update:
             step_if(self.optimizer, totals.allow_a_step)
         else:
             self.optimizer.step()
-        self._has_stepped = True
+        self._has_stepped = self.was_taken = True
         self.masters.write_back()
         return totals
 
