@@ -198,3 +198,58 @@ def test_a_missing_field_of_labels_is_the_plans_fault() -> None:
 def test_smoothing_is_a_fraction_below_one(smoothing: Any) -> None:
     with pytest.raises(ValidationError, match="label_smoothing"):
         CrossEntropyConfig(label_smoothing=smoothing)
+
+
+def by_hand(logits: Tensor, labels: Tensor, ignored: int) -> tuple[float, Tensor, Tensor]:
+    """How many labels count, and torch's own sum and gradient over these alone."""
+    counts = (labels >= 0) & (labels != ignored)
+    wide = logits.detach().requires_grad_()
+    total = F.cross_entropy(wide[counts], labels[counts], reduction="sum")
+    return float(counts.sum()), total.detach(), torch.autograd.grad(total, wide)[0]
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 3, 255])
+def test_negative_labels_are_ignored_and_so_is_the_index(either_way: str, ignored: int) -> None:
+    """Of data that marks padding with -1, of core's own that marks with -100, of images that mark with 255: one rule."""
+    logits, labels = samples()
+    labels[0, :4] = torch.tensor([-1, -7, ignored, 3])
+    loss = CrossEntropy(CrossEntropyConfig(ignore_index=ignored))
+    weight, wanted, of_logits = by_hand(logits, labels, ignored)
+    found = loss.loss(logits, {"labels": labels})
+    assert loss.weight({"labels": labels}) == weight
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(torch.autograd.grad(found, logits)[0], of_logits, rtol=1e-13, atol=1e-15)
+
+
+class Shared(SplitLogits):
+    """Logits of which no rank has all; a label that is no class must not come to them."""
+
+    shape, dtype = (2, 3, CLASSES), torch.float32
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        assert int(labels.min()) == ignore_index
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize("output", [torch.zeros(2, 3, CLASSES), Shared()], ids=["whole", "shared"])
+def test_a_class_that_the_logits_do_not_have_is_named(output: Any) -> None:
+    loss = CrossEntropy(CrossEntropyConfig(labels="classes"))
+    labels = torch.tensor([[0, CLASSES, 1], [-1, -100, 2]])
+    with pytest.raises(
+        RunError, match=f"`classes` has the class {CLASSES}, but the model's logits have {CLASSES}"
+    ) as caught:
+        loss.loss(output, {"classes": labels})
+    assert caught.value.diagnostics[0].code == "label-out-of-range"
+    loss.loss(output, {"classes": labels.clamp(max=CLASSES - 1)})
+
+
+def test_a_device_is_not_asked_for_the_highest_class() -> None:
+    """What was weighed on the host says it: `meta` has no values that could be read."""
+    loss = CrossEntropy(CrossEntropyConfig())
+    logits, labels = torch.zeros(2, 3, CLASSES, device="meta"), torch.tensor([[0, 2, CLASSES + 4]])
+    on_device = {"labels": torch.zeros(2, 3, dtype=torch.int64, device="meta")}
+    loss.loss(logits, on_device)
+    loss.weight({"labels": labels})
+    with pytest.raises(RunError, match=f"has the class {CLASSES + 4}"):
+        loss.loss(logits, on_device)
+    loss.loss(logits, on_device)

@@ -16,7 +16,7 @@ class CrossEntropyConfig(Table):
     """The batch field that holds the class of every position."""
 
     ignore_index: int = -100
-    """The label that marks a position without a target; it adds neither loss nor weight."""
+    """The label that marks a position without a target, as every negative one does; it adds neither loss nor weight."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the target that is spread evenly over all classes."""

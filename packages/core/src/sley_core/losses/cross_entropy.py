@@ -1,4 +1,7 @@
-"""Cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is cut."""
+"""Cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is cut.
+
+One rule of labels, in every layout: `ignore_index` and whatever is negative is ignored, the rest are classes or an error.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,27 @@ class CrossEntropy(Loss):
     def __init__(self, config: CrossEntropyConfig) -> None:
         self.config = config
         self.fields = (config.labels,)
+        self._highest = -1
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         """How many labels of these samples are not ignored; reads the labels alone, on the host."""
         labels = self._labels(batch)
-        return float(labels.numel() - int(torch.count_nonzero(labels == self.config.ignore_index)))
+        self._highest = max(self._highest, self._highest_of(labels))
+        return float(torch.count_nonzero((labels >= 0) & (labels != self.config.ignore_index)))
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """The sum of the cross-entropies, in nats: an fp32 scalar, fp64 for fp64 logits.
 
         A cut without a label that counts gives 0 with zero gradients, not NaN.
 
-        Raises RunError where the output is no tensor of logits that fits the labels.
+        Raises RunError where the output is no tensor of logits that fits the labels, and "label-out-of-range" for a label
+        that is no class: on a CPU of this micro-batch, elsewhere of any that was weighed, for which no device is asked.
         """
         labels = self._labels(batch)
+        shape: tuple[int, ...] = getattr(output, "shape", ())
+        if shape[:-1] == labels.shape and shape[-1:]:
+            self._check_classes(labels, shape[-1])
+            labels = labels.masked_fill(labels < 0, self.config.ignore_index)
         if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
             _check_fit(output.shape, labels, output.dtype)
             return output.cross_entropy(labels, self.config.ignore_index, self.config.label_smoothing)
@@ -55,6 +65,24 @@ class CrossEntropy(Loss):
             self.config.label_smoothing,
         )
         return total
+
+    def _highest_of(self, labels: Tensor) -> int:
+        """The highest class, -1 where there is none."""
+        return int(labels.masked_fill(labels == self.config.ignore_index, -1).amax()) if labels.numel() else -1
+
+    def _check_classes(self, labels: Tensor, num_classes: int) -> None:
+        if labels.device.type == "cpu":
+            self._highest = self._highest_of(labels)
+        if self._highest >= num_classes:
+            found, self._highest = self._highest, -1
+            raise RunError(
+                "label-out-of-range",
+                f"the field `{self.config.labels}` has the class {found}, but the model's logits have {num_classes}: "
+                f"0 to {num_classes - 1}",
+                path=("loss", "labels"),
+                hint="the model's last layer has too few classes for the data; `[loss] ignore_index`, and negative labels, "
+                "are ignored",
+            )
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         name = self.config.labels
