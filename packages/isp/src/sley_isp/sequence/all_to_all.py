@@ -16,6 +16,7 @@ from sley_core.model.layers import Layer
 from sley_core.protocols import SequenceAttention as SequenceAttentionProtocol
 from sley_isp.config import AllToAllConfig
 from sley_isp.sequence.attention import SequenceAttention, attend
+from sley_isp.sequence.proof import Proof
 
 
 class AllToAll(SequenceAttentionProtocol):
@@ -75,9 +76,10 @@ def _replace_forward(module: nn.Module, group: Group) -> Callable[[], None]:
     """Changes what calling `module` does, until what is returned is called; the names of whatever it holds stay."""
     original: Callable[..., Tensor] = module.forward
     had_its_own = "forward" in vars(module)
+    proof = Proof()
 
     def forward(*args: Any, **more: Any) -> Tensor:
-        return attend(original, group, args, more)
+        return attend(original, group, args, more, proof)
 
     def undo() -> None:
         if had_its_own:

@@ -19,6 +19,7 @@ from sley_core.comm.groups import Group
 from sley_core.comm.marks import checksum
 from sley_core.errors import RunError
 from sley_isp.sequence.exchange import heads_of_all, slice_of_all
+from sley_isp.sequence.proof import Proof
 
 
 class SequenceAttention(nn.Module):
@@ -35,11 +36,12 @@ class SequenceAttention(nn.Module):
         super().__init__()
         self.attention = attention
         self.group: Group | None = None
+        self._proof = Proof()
 
     def forward(self, *args: Any, **more: Any) -> Tensor:
         if self.group is None:
             return self.attention(*args, **more)
-        return attend(self.attention, self.group, args, more)
+        return attend(self.attention, self.group, args, more, self._proof)
 
 
 def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
@@ -47,28 +49,34 @@ def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[...,
 
     attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in their order.
     """
+    proof = Proof()
 
     def attention_over_slices(*args: Any, **more: Any) -> Tensor:
-        return attend(attention, group, args, more)
+        return attend(attention, group, args, more, proof)
 
     return attention_over_slices
 
 
-def attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
+def attend(
+    attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof
+) -> Tensor:
     """`attention(*args, **more)` on slices: one exchange there, one back; in the backward the same again.
 
-    A compiled layer's graph breaks around it: nothing of an exchange is for a compiler.
+    proof: of this attention. A compiled layer's graph breaks around it: nothing of an exchange is for a compiler.
 
     Raises RunError "sequence-attention" for arguments, or a context, of other shapes than `SequenceAttention` says, and
     "sequence-heads" where the query heads do not divide among the ranks; before anything is exchanged. "ranks-differ" where
-    ranks attend otherwise: by another function, with other options or other shapes.
+    ranks attend otherwise: by another function, with other options or other shapes; "sequence-layout" in the first call of
+    an attention that takes something else for heads and positions.
     """
-    context: Tensor = _attend(attention, group, args, more)
+    context: Tensor = _attend(attention, group, args, more, proof)
     return context
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any]) -> Tensor:
+def _attend(
+    attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof
+) -> Tensor:
     if group.size == 1:
         return attention(*args, **more)
     given = _leading(args)
@@ -78,6 +86,7 @@ def _attend(attention: Callable[..., Tensor], group: Group, args: Sequence[Any],
         whole = heads_of_all(group, *given, contents=contents)
     else:
         whole = tuple(heads_of_all(group, tensor, contents=contents)[0] for tensor in given)
+    proof.ask(attention, whole, args[len(given) :], more)
     context = attention(*whole, *args[len(given) :], **more)
     batch, length = whole[0].shape[:2]
     if not isinstance(context, Tensor) or context.ndim not in (3, 4) or context.shape[:2] != (batch, length):

@@ -1,0 +1,79 @@
+"""Whether an attention's tensors lie as it is taken for granted: [b, s, h, d], positions before heads.
+
+    right    v of every second head changed:  contexts of the other heads are what they were
+    wrong    [b, h, s, d], as torch's own attention wants it: those "heads" are positions, which see their neighbours
+
+Shapes do not tell the one from the other, so the attention is asked, once: two more forwards, without gradients. It finds
+as well heads that influence one another, and query heads that find their keys in another order, of which each rank
+would know a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sley_core.errors import RunError
+
+
+class Proof:
+    """Asks one attention, at its first calls, until one of them could show it."""
+
+    def __init__(self) -> None:
+        self.is_given = False
+
+    @torch.no_grad()
+    def ask(
+        self, attention: Callable[..., Tensor], whole: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
+    ) -> None:
+        """Raises RunError "sequence-layout" where `attention(*whole, *rest, **more)`, of whole sequences, is wrong."""
+        values = _values(whole[-1])
+        length, heads = values.shape[1:3]
+        by_heads = heads > 1
+        if self.is_given or (length == 1 and not by_heads):
+            return
+        base = _quietly(attention, whole, rest, more)
+        if not isinstance(base, Tensor) or base.shape[:2] != values.shape[:2] or base[0, 0].numel() % heads:
+            return  # for whoever calls to say
+        changed = [*whole[:-1], whole[-1].clone()]
+        _every_second(_values(changed[-1]), by_heads, 0).add_(1.0)
+        before, after = (
+            _every_second(one.reshape(*base.shape[:2], heads, -1), by_heads, 1)
+            for one in (base, _quietly(attention, changed, rest, more))
+        )
+        if torch.allclose(before, after, rtol=0.0, atol=0.0, equal_nan=True) != by_heads:
+            raise _wrong(whole)
+        self.is_given = True
+
+
+def _values(last: Tensor) -> Tensor:
+    """The values [b, s, h, d] of what comes last: they themselves, or kv or qkv [b, s, ..., h, d]."""
+    return last if last.ndim == 4 else last[:, :, -1]
+
+
+def _every_second(tensor: Tensor, by_heads: bool, first: int) -> Tensor:
+    """A view of every second head of [b, s, h, d] from `first` on, or of every second position."""
+    return tensor[:, :, first::2] if by_heads else tensor[:, first::2]
+
+
+def _quietly(
+    attention: Callable[..., Tensor], whole: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
+) -> Tensor:
+    """The context, drawn with the random numbers that the next call will draw too."""
+    device = whole[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return attention(*whole, *rest, **more)
+
+
+def _wrong(whole: Sequence[Tensor]) -> RunError:
+    shapes = " and ".join(str(list(tensor.shape)) for tensor in whole)
+    return RunError(
+        "sequence-layout",
+        f"an attention over slices was called with {shapes}, but what it computes is no attention [b, s, h, d] whose heads "
+        "are apart: dim 2 looks like its positions, or its heads influence one another",
+        hint="give `q, k, v` [b, s, h, d], without the `transpose(1, 2)` that torch's scaled_dot_product_attention wants; "
+        "transpose within the attention, behind the exchange",
+    )
