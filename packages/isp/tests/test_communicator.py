@@ -256,7 +256,7 @@ def rewritten(tables: dict[str, Any], folder: Any) -> Any:
         def write(module: Any, args: Any) -> None:
             handle.remove()
             with torch.no_grad():
-                module.query.weight.mul_(1.5)
+                run.book["blocks.1.attention.query.weight"].parameter.mul_(1.5)
 
         handle = block.attention.register_forward_pre_hook(write)
         run.step()

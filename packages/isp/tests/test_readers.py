@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from math import sqrt
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -71,3 +77,76 @@ def test_a_weight_that_evaluations_read(ranks, sharded, folder, own):
     for message in ranks(2)(first_step, sharded(2, **model("projected")), folder, evaluates=True):
         assert "sharded-weight-read" in message
         assert "projected.linear.weight" in message
+
+
+READS: dict[str, Callable[[nn.Linear], Any]] = {
+    "linear": lambda linear: F.linear(torch.ones(6, dtype=torch.float64), linear.weight).sum(),
+    "norm": lambda linear: linear.weight.norm(),
+    "detach": lambda linear: linear.weight.detach().sum(),
+    "data": lambda linear: linear.weight.data.sum(),
+    "tolist": lambda linear: linear.bias.tolist()[0],
+    "__getitem__": lambda linear: linear.bias[0],
+    "deepcopy": lambda linear: copy.deepcopy(linear).in_features,
+    "view": lambda linear: nn.utils.parameters_to_vector(linear.parameters()).sum(),
+    "register_hook": lambda linear: linear.weight.register_hook(print) and 1.0,
+    "mul_": lambda linear: linear.weight.mul_(0.5) and 1.0,
+}
+SIZES: dict[str, Callable[[nn.Linear], Any]] = {
+    "shape": lambda linear: linear.weight.shape[0],
+    "size": lambda linear: linear.weight.size(0) + linear.bias.size()[0],
+    "numel": lambda linear: 1 / sqrt(linear.weight.numel()),
+    "len": lambda linear: len(linear.bias),
+    "fan": lambda linear: sum(nn.init._calculate_fan_in_and_fan_out(linear.weight)),
+    "like": lambda linear: torch.ones_like(linear.weight).sum() + linear.weight.new_ones(3).sum(),
+    "count": lambda linear: sum(parameter.numel() for parameter in linear.parameters()),
+    "dtype": lambda linear: torch.finfo(linear.weight.dtype).eps * linear.weight.element_size(),
+    "to": lambda linear: torch.ones(3).to(linear.weight).sum(),
+}
+
+
+def late_reads(tables: dict[str, Any], folder: Any) -> Any:
+    """What each of READS is answered that begins after a step and an evaluation without it: in both, and by hand."""
+    from isp_readers import Asks
+
+    said: dict[str, list[str]] = {}
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
+        run.step()
+        run.evaluate()
+        linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
+        for name, read in READS.items():
+            Asks.asks = staticmethod(read)
+            for ask in (run.step, run.evaluate, torch.no_grad()(lambda read=read: read(linear))):
+                try:
+                    ask()
+                    said.setdefault(name, []).append("nothing")
+                except RunError as error:
+                    said.setdefault(name, []).append(str(error))
+        Asks.asks = None
+        run.step()
+        sizes = {name: float(size(linear)) for name, size in SIZES.items()}
+        linear.requires_grad_(False)
+        frozen = [entry.trainable for entry in run.book if entry.name.startswith("asks.linear")]
+    return said, sizes, frozen
+
+
+@pytest.mark.parametrize("memory", [True, pytest.param(False, marks=pytest.mark.campaign)])
+def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, folder, own, memory):
+    """Training, evaluating, without gradients, by hand: whenever somebody asks for values, and however."""
+    tables = sharded(2, parallel={"host_memory": memory}, **model("asks"))
+    whole = nn.Linear(6, 13, dtype=torch.float64)
+    for said, sizes, frozen in ranks(2)(late_reads, tables, folder):
+        for name, answers in said.items():
+            for answer in answers:
+                assert f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in answer, name
+        assert sizes == {name: float(size(whole)) for name, size in SIZES.items()}, "those of the whole"
+        assert frozen == [False, False], "what is trained is still theirs to say"
+
+
+def test_a_model_that_goes_by_the_size_of_its_weights(parity, own):
+    """muP, and whoever else multiplies by 1 / sqrt(numel): of the whole weight, as everywhere."""
+    parity(2, wp=2, weights={"embedding": "hidden"}, **model("by_size"))
+
+
+def test_weights_that_are_not_the_linear_s_own(parity, own):
+    """torch's weight norms, a forward that was replaced, and a call with other tensors for a while."""
+    parity(2, wp=2, **model("normed"))

@@ -137,8 +137,8 @@ class WeightCommunicator(Protocol):
                                             ^                        │
                                             └────────────────────────┘
 
-    Core cuts, along the dim that it is told. Before it gathers or reads any weight of a layer, the communicator awaits
-    `run.caller.waits` of that layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
+    Core cuts, along the dim that it is told. Before it gathers or reads any weight of a layer, the communicator calls
+    `run.caller.wait_for` of that layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:

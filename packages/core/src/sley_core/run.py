@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.data.slices import Slices
     from sley_core.engine.book import ParameterBook
-    from sley_core.engine.call import LayerCaller, Wait
+    from sley_core.engine.call import IsDue, LayerCaller, Wait
     from sley_core.engine.evaluate import Evaluation
     from sley_core.engine.execute import HostBatch
     from sley_core.engine.profile import StepProfiler
@@ -157,10 +157,10 @@ class Run(AbstractContextManager["Run"]):
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
         return self.evaluation()
 
-    def before_layer(self, name: str, wait: Wait) -> None:
-        """`wait` is called before every use of the weights of layer `name`, recomputation included."""
+    def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
+        """`wait` is called before every use of the weights of layer `name`, recomputation included, where it `is_due`."""
         self._check_open()
-        self.caller.before_layer(name, wait)
+        self.caller.before_layer(name, wait, is_due)
 
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress; safe in a signal handler, and nothing once the run is closed."""

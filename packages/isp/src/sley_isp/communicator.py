@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind
 from sley_core.comm.rows import share_rows
 from sley_core.engine.shards import AXIS
-from sley_core.engine.step_state import Phase
+from sley_core.engine.stand_in import stand_in
 from sley_core.engine.weight_queue import Handover
 from sley_core.protocols import WeightCommunicator
 from sley_isp.counts import Tally
@@ -30,7 +30,6 @@ from sley_isp.embedding.find import check_tables
 from sley_isp.launch.points import Launches, check_points
 from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
-from sley_isp.readers import Readers
 from sley_isp.reductions import Reductions
 from sley_isp.sites import Site, embedding_gradient, install, is_plain, linear_gradient, uninstall
 from sley_isp.units import Gathered, Unit, sharded_modules
@@ -39,6 +38,8 @@ from sley_isp.vocabulary.head import Head
 
 if TYPE_CHECKING:
     from sley_core.comm.host_rows import HostShare
+    from sley_core.engine.book import Entry
+    from sley_core.engine.step_state import Phase
     from sley_core.model.layers import Layer
     from sley_core.protocols import MemoryPool
     from sley_core.run import Run
@@ -52,7 +53,6 @@ class Communicator(WeightCommunicator):
 
     pool: MemoryPool
     reductions: Reductions
-    readers: Readers
     columns: Columns
     tally: Tally
 
@@ -71,7 +71,6 @@ class Communicator(WeightCommunicator):
         self._drains: set[int] = set()
         self._head: nn.Linear | None = None
         self.launches = Launches(config.launch, self._launch)
-        self._watched: set[Phase] = set()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
         if self.config.head == "vocabulary":
@@ -88,7 +87,7 @@ class Communicator(WeightCommunicator):
     def attach(self, run: Run) -> None:
         self._run = run
         self._group = run.groups[AXIS]
-        self._waits = run.caller.waits
+        self._caller = run.caller
         self._queue = run.stepper.executor.queue
         self.pool = run.plan.build_named("memory_pools", self.config.pool)
         bound = self.config.bound if self.config.overlap else 0
@@ -101,9 +100,7 @@ class Communicator(WeightCommunicator):
             self._take(layer)
         for site in self.sites:
             self.parcels.add(site)
-        modules = [site.module for site in self.sites] + [table.module for table in self.columns.tables]
-        shards = [entry for entry in run.book if entry.shard is not None]
-        self.readers = Readers((layer.module for layer in run.layers), modules, shards)
+        stand_in(run.book)
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         self._action = None
@@ -120,17 +117,8 @@ class Communicator(WeightCommunicator):
         self.reductions.forget()
         self.columns.forget()
         self.tally.begin(actions, phase)
-        if phase in self._watched:
-            self.readers.leave()
-        else:
-            self._watched.add(phase)
-            self.readers.watch()
-        # Shards that somebody still writes, behind a wait, are shared one gather at a time.
-        if self.config.overlap and not any(self._waits.values()):
-            self._stamps = {unit: unit.stamp for unit in self.units}
-            shards = [shard for unit in self.units for shard in unit.shards]
-            # Before the first gather of a step or an evaluation, which all ranks of `wp` begin together.
-            self._share = share_rows(shards, self._group, what="the weights")
+        if self.config.overlap:
+            self._share_shards()
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -155,7 +143,6 @@ class Communicator(WeightCommunicator):
             self.tally.end()
 
     def detach(self) -> None:
-        self.readers.close()
         for site in self.sites:
             uninstall(site)
         self.sites.clear()
@@ -173,12 +160,12 @@ class Communicator(WeightCommunicator):
         """Whether a forward that runs now is one within a backward."""
         return self._action is not None and self._action.kind in BACKWARDS
 
-    def use(self, unit: Unit, *, pins: int, launches: bool) -> Gathered:
-        """The weights of `unit`, on their way or there; what comes next may be started."""
+    def use(self, unit: Unit, own: Sequence[Entry], *, pins: int, launches: bool) -> Gathered:
+        """The weights of `unit`, on their way or there, of which `own` are used; what comes next may be started."""
         if self._action is None:
             return self._gather(unit)
         known = self._gathered.get(unit)
-        if known is not None and known.stamp != unit.stamp:
+        if known is not None and known.is_older(own):
             self._drop([unit])
             self.prefetch.forget(unit)
         self._apply(self.prefetch.use(unit, pins=pins, launches=launches))
@@ -199,11 +186,9 @@ class Communicator(WeightCommunicator):
             self._gathered[unit] = self._gather(unit)
 
     def _gather(self, unit: Unit) -> Gathered:
-        is_shared = self._action is not None and self._stamps.get(unit) == unit.stamp
-        with self.readers.paused():
-            for wait in self._waits.get(unit.layer, ()):
-                wait()
-            gathered = Gathered(unit, self.pool, self._group, self._share if is_shared else None)
+        has_waited = self._caller.wait_for(unit.layer)
+        is_shared = self._action is not None and not has_waited and self._stamps.get(unit) == unit.stamp
+        gathered = Gathered(unit, self.pool, self._group, self._share if is_shared else None)
         if self._action is not None:
             self.tally.gathered(unit, gathered)
         if not self.config.overlap:
@@ -217,6 +202,17 @@ class Communicator(WeightCommunicator):
             gathered.release()
             self.tally.dropped(gathered)
             self._leaving.append(gathered)
+
+    def _share_shards(self) -> None:
+        """One offer of all shards that stay as they are; those that a wait may still write are shared at each gather."""
+        still = [unit for unit in self.units if not self._caller.is_due(unit.layer)]
+        self._stamps = {unit: unit.stamp for unit in still}
+        if not still:
+            return
+        due = ", ".join(unit.name for unit in self.units if unit not in self._stamps)
+        # Before the first gather of a step or an evaluation, which all ranks of `wp` begin together. Its name says of what.
+        what = f"the weights but for {due}" if due else "the weights"
+        self._share = share_rows([shard for unit in still for shard in unit.shards], self._group, what=what)
 
     def _end(self) -> None:
         """The shards may change from now on: everybody has them."""
@@ -258,7 +254,7 @@ class Communicator(WeightCommunicator):
     def _launch(self, unit: Unit) -> None:
         """A layer's launch point is about to run: gathers ahead start, as if a weight of the layer were used."""
         if self._action is not None:
-            self.use(unit, pins=0, launches=True)
+            self.use(unit, (), pins=0, launches=True)
 
     def _share_vocabulary(self, site: Site) -> None:
         """No action gathers the head's weight; outside of one it is a site like any other."""
@@ -270,8 +266,7 @@ class Communicator(WeightCommunicator):
 
     def _before_lookup(self, table: Table) -> None:
         """A table is about to be read, for which nothing is gathered: what comes after it may be."""
-        for wait in self._waits.get(table.layer, ()):
-            wait()
+        self._caller.wait_for(table.layer)
         if self._is_overlapping():
             self._apply(self.prefetch.pass_by())
 

@@ -9,10 +9,10 @@ Autograd sees the shard as an input, so that a gradient comes by, and gets None 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sley_core.engine.slot import add_at
+from sley_core.engine.stand_in import StandIn
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ Sink = Callable[[Tensor, Tensor], None]
 class Host(Protocol):
     """What a site needs of its communicator."""
 
-    def use(self, unit: Unit, *, pins: int, launches: bool) -> Gathered: ...
+    def use(self, unit: Unit, own: Sequence[Entry], *, pins: int, launches: bool) -> Gathered: ...
     def done(self, gathered: Gathered) -> None: ...
     def is_recomputing(self) -> bool: ...
 
@@ -47,6 +48,8 @@ class Site:
         self.module = module
         self.weight = weight
         self.bias = bias
+        self.entries = [entry for entry in (weight, bias) if entry is not None]
+        """The sharded ones."""
         self.launches = False
         self.sink: Sink
 
@@ -56,18 +59,26 @@ class Site:
         return self.entries[0].name.rpartition(".")[0]
 
     @property
-    def entries(self) -> list[Entry]:
-        """The sharded entries."""
-        return [entry for entry in (self.weight, self.bias) if entry is not None]
-
-    @property
     def trained(self) -> list[Entry]:
         """Those that have a gradient."""
         return [entry for entry in self.entries if entry.trainable]
 
     def use(self, *, pins: int = 0, launches: bool | None = None) -> Gathered:
         """The unit's weights, which are there or on their way."""
-        return self.host.use(self.unit, pins=pins, launches=self.launches if launches is None else launches)
+        return self.host.use(
+            self.unit, self.entries, pins=pins, launches=self.launches if launches is None else launches
+        )
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody else's tensors are in the module for now, as `torch.func.functional_call` puts them there."""
+        held = self.module._parameters
+        is_weight = self.weight is not None and type(held["weight"]) is not StandIn
+        return is_weight or (self.bias is not None and type(held["bias"]) is not StandIn)
+
+    def own(self, attribute: str) -> nn.Parameter | None:
+        """What the module has of a parameter: the shard, or the whole where it is not sharded."""
+        return own_of(self.module, attribute)
 
     def held(self, gathered: Gathered, attribute: str) -> Tensor | None:
         """The whole of a parameter: gathered, or the module's own where it is not sharded."""
@@ -75,14 +86,21 @@ class Site:
         return gathered.whole(entry) if entry is not None else self.module._parameters[attribute]
 
 
+def own_of(module: nn.Module, attribute: str) -> nn.Parameter | None:
+    """The shard for which `module` holds a stand-in as `attribute`, or else what it holds."""
+    held = module._parameters[attribute]
+    return held.shard if type(held) is StandIn else held
+
+
 def linear_forward(site: Site, input: Tensor) -> Tensor:
     """The forward of a sharded `nn.Linear`, whose parameter is called as there."""
-    parameters = site.module._parameters
+    if site.is_replaced:
+        return nn.Linear.forward(cast(nn.Linear, site.module), input)
     x = as_autocast(input)
     if not torch.is_grad_enabled():
         with _used(site, site.use()) as gathered:
             return _linear(site, gathered, x)
-    out: Tensor = _Linear.apply(x, parameters["weight"], parameters["bias"], site)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _Linear.apply(x, site.own("weight"), site.own("bias"), site)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
@@ -164,10 +182,11 @@ def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whol
 
 def embedding_forward(site: Site, input: Tensor) -> Tensor:
     """The forward of a sharded `nn.Embedding`. Its backward needs no weight, so it gathers none."""
+    if site.is_replaced:
+        return nn.Embedding.forward(cast(nn.Embedding, site.module), input)
     if not torch.is_grad_enabled():
         return _embedding(site, input)
-    weight = site.module._parameters["weight"]
-    out: Tensor = _Embedding.apply(input, weight, site)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _Embedding.apply(input, site.own("weight"), site)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
@@ -213,7 +232,13 @@ def _put(gradient: Tensor, whole: Tensor, adds: bool) -> None:
 
 
 def is_plain(module: nn.Module, attribute: str) -> bool:
-    """Whether `attribute` of `module` is a parameter that a site can stand in for: of a linear, or of an embedding."""
+    """Whether `attribute` of `module` is a parameter that a site can stand in for: of a linear, or of an embedding.
+
+    Whoever computes the weight anew for each forward (`torch.nn.utils.weight_norm`), or has replaced the module's forward,
+    works with whole parameters.
+    """
+    if not isinstance(module._parameters.get("weight"), nn.Parameter) or "forward" in vars(module):
+        return False
     if type(module) is nn.Embedding:
         return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
     return type(module) is nn.Linear and attribute in ("weight", "bias")

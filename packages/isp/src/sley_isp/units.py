@@ -94,7 +94,7 @@ class Gathered:
         parameters = unit.shards
         dtype, device = parameters[0].dtype, parameters[0].device
         starts, numel = layout(unit.entries, dtype.itemsize)
-        self.stamp = unit.stamp
+        self._versions = {entry: (one, one._version) for entry, one in zip(unit.entries, unit.parameters, strict=True)}
         self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (group.size - 1)
         with ExitStack() as stack:
             flat = stack.enter_context(pool.lease((numel,), dtype, device))
@@ -104,6 +104,14 @@ class Gathered:
             self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}", share=share)
             self._stack = stack.pop_all()  # not if the exchange could not start
         self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
+
+    def is_older(self, entries: Iterable[Entry]) -> bool:
+        """Whether somebody has written the shard of one of `entries` since; takes no time for the unit's others."""
+        for entry in entries:
+            parameter, version = self._versions[entry]
+            if parameter._version != version:
+                return True
+        return False
 
     def wait(self) -> None:
         """Returns when the weights are there."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
 import torch.nn.functional as F
 from isp_parts import VOCABULARY, WIDTH, Embed
 from torch import Tensor, nn
+
+from sley_core.model.layers import Model
 
 Layers = list[tuple[str, nn.Module]]
 
@@ -94,6 +101,72 @@ class Scaled(nn.Module):
 
 def scaled() -> Layers:
     return [("embed", Embed()), ("scaled", Scaled()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Asks(nn.Module):
+    """Multiplies by whatever `asks` makes of its linear, from when it is set."""
+
+    asks: ClassVar[Callable[[nn.Linear], Any] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.back = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        asked = 1.0 if Asks.asks is None else Asks.asks(self.linear)
+        return self.back(self.linear(hidden).tanh()) * asked
+
+
+def asks() -> Layers:
+    return [("embed", Embed()), ("asks", Asks()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class BySize(nn.Module):
+    """Scales by what it knows of the shapes of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens % self.table.weight.shape[0]) * self.table.weight.shape[1] ** 0.5
+        scale = self.linear.weight.numel() ** -0.5 + 1 / len(self.linear.bias)
+        return self.linear(hidden) * scale + torch.zeros_like(self.linear.bias)
+
+
+def by_size() -> Layers:
+    return [("embed", BySize()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Normed(nn.Module):
+    """Linears whose weights are computed anew by a hook before each forward, and one whose forward was replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.old = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.new = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.doubled = nn.Linear(WIDTH, WIDTH)
+        self.doubled.forward = lambda x: 2.0 * F.linear(x, self.doubled.weight, self.doubled.bias)
+        self.free = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        given = {"weight": hidden.mean((0, 1)).outer(hidden.sum((0, 1))), "bias": hidden.mean((0, 1))}
+        hidden = hidden + torch.func.functional_call(self.free, given, (hidden,)).tanh()
+        return self.free(self.doubled(self.new(self.old(hidden))))
+
+
+def normed() -> Model:
+    return Model([("embed", Embed()), ("normed", Normed()), ("head", nn.Linear(WIDTH, WIDTH))], first_values)
+
+
+def first_values(module: nn.Module, name: str) -> None:
+    """torch's own first values, and something for the two parts of a weight that was normed."""
+    for one in module.parameters(recurse=False):
+        nn.init.uniform_(one, -0.3, 0.4)
 
 
 class Projected(nn.Module):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
+from sley_core.engine.stand_in import StandIn
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
@@ -62,9 +63,11 @@ class Entry:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The live parameter: looked up, since materialising and moving replace the object."""
+        """The live parameter, a shard where it is sharded: looked up, since materialising and moving replace the object."""
         holder = self.holders[0]
         parameter = getattr(holder.module, holder.attribute)
+        if type(parameter) is StandIn:
+            return parameter.shard
         assert isinstance(parameter, nn.Parameter), f"{self.name} is a {type(parameter).__name__}"
         return parameter
 

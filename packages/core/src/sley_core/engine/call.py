@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from sley_core.protocols import ActivationPolicy, SchedulerHook
 
 Wait = Callable[[], None]
+IsDue = Callable[[], bool]
 
 
 class LayerCaller:
-    """Calls layers. `waits[name]` are awaited before every use of layer `name`, recomputation included.
+    """Calls layers, before each of which, recomputation included, it calls the waits of that layer that are due.
 
     slice_index: which slice of its sequences this rank has; slices of one sample draw differently.
     """
@@ -47,11 +48,28 @@ class LayerCaller:
         self._slice = ("slice", slice_index) if slice_index else ()
         self._place: tuple[int, int] | None = None
         self._layer_seeds: dict[str, int] = {}
-        self.waits: dict[str, list[Wait]] = {}
+        self._waits: dict[str, list[tuple[Wait, IsDue | None]]] = {}
 
-    def before_layer(self, name: str, wait: Wait) -> None:
-        """From now on `wait` is called before every use of the weights of layer `name`."""
-        self.waits.setdefault(name, []).append(wait)
+    def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
+        """From now on `wait` is called before every use of the weights of layer `name`; with `is_due`, where that is true.
+
+        is_due: whether the weights are not all there; it costs little, changes nothing, and says the same on all ranks that
+        hold shards of the layer: between a step's begin and end these read each other's only while nothing is due.
+        """
+        self._waits.setdefault(name, []).append((wait, is_due))
+
+    def wait_for(self, name: str) -> bool:
+        """Calls what is due of layer `name`, in the order in which it was registered; whether there was anything."""
+        found = False
+        for wait, is_due in self._waits.get(name, ()):
+            if is_due is None or is_due():
+                wait()
+                found = True
+        return found
+
+    def is_due(self, name: str) -> bool:
+        """Whether the next use of the weights of layer `name` would call anything."""
+        return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """`layer(*args, **fields)`. args: the previous layer's output, or nothing for the first layer."""
@@ -69,8 +87,7 @@ class LayerCaller:
         return self.policy.call(layer.name, run, args, fields)
 
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        for wait in self.waits.get(layer.name, ()):
-            wait()
+        self.wait_for(layer.name)
         self.device.seed(self._of_micro(micro) ^ self._of_layer(layer.name))
         return layer.module(*args, **fields)
 

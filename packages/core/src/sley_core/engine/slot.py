@@ -11,6 +11,7 @@ from torch import Tensor
 from sley_core.comm.marks import checksum
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
+from sley_core.engine.stand_in import sharded_read
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
@@ -255,10 +256,4 @@ def dense(gradient: Tensor, entry: Entry) -> Tensor:
 def check_not_sharded(entry: Entry) -> None:
     """Raises RunError `sharded-weight-read`: autograd came to a shard, which only its communicator may use."""
     if entry.shard is not None:
-        cut = f"{entry.shape[entry.shard.dim]} {'columns' if entry.shard.dim else 'rows'}"
-        raise RunError(
-            "sharded-weight-read",
-            f"the forward reads the parameter {entry.name!r}, of which this rank holds {entry.shard.own_size} of "
-            f"{cut}, without its module",
-            hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded",
-        )
+        raise sharded_read(entry, "the forward reads")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sley_core.comm.rows import GATHER, REDUCE, Exchange, swap_rows
-from sley_isp.sites import closed
+from sley_core.engine.stand_in import StandIn
+from sley_isp.sites import closed, own_of
 from sley_isp.tokens import AllTokens, padded
 
 if TYPE_CHECKING:
@@ -45,12 +46,18 @@ class Table:
         """The module cannot be called any more."""
         self.module.forward = partial(closed, self.name)
 
+    @property
+    def shard(self) -> nn.Parameter | None:
+        """Its columns."""
+        return own_of(self.module, "weight")
+
     def _forward(self, input: Tensor) -> Tensor:
+        if type(self.module._parameters["weight"]) is not StandIn:  # another tensor, by `torch.func.functional_call`
+            return nn.Embedding.forward(cast(nn.Embedding, self.module), input)
         self.columns.before(self)
         if not torch.is_grad_enabled():
             return self.columns.look_up(self, input)[0]
-        weight = self.module._parameters["weight"]
-        out: Tensor = _LookUp.apply(input, weight, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _LookUp.apply(input, self.shard, self)  # type: ignore[no-untyped-call]  # torch's
         return out
 
 
@@ -87,7 +94,7 @@ class Columns:
         """The vectors of `tokens` [...], [..., h]; and the tokens of all ranks, [size x most]."""
         (of_all,) = self.tokens.of_all([tokens.reshape(-1)], [0], f"the tokens of {table.name}")
         self.num_bytes += self._foreign(of_all)
-        weight = table.module._parameters["weight"]
+        weight = table.shard
         assert weight is not None, table.name
         size, most = self.group.size, len(of_all) // self.group.size
         sent = F.embedding(of_all, weight.detach()).view(size, most, weight.shape[1])

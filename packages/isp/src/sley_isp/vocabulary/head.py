@@ -62,7 +62,7 @@ class Head:
         self.site.module.forward = self._forward
 
     def _forward(self, input: Tensor) -> Tensor | Scores:
-        if not self.is_running():
+        if self.site.is_replaced or not self.is_running():
             return linear_forward(self.site, input)
         if not torch.is_autocast_enabled(input.device.type):
             self._check(input)
@@ -70,7 +70,7 @@ class Head:
 
     def _check(self, x: Tensor) -> None:
         """torch says here, and not when the loss comes, that `x` is of another dtype or width than the weight."""
-        weight, bias = (self.site.module._parameters[name] for name in ("weight", "bias"))
+        weight, bias = self.site.own("weight"), self.site.own("bias")
         assert weight is not None, self.site.unit
         with torch.no_grad():
             F.linear(x.new_empty((0, x.shape[-1])), weight, bias)
@@ -92,8 +92,7 @@ class Head:
 
     def logits(self, inputs: Tensor) -> Tensor:
         """[n, rows of a shard]; padding rows of the weight give columns that `own` leaves out."""
-        parameters = self.site.module._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = self.site.own("weight"), self.site.own("bias")
         assert weight is not None, self.site.unit
         return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
@@ -103,7 +102,7 @@ class Head:
 
     def start_input_gradient(self, gradient: Tensor) -> _Reducing:
         """The logits' gradient [size x n, rows] times the weight, on its way to the ranks whose tokens they are."""
-        weight = self.site.module._parameters["weight"]
+        weight = self.site.own("weight")
         assert weight is not None, self.site.unit
         return _Reducing(self, gradient, weight.to(gradient.dtype))
 
@@ -158,11 +157,11 @@ class Scores(SplitLogits):
         return self.x.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        parameters = self.head.site.module._parameters
+        site = self.head.site
         rows = self.x.reshape(-1, self.x.shape[-1])
         targets = labels.reshape(-1)
         targets = targets.masked_fill(targets == ignore_index, sums.NO_TARGET)
-        total: Tensor = _Sum.apply(rows, parameters["weight"], parameters["bias"], targets, self.head, smoothing)  # type: ignore[no-untyped-call]  # torch's
+        total: Tensor = _Sum.apply(rows, site.own("weight"), site.own("bias"), targets, self.head, smoothing)  # type: ignore[no-untyped-call]  # torch's
         return total
 
     def __getattr__(self, name: str) -> Any:

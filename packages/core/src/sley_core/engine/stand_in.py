@@ -1,0 +1,153 @@
+"""What a module holds in place of a weight of which its rank has a shard: the whole one's face, without its values.
+
+    module.weight ──> StandIn   shape, size, numel, len: of the whole;  dtype, device: of the shard
+                         │      values: refused by name, whenever somebody asks
+                         └────> shard   what the book, the optimizer and the communicator work with
+
+Nothing is watched, so it costs nothing until somebody touches it, in the first forward or in the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
+
+T: Any = Tensor
+
+FACE = {
+    *(T.shape.__get__, T.ndim.__get__, T.layout.__get__, T.nbytes.__get__, T.itemsize.__get__, T.is_sparse.__get__),
+    *(T.size, T.numel, T.nelement, T.dim, T.ndimension, T.__len__, T.stride, T.is_contiguous, T.element_size),
+    torch.numel,
+}
+"""Functions of a tensor that know its shape and type alone; they are answered for the whole."""
+
+OF_SHARD = {
+    *(T.dtype.__get__, T.device.__get__, T.requires_grad.__get__, T.requires_grad.__set__, T.requires_grad_),
+    *(T.is_leaf.__get__, T.grad_fn.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.is_meta.__get__, T.get_device),
+    *(T.is_floating_point, T.is_complex, T.is_signed, torch.is_floating_point, torch.is_complex, torch.is_signed),
+    *(torch.get_device, T.is_inference, torch.is_inference, T.is_quantized.__get__, T._version.__get__),
+}
+"""Functions that the shard answers as the whole would, or that switch what is trained."""
+
+LIKE = {
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+    *(torch.rand_like, torch.randn_like, torch.randint_like),
+    *(T.new_empty, T.new_zeros, T.new_ones, T.new_full),
+}
+"""Functions that make another tensor of the first one's shape, type or device."""
+
+AS_SECOND = {T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as}
+"""Functions that look at the shape, type or device of any tensor but the first, if at all."""
+
+
+GRADIENT = {T.grad.__get__, T.grad.__set__}
+"""A shard has none: they are the store's."""
+
+
+class StandIn(nn.Parameter):
+    """A parameter of the shape of `entry`, whose `shard` this rank holds; without memory of its own.
+
+    Raises RunError `sharded-weight-read`, with the name, for whatever needs values: in training, in an evaluation, without
+    gradients, in the tenth step as in the first.
+    """
+
+    entry: Entry
+    shard: nn.Parameter
+
+    @staticmethod
+    def __new__(cls, entry: Entry) -> StandIn:
+        shard = entry.parameter
+        made: StandIn = Tensor._make_wrapper_subclass(
+            cls, entry.shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
+        )
+        made.entry = entry
+        made.shard = shard
+        return made
+
+    def __init__(self, entry: Entry) -> None:
+        del entry
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        return f"StandIn({self.entry.name}, {list(self.entry.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        raise self._refused("deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise self._refused("pickle")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in OF_SHARD:
+            return function(*(one.shard if isinstance(one, StandIn) else one for one in args), **kwargs)
+        if function in FACE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        first = next(_stand_ins((args, kwargs)))
+        if function in GRADIENT and first.shard.grad is None and args[1:] in ((), (None,)):
+            return None
+        free, bound = (args[:1], args[1:]) if function in LIKE else (args[1:], args[:1])
+        if function in LIKE | AS_SECOND and not any(_stand_ins((bound, kwargs))):
+            replaced = [_shape_of(one) for one in free]
+            return function(*replaced, *bound, **kwargs) if function in LIKE else function(*bound, *replaced, **kwargs)
+        raise first._refused(_name(function))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's
+        """Whatever came past `__torch_function__`."""
+        raise next(_stand_ins((args, kwargs or {})))._refused(str(function))
+
+    def _refused(self, what: str) -> Exception:
+        return sharded_read(self.entry, f"`{what}` reads")
+
+
+def stand_in(entries: Iterable[Entry]) -> None:
+    """From now on modules hold stand-ins of those of `entries` that are sharded; `Entry.parameter` finds the shard."""
+    for entry in entries:
+        if entry.shard is not None:
+            made = StandIn(entry)
+            for holder in entry.holders:
+                holder.module._parameters[holder.attribute] = made
+
+
+def _shape_of(value: Any) -> Any:
+    """A tensor like a stand-in's whole, without its memory; anything else as it is."""
+    if not isinstance(value, StandIn):
+        return value
+    shard = value.shard
+    return torch.empty((), dtype=shard.dtype, device=shard.device).expand(value.entry.shape)
+
+
+def _name(function: Any) -> str:
+    """As a user writes it; an attribute's getter is called by the attribute."""
+    name: str = getattr(function, "__name__", str(function))
+    return getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name
+
+
+def _stand_ins(value: Any) -> Iterator[StandIn]:
+    if isinstance(value, StandIn):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _stand_ins(one)
+
+
+def sharded_read(entry: Entry, what: str) -> RunError:
+    """The error `sharded-weight-read`: `what` wants the values of `entry`, of which no rank has all."""
+    assert entry.shard is not None, f"{entry.name} is whole"
+    cut = f"{entry.shape[entry.shard.dim]} {'columns' if entry.shard.dim else 'rows'}"
+    return RunError(
+        "sharded-weight-read",
+        f"{what} the parameter {entry.name!r}, of which this rank holds {entry.shard.own_size} of {cut}, without its module",
+        hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded. Between "
+        "steps, `sley_core.engine.shards.wholes` gives copies of whole weights, and `run.book[name].parameter` is the shard",
+    )
