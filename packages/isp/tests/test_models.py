@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
 from sley_core.engine.shards import REDUCE_GROUP
+from sley_core.plan.load import plan_from_dict
 from sley_core.testing.runs import record
 
 
@@ -92,3 +95,18 @@ def test_a_rank_holds_its_rows_only(ranks, sharded, folder, foreign):
     replicated = 4 * 2 * 6
     assert first[1] + second[1] - replicated == whole[1], "padding counts for nobody"
     assert first[2] < 0.6 * whole[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        ("isp_readers:stacked", ["sharded 47 % of the parameters over `wp`; whole on every rank: blocks.*.experts"]),
+        ("isp_parts:experts", []),
+    ],
+)
+def test_what_stays_whole_is_said(sharded, own, foreign, model, note):
+    """By `check --model` too, which assembles in a fake world."""
+    options = {} if model.endswith("stacked") else {"number": 8}
+    plan = plan_from_dict(sharded(2, **foreign(model, **options)), own)
+    with World.fake(0, 2) as world, assemble(plan, world) as run:
+        assert run.notes == note

@@ -33,7 +33,7 @@ from sley_core.engine.execute import Executor
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
-from sley_core.engine.shards import AXIS, cut_on_meta, shards_of
+from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, stage_of, tie_groups
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
@@ -89,6 +89,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     if communicator is not None:
         communicator.prepare(model.layers)
     shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
+    notes = notes + left_whole(model.layers, shards)
     book = ParameterBook(stage.chunks, stage.stages, shards)
     if world.is_fake:
         cut_on_meta(stage.layers, shards)

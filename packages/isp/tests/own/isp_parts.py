@@ -199,3 +199,16 @@ def failing() -> list[tuple[str, nn.Module]]:
 
 def padded_tokens() -> list[tuple[str, nn.Module]]:
     return [("embed", Embed(padding_idx=3)), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Experts(nn.ModuleList):
+    """Linears of one layer, all of which are used, as often as it takes wider than their input."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.repeat(1, 1, self[0].in_features // WIDTH)
+        return hidden + sum(expert(wide).unflatten(-1, (-1, WIDTH)).sum(-2) for expert in self)
+
+
+def experts(number: int, width: int = 1) -> list[tuple[str, nn.Module]]:
+    made = [nn.Linear(width * WIDTH, width * WIDTH) for _ in range(number)]
+    return [("embed", Embed()), ("experts", Experts(made)), ("head", nn.Linear(WIDTH, WIDTH))]

@@ -188,3 +188,23 @@ class Projected(nn.Module):
 
 def projected() -> Layers:
     return [("embed", Embed()), ("projected", Projected()), ("head", nn.Linear(WIDTH, WIDTH))]
+
+
+class Stacked(nn.Module):
+    """The weights of all of its experts in one parameter, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.empty(2, WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.einsum("bsi,eij->bsj", hidden, self.experts)
+
+
+def stacked() -> Layers:
+    return [
+        ("embed", Embed()),
+        ("blocks.0", Stacked()),
+        ("blocks.1", Stacked()),
+        ("head", nn.Linear(WIDTH, WIDTH * 3 // 2)),
+    ]

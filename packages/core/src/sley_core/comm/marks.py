@@ -29,7 +29,11 @@ _DTYPES = {
     )
 }
 
-HINT = "ranks that share weights must run the same modules in the same order: does a forward depend on its data?"
+HINT = (
+    "ranks that share weights must run the same modules in the same order: does a forward depend on its data, or draw which "
+    "layers it skips (LayerDrop, stochastic depth)? Draws are seeded per micro-batch, so ranks differ in them: skip by "
+    "multiplying a layer's output, or draw from a seed of your own that is the same on all ranks"
+)
 
 
 class Mark(NamedTuple):

@@ -30,6 +30,12 @@ AXIS = "wp"
 REDUCE_GROUP = "wdp"
 """The axis over which the gradient of a shard is still partial, once a communicator has reduced it over `wp`."""
 
+FEW = 0.01
+"""The share of a model's parameters that may stay whole without a word: norms and biases are no more."""
+
+NAMED = 3
+"""How many of the others are named."""
+
 Place = tuple[nn.Module, str]
 """A module, and the attribute under which it holds a parameter."""
 
@@ -101,6 +107,31 @@ def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | N
         for key, dim in dims.items()
         if dim is not None
     }
+
+
+def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
+    """One line of those parameters that every rank will hold whole, the largest first; none where they are few.
+
+    layers: of the whole model, on meta. Layers of one kind are named together, as `blocks.*.experts.up`.
+    """
+    sizes = {
+        id(one): (name, one.numel()) for layer in layers for name, one in layer.module.named_parameters(layer.name)
+    }
+    total = sum(numel for _, numel in sizes.values())
+    whole: dict[str, int] = {}
+    for key, (name, numel) in sizes.items():
+        if key not in shards:
+            kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            whole[kind] = whole.get(kind, 0) + numel
+    left = sum(whole.values())
+    if not shards or left <= FEW * total:
+        return []
+    names = sorted(whole, key=lambda kind: -whole[kind])
+    more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    share = 100 * (total - left) / total
+    return [
+        f"sharded {share:.0f} % of the parameters over `{AXIS}`; whole on every rank: {', '.join(names[:NAMED])}{more}"
+    ]
 
 
 def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:

@@ -1,0 +1,79 @@
+"""What a sharded linear costs beside its work: time that does not grow with its layer, and no gradient of whole size."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+
+FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
+SHORT = {"batch": {"global_size": 4, "micro_size": 1}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
+
+
+def seconds_per_use(plans: list[dict[str, Any]], folder: Any) -> list[float]:
+    """Of each plan: what asking for weights takes that are there, the least of many times, in the third step."""
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            communicator = run.stepper.executor.weights
+            experts = next(layer.module for layer in run.layers if layer.name == "experts")
+            site = next(site for site in communicator.sites if site.module is experts[0])
+            times: list[float] = []
+
+            def measure(*_: Any, site: Any = site, times: list[float] = times) -> None:
+                site.use()
+                for _ in range(200):
+                    start = time.perf_counter()
+                    for _ in range(20):
+                        site.use()
+                    times.append((time.perf_counter() - start) / 20)
+
+            run.step()
+            run.step()
+            experts[1].register_forward_pre_hook(measure)
+            run.step()
+            found.append(min(times))
+    return found
+
+
+def test_a_use_takes_no_time_for_the_layers_other_weights(ranks, sharded, folder, own):
+    """A27: of a layer of 64 experts, which has 128 weights, as of one of 4."""
+    plans = [
+        sharded(2, model={"factory": "isp_parts:experts", "options": {"number": number}}, **FOREIGN, **SHORT)
+        for number in (4, 64)
+    ]
+    for few, many in ranks(2, 120)(seconds_per_use, plans, folder):
+        print(f"{few * 1e6:.2f} us per use with 4 experts, {many * 1e6:.2f} with 64")
+        assert max(few, many) < 20e-6
+        assert many < 1.5 * few
+
+
+def allocated(tables: dict[str, Any], folder: Any, out: Path) -> tuple[list[int], int]:
+    """What the third step allocates of at least a shard's size, and how many shards there are of that."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run.step()
+        trace = out / f"{world.rank}.json"
+        profiler.export_chrome_trace(str(trace))
+        own = run.book["experts.0.weight"].parameter.nbytes
+        number = sum(entry.parameter.nbytes >= own for entry in run.book if entry.shard is not None)
+    events = json.loads(trace.read_text("utf-8"))["traceEvents"]
+    sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
+    return [size for size in sizes if size >= own], number
+
+
+def test_a_step_allocates_nothing_as_large_as_a_gradient(ranks, sharded, folder, own, tmp_path):
+    """A23, by bytes: in four micro-batches no placeholder, no product beside the buffers, no sum twice."""
+    model = {"factory": "isp_parts:experts", "options": {"number": 3, "width": 50}}
+    for sizes, number in ranks(2, 60)(allocated, sharded(2, model=model, **FOREIGN, **SHORT), folder, tmp_path):
+        assert number == 3
+        assert sizes == []
