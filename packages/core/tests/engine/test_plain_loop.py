@@ -1,14 +1,18 @@
-"""The engine against the loop that everybody writes by hand: same model, same batches, torch's own loss and clipping."""
+"""The engine against the loop that everybody writes by hand: same model, same batches, torch's own optimizer and clipping."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.losses.config import CrossEntropyConfig
+from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.runs import weights
+from sley_core.testing.plain import NothingToTrainError, PlainLoop, assert_step, decay_groups
+from sley_core.testing.runs import gradients, weights
 
 PLAN = {
     "run": {"name": "plain", "steps": 4, "device": "cpu"},
@@ -27,25 +31,79 @@ def test_three_micro_batches_of_the_engine_are_one_batch_by_hand():
         assemble(plan_from_dict(PLAN), World.alone("cpu")) as own,
     ):
         own.store.close()  # the loop by hand has no hooks
-        layers = [layer.module for layer in own.layers]
-        matrices = [entry.parameter for entry in own.book if entry.parameter.ndim > 1]
-        vectors = [entry.parameter for entry in own.book if entry.parameter.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-        for _ in range(4):
-            batch = own.feed.next()
-            optimizer.zero_grad()
-            hidden = layers[0](batch["tokens"])
-            for layer in layers[1:]:
-                hidden = layer(hidden)
-            loss = F.cross_entropy(hidden.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(matrices + vectors, 0.5)
+        loop = PlainLoop(
+            [(layer.name, layer.module) for layer in own.layers],
+            CrossEntropy(CrossEntropyConfig()),
+            optimizer=lambda named: torch.optim.AdamW(decay_groups(named, 0.1), lr=1e-2, betas=(0.9, 0.95)),
+            clip_norm=0.5,
+        )
+        for number in range(4):
+            for group in loop.optimizer.param_groups:
+                group["lr"] = 1e-2 * min((number + 1) / 2, 1.0 - 0.45 * (number - 1))
+            step = loop.step([own.feed.next()])
             row = run.step()
-            for group in optimizer.param_groups:
-                group["lr"] = row["lr"]
-            optimizer.step()
-            torch.testing.assert_close(row["loss"], loss.item(), rtol=1e-12, atol=0)
-            torch.testing.assert_close(row["grad_norm"], norm.item(), rtol=1e-9, atol=0)
-        for (name, ours), theirs in zip(weights(run).items(), weights(own).values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=name)
+            assert row["lr"] == pytest.approx(loop.optimizer.param_groups[0]["lr"], rel=1e-12)
+            assert_step(step, row, gradients(run), weights(run))
+
+
+class Half(nn.Linear):
+    """Passes half of what comes; the other half of its rows is never used."""
+
+    def forward(self, x):
+        return torch.cat([super().forward(x)[..., :2], x[..., 2:]], -1)
+
+
+class Squares:
+    def weight(self, batch):
+        return float(len(batch["x"]))
+
+    def loss(self, output, batch):
+        return output.square().sum()
+
+
+def plain(*layers, **options):
+    made = PlainLoop(
+        layers, Squares(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.5), **options
+    )
+    made.load({name: torch.ones_like(parameter) for name, parameter in made.parameters.items()})
+    return made
+
+
+def test_the_loop_divides_by_the_weight_of_all_micro_batches_and_clips_what_it_gives_the_optimizer():
+    loop = plain(nn.Linear(1, 1, bias=False), clip_norm=1.0)
+    micros = [
+        {"input": torch.tensor([[1.0]]), "x": torch.zeros(1)},
+        {"input": torch.tensor([[1.0], [2.0]]), "x": torch.zeros(2)},
+    ]
+    step = loop.step(micros)
+    assert step.loss == pytest.approx((1 + 1 + 4) / 3)
+    assert step.grad_norm == pytest.approx(2 * (1 + 1 + 4) / 3)
+    assert step.gradients["0.weight"].item() == pytest.approx(1.0)
+    assert step.weights["0.weight"].item() == pytest.approx(0.5)
+    assert loop.evaluate(micros) == pytest.approx((1 + 1 + 4) / 3 / 4)
+
+
+def test_the_loop_knows_a_tied_parameter_once_and_says_when_there_is_nothing_to_train():
+    one, two = Half(4, 4), Half(4, 4)
+    two.weight = one.weight
+    loop = plain(("one", one), ("two", two))
+    assert list(loop.parameters) == ["one.weight", "one.bias", "two.bias"]
+    batch = {"x": torch.ones(2, 4)}
+    assert loop.step([batch]).gradients["one.weight"][2:].eq(0).all()
+    for parameter in loop.parameters.values():
+        parameter.requires_grad_(False)
+    with pytest.raises(NothingToTrainError):
+        loop.step([batch])
+
+
+def test_a_difference_is_told_by_name():
+    loop = plain(nn.Linear(1, 1, bias=False))
+    step = loop.step([{"input": torch.ones(1, 1), "x": torch.zeros(1)}])
+    row = {"loss": step.loss, "grad_norm": step.grad_norm}
+    assert_step(step, row, step.gradients, step.weights)
+    with pytest.raises(AssertionError, match="grad_norm is"):
+        assert_step(step, row | {"grad_norm": step.grad_norm * (1 + 1e-8)}, {}, {})
+    with pytest.raises(AssertionError, match=r"0\.weight"):
+        assert_step(step, row, {"0.weight": step.gradients["0.weight"] + 1e-6}, {})
+    with pytest.raises(AssertionError, match=r"0\.weight"):
+        assert_step(step, row, {}, {"0.weight": step.weights["0.weight"] + 1e-6})
