@@ -2,14 +2,21 @@
 
 Recomputation is torch's non-reentrant checkpoint. The generators need no saving: the function that calls layers seeds
 them before every layer, in recomputation as in the first forward.
+
+torch looks whether a tensor that a layer was called with has been written on since, but not into tuples and dicts, where it
+would go on with other numbers. So it is asked here, of whatever crosses between layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.engine.config import KeepConfig, RecomputeConfig
@@ -24,7 +31,10 @@ class Keep:
 
 
 class Recompute:
-    """The layers named in `names` keep their inputs and run again, once, when their backward needs them."""
+    """The layers named in `names` keep their inputs and run again, once, when their backward needs them.
+
+    Raises RunError `recompute-in-place` for one whose inputs are written on: run again it would begin with what was written.
+    """
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
@@ -32,7 +42,40 @@ class Recompute:
     def call(self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]) -> Any:
         if name not in self.names:
             return layer(*args, **fields)
-        return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **fields)
+        before = _versions(args, fields)
+
+        def run(*args: Any, **fields: Any) -> Any:
+            _check_unchanged(name, before, args, fields)  # the second time: a later layer may have written on them
+            return layer(*args, **fields)
+
+        output = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **fields)
+        _check_unchanged(name, before, args, fields)
+        return output
+
+
+def _check_unchanged(name: str, before: list[int], args: tuple[Any, ...], fields: Mapping[str, Any]) -> None:
+    if _versions(args, fields) != before:
+        raise RunError(
+            "recompute-in-place",
+            f"the input of layer {name!r} is written on, by the layer or by a later one, so it cannot run again from it",
+            hint="let them make new tensors (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`",
+        )
+
+
+def _versions(args: tuple[Any, ...], fields: Mapping[str, Any]) -> list[int]:
+    return [tensor._version for tensor in _tensors((*args, *fields.values()))]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+        elif is_dataclass(value):
+            yield from _tensors(vars(value).values())
 
 
 def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
