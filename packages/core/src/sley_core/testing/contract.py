@@ -5,8 +5,9 @@
 
 Two ranks train a small model whose entries have two reduce groups: one of both ranks, and one of a single rank, whose
 entries must be left alone, as must a frozen parameter. A reducer is compared with `core.each` in every step, exactly or
-within the tolerance that its record declares for this table; a handler of another role runs behind `core.each`. The
-learning rate is tiny, so that a reducer that is not exact still meets the gradients that `core.each` meets.
+within the tolerance that its record declares for this table; a handler of another role runs behind `core.each`, or before
+it where its record says `before=("reducer",)`. The learning rate is tiny, so that a reducer that is not exact still meets
+the gradients that `core.each` meets.
 
 Since core 0.1.
 """
@@ -214,7 +215,10 @@ class GradientHandlerContract:
             assert all(problem.code.startswith("handler") for problem in problems), problems
 
     def _handlers(self) -> list[Handler]:
-        return [self.handler] if self._record()[0].role == "reducer" else [EACH, self.handler]
+        record, _ = self._record()
+        if record.role == "reducer":
+            return [self.handler]
+        return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _record(self) -> tuple[GradientHandlerRecord, Table]:
         (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers
