@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import os
 import re
+import tarfile
 import tempfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,17 +125,18 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def isolated(session: nox.Session) -> None:
-    """Each package passes its tests with nothing of Sley but core beside it, from wheels.
+    """Each package passes its tests with nothing of Sley but core beside it, from wheels that its sdist makes.
 
     Of a test with parameters, the first case: what a wheel lacks, it lacks for all. With arguments, what these say.
     """
-    session.install(*CONSTRAINTS, "torch", "pytest-xdist")
+    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build")
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, Path] = {}
         for package in PACKAGES:
             made = Path(folder, package.module)
-            session.run("pip", "wheel", "-q", "--no-deps", "-w", str(made), package.folder)
+            session.run("python", "-m", "build", "-q", "--outdir", str(made), package.folder, silent=True)
             (wheels[package.module],) = made.glob("*.whl")
+            assert_licensed(package, made)
         for package in PACKAGES:
             session.log(f"{package.distribution}, alone with core")
             session.run("pip", "uninstall", "-q", "-y", *(other.distribution for other in PACKAGES), silent=True)
@@ -233,6 +236,15 @@ def first_cases(listed: str) -> list[str]:
     """Of the names of tests that pytest lists, one a line, the first of each test: the others differ in parameters."""
     names = [line for line in listed.splitlines() if "::" in line]
     return list({name.partition("[")[0]: name for name in reversed(names)}.values())[::-1]
+
+
+def assert_licensed(package: Package, archives: Path) -> None:
+    """Both archives of the package, in the folder `archives`, have the licence that its metadata name."""
+    if "license" not in package.manifest["project"]:
+        return
+    with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel, tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
+        for names in (wheel.namelist(), sdist.getnames()):
+            assert any(Path(name).name == "LICENSE" for name in names), f"{package.distribution} has no LICENSE: {names}"
 
 
 def alone_program(package: Package) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PACKAGES = [path.parent for pattern in ("packages/*", "apps/*") for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))]
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="the documentation is not part of the sdist")
@@ -36,3 +37,11 @@ def test_the_examples_of_a_page_give_what_it_says(page: Path) -> None:
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_package_stands_alone(package: Path) -> None:
+    """Its folder is what an archive holds: the licence is in it, and its page, which an index shows, leads out of it nowhere."""
+    assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    page = (package / "README.md").read_text("utf-8")
+    assert not [target for target in re.findall(r"\]\(([^)\s]+)\)", page) if not target.startswith("https://")]
