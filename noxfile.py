@@ -2,6 +2,7 @@
 
     nox -s quickstart       train the example plan on two CPU ranks
     nox -s tests            all tests; `nox -s tests -- -k topology` passes arguments on to pytest
+    nox -s readme           what README tells a newcomer to type, in its order
     nox -l                  everything else
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tarfile
 import tempfile
 import tomllib
@@ -25,6 +27,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent / ".ci"))
+import pages
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_external_run = True
@@ -163,11 +168,29 @@ def plans(session: nox.Session) -> None:
     examples = sorted((ROOT / "examples" / "plans").glob("*.toml"))
     assert examples, "no example plans"
     with tempfile.TemporaryDirectory() as folder:
-        written = list(write_plans_of_docs(examples[0], Path(folder)))
+        written = list(pages.write_plans(ROOT, examples[0], Path(folder)))
         in_dev(session, "train-cli", "check", *map(str, (*examples, *written)))
         for example in examples:
             override = ("--set", "run.steps=3", "--set", f'run.folder="{Path(folder, "runs").as_posix()}"')
             in_dev(session, "train-cli", "run", str(example), "--overwrite", *override)
+
+
+@nox.session(reuse_venv=False, default=False)
+def readme(session: nox.Session) -> None:
+    """README's commands, all of them in their order, in a clone of what is committed and a fresh environment.
+
+    One is left out, `nox -s tests`: that is the session of this name, and takes minutes. Of commands that do the same,
+    the first: README marks the others (`sh alternative`).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder, "sley")
+        session.run("git", "clone", "--quiet", str(ROOT), str(clone), external=True)
+        session.chdir(clone)
+        for step in pages.steps(Path("README.md").read_text("utf-8")):
+            if isinstance(step, pages.Plan):
+                Path("plan.toml").write_text(step.text, "utf-8")
+            elif step.command != "python -m nox -s tests":
+                session.run("bash", "-ec", step.command, external=True, env={"NOX_ENVDIR": None})
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
@@ -244,7 +267,9 @@ def assert_licensed(package: Package, archives: Path) -> None:
         return
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel, tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
         for names in (wheel.namelist(), sdist.getnames()):
-            assert any(Path(name).name == "LICENSE" for name in names), f"{package.distribution} has no LICENSE: {names}"
+            assert any(Path(name).name == "LICENSE" for name in names), (
+                f"{package.distribution} has no LICENSE: {names}"
+            )
 
 
 def alone_program(package: Package) -> str:
@@ -269,30 +294,3 @@ for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
             if error.name not in {optional}:
                 raise
 """
-
-
-def write_plans_of_docs(base: Path, folder: Path) -> Iterator[Path]:
-    """Write each ```toml block of the documentation as a plan of its own; the name says where it stands.
-
-    A block that is a part of a plan replaces the tables of the same names in `base`. A package manifest is no plan.
-    """
-    places = ("*.md", "docs/**/*.md", "packages/*/*.md", "apps/*/*.md", "examples/**/*.md")
-    for page in sorted({page for place in places for page in ROOT.glob(place)}):
-        text = page.read_text("utf-8")
-        for block in re.finditer(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            tables = tomllib.loads(block[1])
-            if {"project", "build-system"} & tables.keys():
-                continue
-            line = text.count("\n", 0, block.start()) + 2
-            name = f"{page.relative_to(ROOT).as_posix().replace('/', '-')}-line-{line}.toml"
-            plan = folder / name
-            whole = "plan" in tables
-            plan.write_text(block[1] if whole else without(tables, base.read_text("utf-8")) + block[1], "utf-8")
-            yield plan
-
-
-def without(tables: dict[str, object], plan: str) -> str:
-    """The text of `plan` without the tables that `tables` has."""
-    preamble, *parts = re.split(r"^(?=\[)", plan, flags=re.MULTILINE)
-    names = [part.lstrip("[").split("]")[0].split(".")[0] for part in parts]
-    return preamble + "".join(part for part, name in zip(parts, names, strict=True) if name not in tables) + "\n"

@@ -41,7 +41,7 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_a_package_stands_alone(package: Path) -> None:
-    """Its folder is what an archive holds: the licence is in it, and its page, which an index shows, leads out of it nowhere."""
+    """Its folder is what an archive holds: the licence is in it, and its page, leads nowhere outside."""
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     page = (package / "README.md").read_text("utf-8")
     assert not [target for target in re.findall(r"\]\(([^)\s]+)\)", page) if not target.startswith("https://")]
