@@ -88,7 +88,7 @@ def test_listing_imports_no_plugin(install: Install) -> None:
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fault_of("pp", Loader(plugins={}))
     assert found.code == "plugin-missing"
-    assert found.hint == "pip install sley-pp"
+    assert found.hint == "install sley-pp, in a clone of Sley's repository: `pip install -e packages/pp`"
 
 
 def test_a_typo(install: Install) -> None:

@@ -43,7 +43,23 @@ class LazyCommand(TyperCommand):
             loaded = app
         command = typer.main.get_command(loaded)
         command.params.extend(self._options)
-        return command.make_context(info_name, args, parent, **extra)
+        try:
+            return command.make_context(info_name, args, parent, **extra)
+        except Exception as error:
+            _advise(error, command)
+            raise
+
+
+def _advise(error: Any, command: Any) -> None:
+    """Puts advice into the error of an option that `command` does not have, instead of options that look a bit like it."""
+    # Click's NoSuchOption, of which some releases of Typer have a copy of their own.
+    if not hasattr(error, "possibilities") or not hasattr(error, "option_name"):
+        return
+    from train_cli.options import remedy
+
+    advice = remedy(error.option_name, [name for each in command.params for name in each.opts])
+    error.possibilities = None
+    error.message += f" ({advice})" if advice else ""
 
 
 def own(name: str) -> Callable[[], Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,23 @@ def _complete_key(incomplete: str) -> Iterator[str]:
             if (whole := f"{table}.{key}=").startswith(incomplete):
                 yield whole
 
+
+def remedy(option: str, known: Iterable[str]) -> str:
+    """What somebody may have meant who gave `option`, which a command does not have; known: those that it has."""
+    from sley_core.plan.words import HABITS
+
+    if close := get_close_matches(option, known, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    word = option.lstrip("-").replace("-", "_")
+    if word in _RESUMING:
+        return "a run cannot be resumed yet: nothing saves its weights"
+    key = HABITS.get(word, word)
+    keys = (found.removesuffix("=") for found in (*_complete_key(""), "optimizer.lr="))
+    found = next((name for name in keys if name.endswith(f".{key}")), None)
+    return f"the plan says that: --set {found}=VALUE" if found else ""
+
+
+_RESUMING = frozenset({"resume", "resume_from", "checkpoint", "from_checkpoint", "load", "save_every"})
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a TOML file.")]
 SetOption = Annotated[

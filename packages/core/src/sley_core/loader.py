@@ -19,8 +19,14 @@ from sley_core.plan.words import suggestion
 from sley_core.plugin_rules import hooks_of, imported, records_of, said
 from sley_core.records import Record
 
-FIRST_PARTY = ("dp", "isp", "memory", "pp")
+FIRST_PARTY = ("dp", "isp", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
+
+
+def to_install(name: str) -> str:
+    """How to install one of Sley's own plugins, in words: it is on no index, where somebody else's could have its name."""
+    return f"install sley-{name}, in a clone of Sley's repository: `pip install -e packages/{name}`"
+
 
 BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)
 """Core's own plugin, where core runs from a folder that was never installed."""
@@ -147,7 +153,7 @@ class Loader:
     def _missing(self, name: str) -> PluginError:
         if name in FIRST_PARTY:
             message = f"plugin `{name}` is not installed"
-            return PluginError("plugin-missing", message, hint=f"pip install sley-{name}")
+            return PluginError("plugin-missing", message, hint=to_install(name))
         have = f"the plugins here are {', '.join(f'`{one}`' for one in self.names())}"
         return PluginError(
             "plugin-unknown",

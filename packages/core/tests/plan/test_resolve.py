@@ -180,7 +180,30 @@ def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> No
         (
             'use = "core.llama"',
             'use = "pp.llama"',
-            "plugin-missing 8:7 plugin `pp` is not installed | pip install sley-pp",
+            "plugin-missing 8:7 plugin `pp` is not installed | install sley-pp, in a clone of Sley's repository: "
+            "`pip install -e packages/pp`",
+        ),
+        (
+            "steps = 20",
+            'steps = 20\ndevice = "gpu"',
+            'wrong-value 6:10 `run.device` must be "auto", "cpu" or "cuda", not the string "gpu" | did you mean `cuda`?',
+        ),
+        (
+            "steps = 20",
+            'steps = 20\n[precision]\ncompute = "float32"',
+            'wrong-value 7:11 `precision.compute` must be "fp32", "bf16", "fp16" or "fp64", not the string "float32" | '
+            "did you mean `fp32`?",
+        ),
+        (
+            "lr = 3e-3",
+            'lr = 3e-3\ngroups = [{ match = "emb.*", betas = [0.9, 0.95] }]',
+            "unknown-key 25:30 `betas` is not a key of `optimizer.groups.0` | its keys are ",
+        ),
+        (
+            "[parallel]",
+            '[learning_rate]\nfactory = "own:rate"\n\n[parallel]',
+            "no-factory 27:1 [learning_rate] takes no `factory`: a learning-rate schedule comes from a plugin, by its name | "
+            "`use` one, or install a plugin of your own with the hook `sley_lr_schedules`",
         ),
         (
             'use = "core.llama"\n',
@@ -217,7 +240,7 @@ def test_a_factory_has_a_path_and_options(make: Make) -> None:
     assert plan.model.config.options == {"depth": 2}
     with pytest.raises(PlanError, match="must be a path to code"):
         make(model={"factory": "my.models"})
-    with pytest.raises(PlanError, match="`factory` is not a key of `core"):
+    with pytest.raises(PlanError, match="takes no `factory`"):
         make(activations={"factory": "my.models:policy"})
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import typer
 
 from sley_core.errors import Diagnostic, KeyPath, PluginError
-from sley_core.loader import FIRST_PARTY, Loader
+from sley_core.loader import FIRST_PARTY, Loader, to_install
 from sley_core.plan.document import Document
 from sley_core.plan.read import read_file
+from train_cli.console import say
 from train_cli.options import PlanArgument, SetOption
 from train_cli.versions import sley_versions
 
@@ -39,6 +40,9 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
         raise PluginError.many(unknown)
     for line in lines.values():
         typer.echo(line)
+    for name in lines.keys() & set(FIRST_PARTY):
+        if not loader.found(name):
+            say(f"{lines[name]} is on no index: {to_install(name)}")
 
 
 def _requirement(name: str, loader: Loader) -> str:

@@ -69,7 +69,8 @@ def _diagnostic(
     if "extra_forbidden" in kinds:
         table = field_at(model, inner[:-1])
         known = table[0].model_fields if table and hasattr(table[0], "model_fields") else ()
-        return unknown_key(str(inner[-1]), known, whole, document, owner)
+        holder = owner if len(inner) == 1 else f"`{dotted(whole[:-1])}`"
+        return unknown_key(str(inner[-1]), known, whole, document, holder)
     field = field_at(model, inner)
     expected = takes(*field) if field else "something else"
     if "missing" in kinds:

@@ -143,6 +143,9 @@ class _Resolver:
             config = self._validated(spec.factory, given, path, spec.header)
             name = str(given["factory"])
             return Component(spec, name, None, config, path, self.document) if config else None
+        if "factory" in given and "use" not in given:
+            self._no_factory(spec, path)
+            return None
         if "use" not in given:
             if spec.default is None:
                 self._unnamed(spec, path)
@@ -175,10 +178,20 @@ class _Resolver:
         return Component(spec, name, record, config, path, self.document, plugin)
 
     def _unnamed(self, spec: ComponentTable, path: KeyPath) -> None:
-        known = [f'"core.{name}"' for name in self.loader.load("core").records[spec.kind]] if self.plugins else []
         what = f"`use`, the name of {a_word(spec.kind)}"
-        hint = f"core has {', '.join(known)}" if known else None
-        self._problem("missing-key", f"{spec.header} needs {what}", (*path, "use"), hint)
+        self._problem("missing-key", f"{spec.header} needs {what}", (*path, "use"), self._of_core(spec))
+
+    def _no_factory(self, spec: ComponentTable, path: KeyPath) -> None:
+        message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
+        hint = f"`use` one, or install a plugin of your own with the hook `sley_{spec.kind}` (docs/write-a-plugin.md)"
+        known = self._of_core(spec)
+        hint += f"; {known}" if known else ""
+        self._problem("no-factory", message, (*path, "factory"), hint, at_key=True)
+
+    def _of_core(self, spec: ComponentTable) -> str | None:
+        """What core has of this kind, in words."""
+        known = [f'"core.{name}"' for name in self.loader.load("core").records[spec.kind]] if self.plugins else []
+        return f"core has {', '.join(known)}" if known else None
 
     def _named(self, name: Any, path: KeyPath) -> Plugin | None:
         """The plugin of a record's name, loaded; None, with a problem noted, if there is no such name or plugin."""

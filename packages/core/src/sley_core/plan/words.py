@@ -18,6 +18,20 @@ from sley_core.plan.types import RecordReference, Table, Words
 SIMPLE = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
 LONGEST = 40
 
+HABITS = {
+    "gpu": "cuda",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "learning_rate": "lr",
+    "batch_size": "global_size",
+    "max_steps": "steps",
+}
+"""What others call what a plan calls otherwise: no edit of a few letters leads from one to the other."""
+
 
 def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a field of this type, with these pydantic metadata, accepts in a plan."""
@@ -61,7 +75,9 @@ def shown(value: Any) -> str:
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
     """ "did you mean ...?" where one of the choices is close, else `otherwise`."""
-    close = get_close_matches(wrong, list(choices), n=1)
+    known = list(choices)
+    habit = HABITS.get(wrong.lower())
+    close = [habit] if habit in known else get_close_matches(wrong, known, n=1)
     return f"did you mean `{close[0]}`?" if close else otherwise
 
 
