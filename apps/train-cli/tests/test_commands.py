@@ -192,9 +192,7 @@ def test_an_option_that_is_none_leads_to_what_there_is(
 
 def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sley_core.loader.installed", dict)
-    handler = (
-        '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\npool = "pp.classes"\n'
-    )
+    handler = '[[gradient_handlers]]\nuse = "dp.bucketed"\n[weights]\nuse = "isp.communicator"\npool = "pp.classes"\n'
     plan.write_text(plan.read_text("utf-8") + handler, "utf-8")
     result = cli("needs", plan)
     assert result.code == 0

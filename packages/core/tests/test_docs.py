@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-PACKAGES = [path.parent for pattern in ("packages/*", "apps/*") for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))]
+PACKAGES = [
+    path.parent for pattern in ("packages/*", "apps/*") for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
+]
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="the documentation is not part of the sdist")

@@ -115,10 +115,27 @@ def test_a_plan_made_for_other_data_is_refused(folder: Path) -> None:
 
 def test_a_plan_is_checked_by_its_data_and_whether_it_evaluates(folder: Path) -> None:
     data = SimpleNamespace(config=text(folder / "five.txt"))
-    plan: Any = SimpleNamespace(data=data, evaluation=None)
+    plan: Any = SimpleNamespace(data=data, evaluation=None, model=SimpleNamespace(config=None, record=None))
     assert list(check_data(plan)) == []
     plan.evaluation = object()
     assert [problem.path for problem in check_data(plan)] == [("evaluation",)]
+
+
+def test_a_model_with_fewer_rows_than_the_data_has_ids_is_found(folder: Path) -> None:
+    def plan(rows: int | None, config: DataConfig) -> Any:
+        model = SimpleNamespace(config=SimpleNamespace(vocab_size=rows), record=object())
+        return SimpleNamespace(data=SimpleNamespace(config=config), evaluation=None, model=model)
+
+    Tokenizer(models.WordLevel({"a": 0, "b": 6}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    tables = {
+        256: text(folder / "five.txt"),
+        7: text(folder / "five.txt", sequence=1, tokenizer=folder / "tokenizer.json"),
+        100: tokens(folder / "five.bin"),
+    }
+    for count, config in tables.items():
+        for rows, codes in ((None, []), (count, []), (count - 1, ["model-vocabulary"])):
+            found = [problem.code for problem in check_data(plan(rows, config)) if problem.path[0] == "model"]
+            assert found == codes, (count, rows)
 
 
 @given(

@@ -88,3 +88,11 @@ def test_without_the_extra_the_error_says_how_to_install_it(
     with pytest.raises(PluginError) as caught:
         len(dataset(tmp_path, b"the", tokenizer=tokenizer))
     assert caught.value.diagnostics[0].hint == 'pip install "sley-core[tokenizers]"'
+
+
+def test_a_tokenizer_is_named_by_its_folder_too(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "tok").mkdir()
+    with pytest.raises(PlanError, match=r"there is no `tokenizer\.json` in the folder"):
+        len(dataset(tmp_path, b"the weft", tokenizer=tmp_path / "tok"))
+    tokenizer.rename(tmp_path / "tok" / "tokenizer.json")
+    assert dataset(tmp_path, b"weft the weft", tokenizer=tmp_path / "tok").info.vocab_size == len(WORDS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from sley_core.data.config import DataConfig, TextConfig, TokensConfig
-from sley_core.data.documents import Found, text_files, token_files
+from sley_core.data.config import NUM_BYTES, DataConfig, TextConfig, TokensConfig
+from sley_core.data.documents import File, Found, text_files, token_files
 from sley_core.data.pin import pin_problem
+from sley_core.data.reading import documents_inside
 from sley_core.data.sizes import count_samples
 from sley_core.data.tokenizer import Tokenizer
 from sley_core.errors import SleyError
@@ -21,7 +22,28 @@ def check_data(plan: Plan) -> Iterable[Problem]:
     """Problems of `core.text` and `core.tokens`; a factory's data is checked when it is made."""
     config = plan.data.config
     assert isinstance(config, DataConfig), config
-    return check_table(config, evaluates=plan.evaluation is not None)
+    yield from check_table(config, evaluates=plan.evaluation is not None)
+    yield from _vocabulary(plan, config)
+
+
+def _vocabulary(plan: Plan, config: DataConfig) -> Iterator[Problem]:
+    """A model of a plugin with a `vocab_size` has a row for each token id of the data."""
+    rows = getattr(plan.model.config, "vocab_size", None)
+    if plan.model.record is None or not isinstance(rows, int):
+        return
+    try:
+        count = _num_ids(config)
+    except SleyError:
+        return  # said already
+    if count is not None and rows < count:
+        message = f"vocab_size = {rows} is less than the {count} token ids of the data"
+        yield Problem(("model", "vocab_size"), message, "leave it out, or raise it", "model-vocabulary")
+
+
+def _num_ids(config: DataConfig) -> int | None:
+    if isinstance(config, TextConfig):
+        return NUM_BYTES if config.tokenizer is None else Tokenizer(config.tokenizer, None).vocab_size
+    return config.vocab_size if isinstance(config, TokensConfig) else None
 
 
 def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
@@ -34,6 +56,8 @@ def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
         return
     train, held_out = _files(config)
     problems = list(dict.fromkeys((*train[1], *held_out[1], *_tokenizer_problems(config))))
+    if not problems:
+        problems = list(_first_lines(config, [*train[0], *held_out[0]]))
     yield from problems
     if problems:
         return
@@ -53,6 +77,20 @@ def _files(config: TextConfig | TokensConfig) -> tuple[Found, Found]:
         return token_files(config, "train"), token_files(config, "held_out")
     train = text_files(config, "train")
     return train, text_files(config, "held_out") if config.held_out_files else train
+
+
+def _first_lines(config: TextConfig | TokensConfig, files: Iterable[File]) -> Iterator[Problem]:
+    """Whether the first document inside each file can be read: the rest of a large corpus is seen by the run."""
+    inside = documents_inside(config) if isinstance(config, TextConfig) and config.field is not None else None
+    for file in dict.fromkeys(files) if inside else ():
+        assert inside is not None
+        try:
+            next(iter(inside(file)), None)
+        except SleyError as error:
+            yield from _problems_of(error)
+            return
+        except OSError:
+            return  # said when it is counted
 
 
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:

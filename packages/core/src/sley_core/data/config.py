@@ -18,6 +18,9 @@ cut: documents lie end to end as one long text, boundaries forgotten.
 pad: a document starts a sample of its own, the last of its samples is filled up with ignored labels.
 """
 
+NUM_BYTES = 256
+"""Token ids of text without a tokenizer."""
+
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 """Bytes of a token in a token file."""
 
@@ -54,8 +57,11 @@ class TextConfig(DataConfig):
     separator: Annotated[str, Limits(min_length=1)] | None = None
     """The text at which a file falls into documents; without it each file is one document."""
 
+    field: Annotated[str, Limits(min_length=1)] | None = None
+    """Files have a JSON object in each line (`.jsonl`), and this key of it is a document's text."""
+
     tokenizer: PlanPath | None = None
-    """A Hugging Face `tokenizer.json` (needs `sley-core[tokenizers]`); without it tokens are bytes."""
+    """A Hugging Face `tokenizer.json`, or its folder (needs `sley-core[tokenizers]`); without it tokens are bytes."""
 
     end_of_document: Annotated[str, Limits(min_length=1)] | None = None
     """A token of the tokenizer to put after every document."""
@@ -74,6 +80,10 @@ class TextConfig(DataConfig):
             raise ValueError("`source` and `files` exclude each other")
         if self.held_out and self.held_out_files:
             raise ValueError("`held_out` and `held_out_files` exclude each other")
+        if self.field is not None and self.separator is not None:
+            raise ValueError("`field` and `separator` exclude each other: with `field` each line is a document")
+        if self.field is not None and self.source is not None:
+            raise ValueError("`field` is a key of JSON lines, and `source` has none; name `files`")
         if self.end_of_document is not None and self.tokenizer is None:
             raise ValueError("`end_of_document` is a token of a tokenizer, and bytes have none; give `tokenizer` too")
         return self

@@ -20,6 +20,7 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.records import Problem
 
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+JSON_LINES = frozenset({".jsonl", ".ndjson"})
 WILDCARDS = frozenset("*?[")
 
 
@@ -119,9 +120,16 @@ def standard_library() -> Found:
 
 def text_files(config: TextConfig, split: Split) -> Found:
     """The files in which a split of a `core.text` table lies: of both splits, unless it names `held_out_files`."""
-    if split == "held_out" and config.held_out_files:
-        return find_files(config.held_out_files, ("data", "held_out_files"))
-    return find_files(config.files, ("data", "files")) if config.source is None else standard_library()
+    if config.source is not None and not (split == "held_out" and config.held_out_files):
+        return standard_library()
+    key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
+    files, problems = find_files(getattr(config, key), ("data", key))
+    lines = [file for file in files if file.path.suffix.lower() in JSON_LINES]
+    if lines and config.field is None and config.separator is None:
+        message = f"`{lines[0].path}` has JSON lines: braces, keys and escapes would be text too"
+        hint = 'name the key of the text, as `field = "text"`; or `separator = "\\n"`, for lines as they stand'
+        problems.append(Problem(("data", key), message, hint, "data-json"))
+    return files, problems
 
 
 def token_files(config: TokensConfig, split: Split) -> Found:

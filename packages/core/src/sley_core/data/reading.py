@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 
 from sley_core.data.config import TextConfig
 from sley_core.data.dataset import Split
 from sley_core.data.documents import File, held_out
+from sley_core.errors import PlanError
 
 
 def read_documents(files: Sequence[File], config: TextConfig, split: Split) -> Iterator[tuple[str, bytes]]:
@@ -15,12 +17,24 @@ def read_documents(files: Sequence[File], config: TextConfig, split: Split) -> I
 
     Where each file is a document, the other split's files are not opened.
     """
-    if config.separator is None:
+    inside = documents_inside(config)
+    if inside is None:
         for file in of_split(files, config, split):
             yield file.name, file.path.read_bytes()
         return
-    documents = [document for file in files for document in _separated(file, config.separator.encode())]
+    documents = [document for file in files for document in inside(file)]
     yield from compress(documents, _chosen([name for name, _ in documents], config, split))
+
+
+def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
+    """What finds the documents of a file, (name, content) each; None where the file is one.
+
+    It raises PlanError "data-json" with file and line for a line that is no JSON object with a text under `field`.
+    """
+    field, separator = config.field, config.separator
+    if field is not None:
+        return lambda file: _json_lines(file, field)
+    return None if separator is None else lambda file: _separated(file, separator.encode())
 
 
 def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
@@ -39,3 +53,27 @@ def _separated(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
     for number, text in enumerate(file.path.read_bytes().split(separator)):
         if text:
             yield f"{file.name}#{number}", text
+
+
+def _json_lines(file: File, field: str) -> Iterator[tuple[str, bytes]]:
+    """The texts of a file of JSON lines, named by their lines, `file#1`, `file#2`, ...; an empty text is no document."""
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and (text := _text_of(line, file, number, field)):
+                yield f"{file.name}#{number}", text
+
+
+def _text_of(line: bytes, file: File, number: int, field: str) -> bytes:
+    try:
+        found = json.loads(line)
+        text = found[field] if isinstance(found, dict) else None
+        if isinstance(text, str):
+            return text.encode()
+        why = "is no JSON object" if not isinstance(found, dict) else f"has no text as `{field}`"
+        hint = None
+    except KeyError:
+        why = f"has no `{field}`"
+        hint = f"its keys are {', '.join(f'`{key}`' for key in found)}" if found else None
+    except (ValueError, RecursionError) as error:  # a text that is half a character is one too
+        why, hint = f"cannot be read: {str(error) or type(error).__name__}", None
+    raise PlanError("data-json", f"line {number} of `{file.path}` {why}", path=("data", "field"), hint=hint)

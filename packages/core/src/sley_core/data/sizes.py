@@ -8,7 +8,7 @@ from sley_core.data.config import TOKEN_BYTES, DataConfig, TextConfig, TokensCon
 from sley_core.data.counts import num_chunks, num_windows
 from sley_core.data.dataset import Split
 from sley_core.data.documents import File, text_files, token_files
-from sley_core.data.reading import of_split, read_documents
+from sley_core.data.reading import documents_inside, of_split, read_documents
 from sley_core.data.tokenizer import Tokenizer
 
 ALWAYS_READ = 1 << 20
@@ -42,7 +42,7 @@ def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
 
 def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[int] | None:
     """Tokens of each document, or None where only reading a large corpus would tell."""
-    if config.separator is None and config.tokenizer is None:
+    if documents_inside(config) is None and config.tokenizer is None:
         return [file.num_bytes for file in of_split(files, config, split)]
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         return None

@@ -10,15 +10,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sley_core.data.config import TextConfig
+from sley_core.data.config import NUM_BYTES, TextConfig
 from sley_core.data.dataset import DataContext
 from sley_core.data.documents import as_error, text_files
 from sley_core.data.reading import read_documents
 from sley_core.data.token_array import TokenArray
 from sley_core.data.token_dataset import TokenDataset
 from sley_core.data.tokenizer import Tokenizer
-
-NUM_BYTES = 256
 
 
 class TextDataset(TokenDataset):

@@ -1,4 +1,4 @@
-"""A Hugging Face `tokenizer.json`, read by the optional package `tokenizers`."""
+"""A Hugging Face `tokenizer.json`, or the folder that has it, read by the optional package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BATCH = 256
 """Documents that are encoded in one call, which shares them out over the threads of `tokenizers`."""
 
+NAME = "tokenizer.json"
 INSTALL = 'pip install "sley-core[tokenizers]"'
 
 
@@ -71,14 +72,25 @@ def _load(path: Path) -> Implementation:
             path=("data", "tokenizer"),
             hint=INSTALL,
         ) from None
-    if not path.is_file():
-        hint = "a relative path starts at the plan's folder"
-        raise PlanError("tokenizer-missing", f"there is no file `{path}`", path=("data", "tokenizer"), hint=hint)
+    path = _file(path)
     try:
         return Implementation.from_file(str(path))
     except Exception as error:  # `tokenizers` raises plain Exception
         message = f"`{path}` is not a Hugging Face tokenizer: {error}"
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
+
+
+def _file(path: Path) -> Path:
+    """The file itself, also of the folder in which `save_pretrained` has put it."""
+    if path.is_dir():
+        message, path = f"there is no `{NAME}` in the folder `{path}`", path / NAME
+        hint = "`save_pretrained` of a fast tokenizer writes one"
+    else:
+        message = f"there is no file `{path}`"
+        hint = "a relative path starts at the plan's folder; nothing is downloaded, so give no name on a hub"
+    if not path.is_file():
+        raise PlanError("tokenizer-missing", message, path=("data", "tokenizer"), hint=hint)
+    return path
 
 
 def _text(name: str, content: bytes) -> str:
