@@ -115,6 +115,11 @@ def test_the_closing_lines() -> None:
     assert sent == "    sent_bytes_per_step  39,321,600"
 
 
+def test_the_mean_is_of_the_steps_that_there_were() -> None:
+    assert "(mean of the last 3: 2.4300)" in closing({**SUMMARY, "steps": 3}, "runs/small")
+    assert "mean" not in closing({**SUMMARY, "steps": 1}, "runs/small")
+
+
 def test_a_run_without_a_step_has_no_numbers_to_close_with() -> None:
     none = {**dict.fromkeys(SUMMARY), "outcome": "failed", "steps": 0, "seconds": 0.0}
     assert closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"

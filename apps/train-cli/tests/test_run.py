@@ -64,12 +64,16 @@ def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_ch
     result = cli("run", plan, "--set", "parallel.dp=1")
     assert result.code == 0, result.err
     assert result.out == ""
-    first, second, closing, *_ = result.err.splitlines()
+    sizes, held, first, second, closing, *_ = result.err.splitlines()
+    assert sizes == "1 rank, 12,336 parameters, 4 steps of 4 samples = 0.097 epochs (256 tokens)"
+    assert held == "per rank 48 KiB parameters, 48 KiB gradients, and the optimizer's states"
     assert first.startswith("step 2/4  loss ")
     assert second.startswith("step 4/4  loss ")
     assert closing.startswith("finished: 4 steps in ")
     assert_is_complete(folder / "runs" / "small", plan, "--set", "parallel.dp=1")
-    assert json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))["world"] == 1
+    summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
+    assert (summary["world"], summary["parameters"], summary["samples"]) == (1, 12336, 16)
+    assert summary["memory_bytes"]["optimizer"] > 2 * 4 * 12336, "Adam's two states"
 
 
 def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) -> None:
@@ -101,7 +105,8 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
     result = program.finish()
     assert result.code == 0, result.err
     assert (result.out, result.err.count("finished: 100 steps")) == ("", 1)
-    assert [line for line in result.err.splitlines() if not line.startswith(("step ", "finished: ", "  "))] == []
+    expected = ("2 ranks, ", "per rank ", "step ", "finished: ", "  ")
+    assert [line for line in result.err.splitlines() if not line.startswith(expected)] == []
     assert_is_complete(folder / "runs" / "small", plan, *many)
     alone = ("--set", "run.steps=3", "--set", "parallel.dp=1", "--set", 'run.name="alone"')
     assert cli("run", plan, *alone).code == 0
@@ -144,6 +149,7 @@ def test_what_one_rank_raises_is_told_once_with_its_place(
     *trace, last = result.err.splitlines()
     assert last.startswith(f"{folder / 'own.py'}:13:")
     assert "error[own-code]: rank 1 of 2: ValueError: no good" in last
+    trace = [line for line in trace if not line.startswith(("2 ranks, ", "per rank "))]
     assert trace[0] == "Traceback (most recent call last):"
     assert sum(line.startswith("Traceback") for line in trace) == 1
     assert not (folder / "runs" / "small").exists(), "it took no step"

@@ -14,12 +14,13 @@ from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.plan.plan import Plan
+from train_cli.opening import parameters
 
 
 def check_model(plan: Plan, world: int) -> list[str]:
     """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
 
-    Returns what a run would do otherwise.
+    Returns how many parameters the model has, and what a run would do otherwise.
 
     Raises PlanError or PluginError as `assemble` does, and PlanError "model-init" for a parameter that nobody
     initialises and RunError "no-device", which a run would find out only in its ranks.
@@ -31,7 +32,7 @@ def check_model(plan: Plan, world: int) -> list[str]:
     with World.fake(0, world) as fake:
         try:
             with assemble(plan, fake) as run:
-                notes = list(run.notes)
+                notes = [parameters(run.num_parameters, run.num_trained), *run.notes]
             info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
             check_first_values(draft_model(plan, info))
         except SleyError as error:

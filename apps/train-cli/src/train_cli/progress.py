@@ -123,8 +123,9 @@ def closing(summary: Mapping[str, Any], folder: object, *, verbose: bool = False
     steps, seconds = summary["steps"], summary["seconds"]
     lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
     if summary["final_loss"] is not None:
-        mean = summary[f"mean_loss_last_{NUM_LAST}"]
-        lines.append(f"  loss           {summary['final_loss']:.4f}  (mean of the last {NUM_LAST}: {mean:.4f})")
+        mean, last = summary[f"mean_loss_last_{NUM_LAST}"], min(steps, NUM_LAST)
+        more = f"  (mean of the last {last}: {mean:.4f})" if last > 1 else ""
+        lines.append(f"  loss           {summary['final_loss']:.4f}{more}")
     if summary["held_out_loss"] is not None:
         lines.append(f"  held-out loss  {summary['held_out_loss']:.4f}")
     if summary["tokens_per_s"] is not None:

@@ -17,6 +17,7 @@ from sley_core.metrics.summary import Facts, Totals, summary, write_summary
 from train_cli import lifeline, report
 from train_cli.console import say
 from train_cli.faults import Fault
+from train_cli.opening import opening
 from train_cli.progress import Reporter, closing
 from train_cli.run_folder import write_plan
 from train_cli.stopping import Stopping
@@ -66,6 +67,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
     outcome: Outcome = "failed"
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
     try:
+        say(opening(_facts(run), run.plan, _memory(run)))
         with reporter:
             run.listeners.append(reporter)
             stopping.working(run.stop)
@@ -79,14 +81,32 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: Totals, reporter: Reporter) -> dict[str, Any]:
     notes = [reporter.lost] if reporter.lost else []
-    content = summary(_facts(run), outcome, totals, run.counts, notes)
+    content = summary(_facts(run), outcome, totals, run.counts, run.memory, notes)
     if totals.steps:
         write_summary(folder, content)
     return content
+
+
+def _memory(run: Run) -> dict[str, int]:
+    """What this rank holds, with the gradients that the first step will make."""
+    held = run.memory
+    due = sum(entry.numel for entry in run.book.trainable) * run.store.dtype.itemsize
+    return {**held, "gradients": max(held["gradients"], due)}
 
 
 def _facts(run: Run) -> Facts:
     plan = run.plan
     plugins = {name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return Facts(plan.run.name, str(run.world.device), run.world.size, plugins, versions)
+    samples = run.feed.num_samples if run.feed is not None else None
+    return Facts(
+        plan.run.name,
+        str(run.world.device),
+        run.world.size,
+        plugins,
+        versions,
+        run.num_parameters,
+        run.num_trained,
+        plan.batch.global_size,
+        samples,
+    )

@@ -75,6 +75,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     topology = plan.topology(world.size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
+    sizes = model.num_parameters()
     costs, notes = _layer_costs(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
     extra = tie_groups(stage, topology)
@@ -105,6 +106,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
         )
     run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
     run.attention, run.notes = attention, run.notes + notes
+    run.num_parameters, run.num_trained = sizes
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs
     return run

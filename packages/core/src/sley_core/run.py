@@ -63,7 +63,8 @@ class Run(AbstractContextManager["Run"]):
 
     plan, world, topology, groups: what it was assembled from. layers: this rank's. book: their parameters. store: the
     accumulated gradients.  listeners: called with each row, on every rank. notes: what a user should know. found: values of
-    the plan that only the run could tell. num_steps_done: optimizer steps taken. `assemble` fills the rest in.
+    the plan that only the run could tell. num_steps_done: optimizer steps taken. num_parameters, num_trained: elements of the
+    whole model's parameters, and of those that are not frozen. `assemble` fills the rest in.
     """
 
     stepper: Stepper
@@ -93,7 +94,7 @@ class Run(AbstractContextManager["Run"]):
         self.notes: list[str] = []
         self.found: dict[KeyPath, Any] = {}
         self._notify = Notifier(plan)
-        self.num_steps_done = 0
+        self.num_steps_done = self.num_parameters = self.num_trained = 0
         self.feed: Feed | None = None
         self.evaluation: Evaluation | None = None
         self.writers: Sequence[MetricsWriter] = ()

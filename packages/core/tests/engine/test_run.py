@@ -194,3 +194,12 @@ def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
     end()
     assert closed == ["feed", "writer"]
     assert not any(entry.parameter._post_accumulate_grad_hooks for entry in run.book)
+
+
+def test_a_row_has_the_rate_that_a_program_has_set(alone, small):
+    tables = small(optimizer={"use": "core.sgd", "lr": 0.1, "groups": [{"match": "*.bias", "lr": 0.5}]})
+    with alone(tables) as run:
+        assert run.step()["lr"] == 0.1
+        for group in run.stepper.update.optimizer.param_groups:
+            group["initial_lr"] /= 2
+        assert run.step()["lr"] == 0.05

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sley_core.metrics.json_text import to_json, write_json
 from sley_core.metrics.summary import Facts, Totals, summary, write_summary
 
-FACTS = Facts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"})
+FACTS = Facts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, 1000, 900, 4, 320)
 
 
 def rows(num_steps: int) -> list[dict[str, float | int]]:
@@ -25,7 +25,8 @@ def test_a_finished_run() -> None:
     of[19]["held_out_loss"] = 3.75
     of[39]["held_out_loss"] = 1.5
     counts = {"isp.communicator": {"gathers_per_step": 13}}
-    assert summary(FACTS, "finished", Totals(of), counts) == {
+    memory = {"parameters": 4000}
+    assert summary(FACTS, "finished", Totals(of), counts, memory) == {
         "name": "quickstart",
         "outcome": "finished",
         "steps": 40,
@@ -35,6 +36,11 @@ def test_a_finished_run() -> None:
         "tokens": 40 * 512,
         "seconds": 10.0,
         "tokens_per_s": 2048.0,
+        "samples": 160,
+        "epochs": 0.5,
+        "parameters": 1000,
+        "trained_parameters": 900,
+        "memory_bytes": memory,
         "world": 2,
         "device": "cpu",
         "plugins": {"core": "sley-core 0.1.0"},

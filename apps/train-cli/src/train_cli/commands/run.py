@@ -24,9 +24,10 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli import console, lifeline, report
-from train_cli.console import Settings
+from train_cli.console import MessageFormat, Settings
 from train_cli.faults import Fault
 from train_cli.folder_lock import is_restart
+from train_cli.opening import ranks
 from train_cli.options import PlanArgument, SetOption
 from train_cli.progress import draws_line
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
@@ -63,6 +64,9 @@ def run(
     resolved = load_plan(plan, changes)
     size = _check(resolved, nproc or resolved.world(_num_devices(resolved)))
     check_run_folder(resolved, overwrite=overwrite)
+    if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
+        # torch takes seconds to come, in this process and in each rank.
+        console.say(f"starting {resolved.run.name} on {ranks(size)}")
     from train_cli.model_check import check_model
 
     check_model(resolved, size)

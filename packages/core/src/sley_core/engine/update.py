@@ -69,11 +69,13 @@ class Update:
         self._has_stepped = False
         self.was_taken = True
         self._layout = store.num_layouts
+        rate = optimizer.defaults["lr"]
+        self._plain = next((group for group in optimizer.param_groups if group.get("initial_lr") == rate), {})
 
     @property
     def lr(self) -> float:
-        """The rate of the last step, of parameters that no group gives another."""
-        return float(self.optimizer.defaults["lr"]) * self._factor
+        """The rate of the last step, of parameters to which the plan gives no other: their group's, if a program changed it."""
+        return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
         """Clips and steps, or leaves weights and states as they are, on all ranks alike.

@@ -20,8 +20,9 @@ NUM_LAST = 20
 class Facts:
     """What is known of a run before its first step.
 
-    device: as a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of ranks. plugins: distribution and
-    version by plugin. versions: of Python, torch and whatever else decides the numbers.
+    parameters, trained: elements of the whole model's, and of those that are not frozen. samples_per_step: over all ranks.
+    samples_per_epoch: None for a stream. device: as a person names it, `NVIDIA H100 80GB HBM3` or `cpu`. world: number of
+    ranks. plugins: distribution and version by plugin. versions: of Python, torch and whatever else decides the numbers.
     """
 
     name: str
@@ -29,6 +30,14 @@ class Facts:
     world: int
     plugins: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    parameters: int = 0
+    trained: int = 0
+    samples_per_step: int = 0
+    samples_per_epoch: int | None = None
+
+    def epochs(self, steps: int) -> float | None:
+        """How often `steps` steps see each sample; None for a stream."""
+        return steps * self.samples_per_step / self.samples_per_epoch if self.samples_per_epoch else None
 
 
 class Totals:
@@ -58,11 +67,13 @@ def summary(
     outcome: str,
     totals: Totals,
     counts: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    memory: Mapping[str, int] = MappingProxyType({}),
     notes: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The content of `summary.json`: a pure function of what is known and what was counted.
 
-    counts: `Run.counts` of rank 0, by the name in the plan. notes: what went wrong and did not end the run.
+    counts: `Run.counts` of rank 0, by the name in the plan. memory: `Run.memory` of rank 0, in bytes. notes: what went wrong
+    and did not end the run.
 
     outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null where there was no step, or no evaluation;
     `tokens_per_s` is over all steps, the first and slow ones too.
@@ -78,6 +89,11 @@ def summary(
         "tokens": totals.tokens,
         "seconds": totals.seconds,
         "tokens_per_s": totals.tokens / totals.seconds if totals.seconds > 0 else None,
+        "samples": totals.steps * facts.samples_per_step,
+        "epochs": facts.epochs(totals.steps),
+        "parameters": facts.parameters,
+        "trained_parameters": facts.trained,
+        "memory_bytes": dict(memory),
         "world": facts.world,
         "device": facts.device,
         "plugins": dict(facts.plugins),

@@ -65,6 +65,11 @@ class Model:
     def __iter__(self) -> Iterator[Layer]:
         return iter(self.layers)
 
+    def num_parameters(self) -> tuple[int, int]:
+        """The elements of all parameters, of those that are trained; one that several modules share counts once."""
+        every = {parameter for layer in self.layers for parameter in layer.module.parameters()}
+        return sum(each.numel() for each in every), sum(each.numel() for each in every if each.requires_grad)
+
     def __len__(self) -> int:
         return len(self.layers)
 

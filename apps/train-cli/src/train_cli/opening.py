@@ -1,0 +1,64 @@
+"""What a run says before its first step: how large it is, and what of it its folder will not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from train_cli.progress import memory
+
+if TYPE_CHECKING:
+    from sley_core.metrics.summary import Facts
+    from sley_core.plan.plan import Plan
+
+MIB = 1 << 20
+JSONL = "core.jsonl"
+
+
+def opening(facts: Facts, plan: Plan, held: Mapping[str, int]) -> str:
+    """The lines before the first step.
+
+    2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
+    per rank 4.0 MiB parameters, 4.0 MiB gradients, and the optimizer's states
+
+    held: `Run.memory` of this rank, in bytes; an optimizer has its states from its first step on.
+    """
+    lines = [", ".join((ranks(facts.world), _parameters(facts), _samples(facts, plan))), _held(held)]
+    if all(writer.name != JSONL for writer in plan.metrics):
+        names = " and ".join(f"`{writer.name}`" for writer in plan.metrics) or "none"
+        lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{JSONL}`")
+    return "\n".join(lines)
+
+
+def ranks(count: int) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def parameters(count: int, trained: int) -> str:
+    """`1,000 parameters`, `8 of 1,000 parameters trained`."""
+    return f"{count:,} parameters" if count == trained else f"{trained:,} of {count:,} parameters trained"
+
+
+def _parameters(facts: Facts) -> str:
+    return parameters(facts.parameters, facts.trained)
+
+
+def _samples(facts: Facts, plan: Plan) -> str:
+    steps = plan.run.steps
+    text = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
+    epochs = facts.epochs(steps)
+    text += "" if epochs is None else f" = {epochs:.2g} epochs"
+    sequence = getattr(plan.data.config, "sequence", None)
+    return text + (f" ({steps * facts.samples_per_step * sequence:,} tokens)" if sequence else "")
+
+
+def _held(held: Mapping[str, int]) -> str:
+    parts = [f"{_bytes(held[name])} {name}" for name in ("parameters", "masters", "gradients") if held[name]]
+    return f"per rank {', '.join(parts)}, and the optimizer's states"
+
+
+def _bytes(count: int) -> str:
+    if count < MIB:
+        return f"{count / 1024:.0f} KiB"
+    return memory(count / MIB) if count >= 10 * MIB else f"{count / MIB:.1f} MiB"

@@ -1,0 +1,42 @@
+"""What a run says before its first step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sley_core.metrics.summary import Facts
+from train_cli.opening import opening
+
+HELD = {"parameters": 4 << 20, "masters": 8 << 20, "gradients": 3 << 30, "optimizer": 0}
+
+
+def plan(*metrics: str, sequence: int | None = 256) -> Any:
+    data = SimpleNamespace(config=SimpleNamespace(sequence=sequence))
+    run = SimpleNamespace(steps=160)
+    return SimpleNamespace(run=run, data=data, metrics=[SimpleNamespace(name=name) for name in metrics])
+
+
+def facts(**more: Any) -> Facts:
+    sizes = {"parameters": 1056896, "trained": 1056896, "samples_per_step": 16, "samples_per_epoch": 4352}
+    return Facts("small", "cpu", 2, **{**sizes, **more})
+
+
+def test_it_says_how_large_the_run_is() -> None:
+    assert opening(facts(), plan("core.jsonl"), HELD).splitlines() == [
+        "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
+        "per rank 4.0 MiB parameters, 8.0 MiB masters, 3.0 GiB gradients, and the optimizer's states",
+    ]
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    first, second = opening(
+        facts(samples_per_epoch=None, trained=8), plan("core.jsonl", sequence=None), {**HELD, "masters": 0}
+    ).splitlines()
+    assert first == "2 ranks, 8 of 1,056,896 parameters trained, 160 steps of 16 samples"
+    assert "masters" not in second
+
+
+def test_a_list_of_writers_without_the_usual_one_is_said() -> None:
+    *_, last = opening(facts(), plan("core.tensorboard"), HELD).splitlines()
+    assert last == "no metrics.jsonl: [[metrics]] lists `core.tensorboard`, and not `core.jsonl`"
