@@ -13,7 +13,10 @@ class CrossEntropyConfig(Table):
     """Cross-entropy over the last dim of the model's output, summed over the labels that count."""
 
     labels: str = "labels"
-    """The batch field that holds the class of every position."""
+    """The batch field that holds the class of every position; for next tokens it is shifted already."""
+
+    copying: bool = False
+    """Whether labels may be the tokens of their own places; false refuses a first batch of such: they were not shifted."""
 
     ignore_index: int = -100
     """The label that marks a position without a target, as every negative one does; it adds neither loss nor weight."""

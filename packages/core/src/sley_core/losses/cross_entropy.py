@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.config import CrossEntropyConfig
+from sley_core.losses.shifted import check_shifted
 from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
@@ -32,11 +33,18 @@ class CrossEntropy(Loss):
         self.config = config
         self.fields = (config.labels,)
         self._highest = -1
+        self._is_first = not config.copying
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """How many labels of these samples are not ignored; reads the labels alone, on the host."""
+        """How many labels of these samples are not ignored; reads the labels alone, on the host.
+
+        Raises RunError "labels-not-shifted" where the first samples' labels are their tokens.
+        """
         labels = self._labels(batch)
         self._highest = max(self._highest, self._highest_of(labels))
+        if self._is_first:
+            self._is_first = False
+            check_shifted(batch, self.config.labels, self.config.ignore_index)
         return float(torch.count_nonzero((labels >= 0) & (labels != self.config.ignore_index)))
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
