@@ -187,6 +187,15 @@ def test_an_option_that_is_none_leads_to_what_there_is(
     assert "Possible options" not in result.err
 
 
+def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    result = cli("run", plan)
+    assert result.code == 2
+    assert "error[no-ranks]: srun has started 2 tasks" in result.err
+    assert not Path("runs").exists()
+
+
 # -- needs, schema, env ------------------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,16 @@ def tables(**pipeline: object) -> dict[str, object]:
     }
 
 
+@pytest.mark.parametrize("columns", [60, 200])
+def test_it_is_as_wide_as_the_terminal(loader: Loader, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parts = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
+    plan = plan_from_dict(tables(**parts, batch={"global_size": 14, "micro_size": 1}), loader=loader)
+    _, drawn, *_ = timeline(plan, plan.topology(2))
+    widths = [len(line) for line in drawn.splitlines() if line.startswith("stage")]
+    assert columns - 50 < max(widths) <= columns
+
+
 def test_stages_stand_one_below_the_other(loader: Loader) -> None:
     pipeline = {
         "parallel": {"dp": 1, "pp": 2},

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sley_core.loader import Loader
+from sley_core.plan.load import load_plan
+
 ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PACKAGES = [
@@ -47,3 +50,13 @@ def test_a_package_stands_alone(package: Path) -> None:
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     page = (package / "README.md").read_text("utf-8")
     assert not [target for target in re.findall(r"\]\(([^)\s]+)\)", page) if not target.startswith("https://")]
+
+
+def test_the_example_of_set_in_the_reference_changes_a_plan_that_names_another_record() -> None:
+    said = re.findall(r"`--set '?(.*?)'?`", (ROOT / "docs" / "plan.md").read_text("utf-8"))
+    assert len(said) == 2
+    plan = load_plan(
+        ROOT / "examples" / "plans" / "quickstart.toml", ['gradient_handlers.0.use="odd.one"', *said], loader=Loader({})
+    )
+    assert [handler.name for handler in plan.gradient_handlers] == ["core.each"]
+    assert plan.batch.micro_size == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 from sley_core.actions.costs import Costs
@@ -13,6 +14,7 @@ from sley_core.plan.plan import Plan
 from sley_core.topology import Topology
 
 WIDTH = 110
+"""Columns where there is no terminal that has a number of its own."""
 
 
 def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
@@ -21,7 +23,8 @@ def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
     Raises PlanError "no-pipeline" for a plan without one, and what is wrong with its schedule.
     """
     if plan.pipeline is None:
-        raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw")
+        hint = 'add [pipeline] with `use = "pp.one_f_one_b"`, of sley-pp, and `pp = 2` to [parallel]'
+        raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
     schedule = plan.pipeline.build()
     placement = schedule.placement(topology.pp)
     micros = plan.num_micros(topology)
@@ -31,7 +34,7 @@ def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
         raise plan.located(error) from None
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
     yield f"# {plan.pipeline.name}: {topology.pp} stages, {micros} micro-batches, every F, D and W as long as any other"
-    yield draw_text(simulation.timeline, WIDTH)
+    yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     for stage, held in enumerate(simulation.held):
         idle = simulation.timeline.idle(stage)
         yield f"  stage {stage}: idle {idle:.1%}, holds at most {held.pairs} micro-batches of a chunk"

@@ -49,6 +49,7 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import frozen, parameter_groups
 from sley_core.plan.check import check_plan
+from sley_core.plan.write import digested
 from sley_core.records import ScheduleRecord
 from sley_core.run import Run
 
@@ -300,4 +301,9 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], groups: Groups, dataset: Any
         "the group table": sha256("\n".join(entry.label for entry in table).encode()).hexdigest(),
         "samples per epoch:": str(num_samples),
     }
-    agree(facts | {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}, groups["control"])
+    facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
+    agree(
+        facts,
+        groups["control"],
+        {"the plan": partial(digested, plan)},
+    )

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +61,7 @@ def run(
         if nproc is not None:
             raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
         raise typer.Exit(_as_rank(plan, changes, settings, overwrite=overwrite, line=line, verbose=verbose > 0))
+    _refuse_tasks_without_ranks(os.environ)
     resolved = load_plan(plan, changes)
     size = _check(resolved, nproc or resolved.world(_num_devices(resolved)))
     check_run_folder(resolved, overwrite=overwrite)
@@ -79,6 +80,18 @@ def run(
         from train_cli.rank import train
 
         raise typer.Exit(train(resolved, folder, line=line, verbose=verbose > 0))
+
+
+def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
+    """`srun` alone starts tasks that do not know of one another: each would be a run of its own, in the same folder."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdecimal() and int(tasks) > 1:
+        raise UsageError(
+            "no-ranks",
+            f"srun has started {tasks} tasks, but no RANK and WORLD_SIZE tell this one which rank it is",
+            hint="start torchrun in one task per node, or give each task RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID, "
+            "WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR and MASTER_PORT; where each is a run of its own, unset SLURM_STEP_NUM_TASKS",
+        )
 
 
 def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose: int) -> int:

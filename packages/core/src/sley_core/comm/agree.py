@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.comm.groups import Group
 from sley_core.errors import RunError
 
+MOST_PARTS = 3
+"""How many parts that differ are named."""
 
-def agree(facts: Mapping[str, str], control: Group) -> None:
+Parts = Callable[[], Mapping[str, str]]
+
+
+def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] = MappingProxyType({})) -> None:
     """Compares `facts` (plan digest, versions, group table) over all ranks; a collective on `control`.
 
+    parts: what a fact is made of, by its name: gathered only where ranks differ, to name the part.
     Raises RunError `ranks-disagree` on every rank alike, with the fact, the ranks that differ from the most, and both
     values.
     """
@@ -25,8 +32,25 @@ def agree(facts: Mapping[str, str], control: Group) -> None:
             rank, value = odd[0]
             usual = next(r for r, v in zip(control.ranks, values, strict=True) if v == most)
             others = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+            message = f"rank {rank}{others} has {name} {value}, rank {usual} has {most}"
+            if name in parts:
+                # All ranks come here: they have compared the same values.
+                every = gather_objects(dict(parts[name]()), control, what=f"what {name} is made of")
+                of = dict(zip(control.ranks, every, strict=True))
+                if differing := _differing(of[rank], of[usual]):
+                    message = (
+                        f"rank {rank}{others} has another {name.removeprefix('the ')} than rank {usual}: {differing}"
+                    )
             raise RunError(
-                "ranks-disagree",
-                f"rank {rank}{others} has {name} {value}, rank {usual} has {most}",
-                hint="install the same versions and give the same plan on every node",
+                "ranks-disagree", message, hint="install the same versions and give the same plan on every node"
             )
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The parts that differ, the first of them with both values."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    said = [
+        f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]
+    ]
+    more = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
+    return "; ".join(said) + more

@@ -70,7 +70,8 @@ class TextConfig(DataConfig):
     """Text files to evaluate on, instead of a share of `files`."""
 
     held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
-    """The share of documents, chosen by their names, that is kept for evaluation; left out, 0.02 or no share at all."""
+    """The share of documents, chosen by their names, that no step trains on, with `[evaluation]` or without; left out, 0.02,
+    or nothing beside `held_out_files`."""
 
     @model_validator(mode="after")
     def _possible(self) -> TextConfig:

@@ -143,7 +143,10 @@ COMPONENTS = (
         "scheduler_hooks", "scheduler_hooks", "What is called around every action; left out, nothing.", many=True
     ),
     ComponentTable(
-        "metrics", "metrics_writers", "Where the numbers of each step are written; left out, `core.jsonl`.", many=True
+        "metrics",
+        "metrics_writers",
+        "Where the numbers of each step are written; left out, `core.jsonl`, which a list names too if it is to stay.",
+        many=True,
     ),
 )
 

@@ -29,7 +29,8 @@ INTRODUCTION = f"""\
 A plan is strict TOML: an unknown key, a wrong type or an impossible layout is an error with its place. This page lists
 core's tables and records; `train-cli plugins NAME` lists the records of any installed plugin, and `train-cli schema` prints
 all of them as a JSON Schema for editors. Every value can be changed from the command line:
-`--set batch.micro_size=4`, `--set gradient_handlers.0.use=core.each`.
+`--set batch.micro_size=4`, `--set 'gradient_handlers=[{{use="core.each"}}]'` (to name another
+record, set the whole list or table: keys of the one before would stay, and be none of its).
 
 Two keys stand before all tables:
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from sley_core.errors import KeyPath
+from sley_core.errors import KeyPath, dotted
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
@@ -42,8 +42,16 @@ def to_toml(plan: Plan) -> str:
 
 def digest(plan: Plan) -> str:
     """SHA-256 of everything but the folder that the plan came from, which may differ between machines."""
-    tables = {key: value for key, value in plan.tables.items() if key != "source_folder"}
-    return hashlib.sha256("\n".join(sections(tables)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(sections(_movable(plan))).encode()).hexdigest()
+
+
+def digested(plan: Plan) -> dict[str, str]:
+    """Every value that the digest is of, by its key, as text: what to compare where digests differ."""
+    return {dotted(path): repr(value) for path, value in leaves(_movable(plan))}
+
+
+def _movable(plan: Plan) -> dict[str, Any]:
+    return {key: value for key, value in plan.tables.items() if key != "source_folder"}
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
