@@ -190,7 +190,7 @@ def readme(session: nox.Session) -> None:
             if isinstance(step, pages.Plan):
                 Path("plan.toml").write_text(step.text, "utf-8")
             elif step.command != "python -m nox -s tests":
-                session.run("bash", "-ec", step.command, external=True, env={"NOX_ENVDIR": None})
+                session.run("bash", "-ec", step.command, external=True, env={"NOX_ENVDIR": None, "PIP_NO_COMPILE": "1"})
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)

@@ -29,7 +29,8 @@ Examples:
   train-cli run plan.toml
   train-cli check plan.toml --set batch.micro_size=4
 
-Trains transformer models from one file, the plan. Results go to runs/NAME where the command is given; NAME is the plan's run.name.
+Trains transformer models from one file, the plan.
+Results go to runs/NAME where the command is given; NAME is the plan's run.name.
 """
 
 EPILOG = """
