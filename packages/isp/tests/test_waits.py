@@ -33,9 +33,9 @@ def offered(tables: dict[str, Any], folder: Any, kinds: list[str]) -> list[Found
         with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
             steps, calls, kept = [], [0], {}
 
-            def count(memory: Any, tensors: Any, what: str, *more: Any, steps: Any = steps) -> int:
-                steps[-1] += "weights" in what
-                return offer(memory, tensors, what, *more)
+            def count(memory: Any, tensors: Any, mark: Any, *more: Any, steps: Any = steps) -> int:
+                steps[-1] += "weights" in mark.what
+                return offer(memory, tensors, mark, *more)
 
             @torch.no_grad()
             def bring(kept: Any = kept, calls: Any = calls) -> None:
