@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sley_core.engine.direct import Asked, asked_of, no_view
 from sley_core.engine.slot import add_at
 from sley_core.engine.stand_in import StandIn
 from sley_core.errors import RunError
@@ -139,7 +140,7 @@ class _Linear(torch.autograd.Function):
         ctx.of_whole_bias = of_bias and site.bias is None
         ctx.save_for_backward(x if site.trained or ctx.of_whole_weight else None)
         with _used(site, site.use(pins=int(has_backward and site.host.is_recomputing()))) as gathered:
-            return _linear(site, gathered, x)
+            return no_view(_linear(site, gathered, x))
 
     @staticmethod
     @once_differentiable
@@ -154,7 +155,7 @@ class _Linear(torch.autograd.Function):
             rows = gradient.reshape(-1, gradient.shape[-1])
             of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.of_whole_weight else None
             of_bias = rows.sum(0) if ctx.of_whole_bias else None
-            if site.trained:
+            if site.trained and is_summed(ctx):
                 assert x is not None, f"{site.unit} was unfrozen between a forward and its backward"
                 site.sink(rows, x.reshape(-1, x.shape[-1]))
             if gathered is None:
@@ -163,6 +164,14 @@ class _Linear(torch.autograd.Function):
             weight = site.held(gathered, "weight")
             assert weight is not None, site.unit
             return gradient @ weight.to(gradient.dtype), of_weight, of_bias, None
+
+
+def is_summed(ctx: Any) -> bool:
+    """Whether the running backward adds to the gradients of the shards, a function's tensors after the first.
+
+    Not where a forward asks `torch.autograd.grad` for something else: it wants no gradient of a weight, and nothing is sent.
+    """
+    return any(asked_of(ctx, place) is Asked.SUM for place in range(1, len(ctx.next_functions)))
 
 
 def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whole: Tensor, adds: bool) -> None:
@@ -202,13 +211,13 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, site: Site) -> Tensor:
         ctx.site = site
         ctx.save_for_backward(tokens)
-        return _embedding(site, tokens)
+        return no_view(_embedding(site, tokens))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
-        if ctx.site.trained:
+        if ctx.site.trained and is_summed(ctx):
             ctx.site.sink(gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1))
         return None, None, None
 

@@ -39,8 +39,7 @@ class DirectLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         result = F.linear(x, weight, bias)
-        # Of more than two dims and with a bias it is a view, which autograd lets nobody write to if a function returns it.
-        return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
+        return no_view(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -48,13 +47,20 @@ class DirectLinear(torch.autograd.Function):
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        asked = _asked(ctx)
+        asked = asked_of(ctx)
         of_weight = None
         if asked is Asked.SUM and not torch.is_grad_enabled():
             ctx.sink(rows, inputs)
         elif asked is not Asked.NOTHING:
             of_weight = rows.t() @ inputs  # with `create_graph` it is differentiated once more
         return of_input, of_weight, of_bias, None
+
+
+def no_view(result: Tensor) -> Tensor:
+    """`result`, as a function may return it: to a view autograd lets nobody write. Of a linear with a bias it is one where
+    there are more than two dims."""
+    found: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
+    return found
 
 
 class Asked(Enum):
@@ -65,9 +71,14 @@ class Asked(Enum):
     VALUE = "autograd.grad of the weight"
 
 
-def _asked(ctx: Any) -> Asked:
-    """Asks the engine, which comes by here in every backward: a forward may take gradients for purposes of its own."""
-    accumulation = ctx.next_functions[1][0]
+def asked_of(ctx: Any, place: int = 1) -> Asked:
+    """Asks the engine, which comes by here in every backward: a forward may take gradients for purposes of its own.
+
+    place: of the weight, which is a leaf, among the inputs of the function whose backward this is.
+    """
+    accumulation = ctx.next_functions[place][0]
+    if accumulation is None:
+        return Asked.NOTHING
     try:
         return Asked.SUM if torch._C._will_engine_execute_node(accumulation) else Asked.NOTHING
     except RuntimeError:  # "a leaf node was passed": it is the leaf's gradient that is wanted

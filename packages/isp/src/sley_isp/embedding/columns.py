@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sley_core.comm.rows import GATHER, REDUCE, Exchange, swap_rows
+from sley_core.engine.direct import no_view
 from sley_core.engine.stand_in import StandIn
-from sley_isp.sites import closed, own_of
+from sley_isp.sites import closed, is_summed, own_of
 from sley_isp.tokens import AllTokens, padded
 
 if TYPE_CHECKING:
@@ -184,13 +185,13 @@ class _LookUp(torch.autograd.Function):
         vectors, of_all = table.columns.look_up(table, tokens)
         ctx.table = table
         ctx.save_for_backward(of_all if table.entry.trainable else None)
-        return vectors
+        return no_view(vectors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         (of_all,) = ctx.saved_tensors
-        if ctx.table.entry.trainable:
+        if ctx.table.entry.trainable and is_summed(ctx):
             assert of_all is not None, f"{ctx.table.name} was unfrozen between a forward and its backward"
             ctx.table.columns.take_gradient(ctx.table, gradient, of_all)
         return None, None, None

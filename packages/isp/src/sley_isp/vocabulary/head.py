@@ -22,7 +22,7 @@ from sley_core.comm.rows import Exchange, num_received, reduce_rows
 from sley_core.engine.weight_queue import Handover
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
-from sley_isp.sites import Site, as_autocast, linear_forward
+from sley_isp.sites import Site, as_autocast, is_summed, linear_forward
 from sley_isp.tokens import AllTokens, Room
 from sley_isp.units import shard_of
 from sley_isp.vocabulary import sums
@@ -202,7 +202,7 @@ class _Sum(torch.autograd.Function):
         logits[:, head.classes.size :].zero_()
         # Started first, so that it travels while the weight's gradient is computed.
         reducing = head.start_input_gradient(logits) if ctx.needs_input_grad[0] else None
-        if head.site.trained:
+        if head.site.trained and is_summed(ctx):
             assert inputs is not None, f"{head.site.unit} was unfrozen between a forward and its backward"
             head.sink(logits, inputs)
         of_input = None if reducing is None else reducing.finish(ctx.num_tokens)

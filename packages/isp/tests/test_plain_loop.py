@@ -1,0 +1,175 @@
+"""Models and options, drawn by numbers that are printed: what a plain PyTorch loop gives, or an error with a name."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sley_core.data.dataset import DataContext
+from sley_core.errors import SleyError
+from sley_core.testing.habits import HABITS
+from sley_core.testing.habits import layers as habit_layers
+from sley_core.testing.plain import PlainLoop, assert_step, decay_groups
+from sley_core.testing.runs import Recorded, record
+
+STEPS, GLOBAL = 3, 8
+NAMED = {"Reading": "sharded-weight-read"}
+"""Kinds of blocks that are refused where their weights are sharded, and how."""
+
+
+class CrossEntropies:
+    """By torch alone: whatever is negative is ignored."""
+
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        return float((batch["labels"] >= 0).sum())
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        counts = batch["labels"] >= 0
+        return F.cross_entropy(output[counts], batch["labels"][counts], reduction="sum")
+
+
+def drawn_plan(seed: int, world: int) -> dict[str, Any]:
+    """The tables of a run over `world` ranks."""
+    draw = random.Random(f"plan {seed}")
+    tied = draw.random() < 0.4
+    wp = draw.choice([size for size in (2, 3, 4) if world % size == 0])
+    micro = draw.choice([size for size in (1, 2, 4) if GLOBAL // world % size == 0])
+    weights = {
+        "overlap": draw.random() < 0.8,
+        "unit": draw.choice(["layer", "module"]),
+        "ahead": draw.choice([0, 1, 2, 5]),
+        "fused": draw.random() < 0.5,
+        "reduce": draw.choice(["micro_batch", "step"]),
+        "head": draw.choice(["gather", "vocabulary"]),
+        "embedding": "gather" if tied else draw.choice(["gather", "hidden"]),
+        "pool": draw.choice(["isp.slots", "isp.fresh"]),
+    }
+    return {
+        "run": {"name": "drawn", "steps": STEPS, "device": "cpu", "seed": seed},
+        "model": {"factory": "drawn:model", "options": {"seed": seed, "tied": tied}},
+        "data": {"factory": "drawn:Rows"},
+        "batch": {"global_size": GLOBAL, "micro_size": micro},
+        "optimizer": {
+            "use": "core.sgd",
+            "lr": 0.1,
+            "momentum": 0.9,
+            "weight_decay": 0.1,
+            "clip_norm": draw.choice([0.1, 1e6]),
+        },
+        "evaluation": {"every": STEPS + 1, "steps": 1},
+        "precision": {"compute": "fp64", "accumulation": draw.choice(["auto", "direct"])},
+        "parallel": {"dp": world, "wp": wp, "host_memory": draw.random() < 0.6},
+        "weights": {"use": "isp.communicator", **weights},
+        "activations": {"use": "core.recompute", "fraction": draw.choice([0.0, 0.0, 0.5, 1.0])},
+        "limits": {"collective_timeout_s": 10.0},
+    }
+
+
+def batches_of(data: Any) -> list[dict[str, Tensor]]:
+    rows = [[data[at] for at in range(GLOBAL * step, GLOBAL * (step + 1))] for step in range(len(data) // GLOBAL)]
+    return [{name: torch.stack([row[name] for row in step]) for name in step[0]} for step in rows]
+
+
+def recorded(plans: Sequence[dict[str, Any]], folder: Path, batches: Any) -> list[Recorded | str]:
+    """Each run of this rank, or what it is refused with."""
+    found: list[Recorded | str] = []
+    for tables in plans:
+        try:
+            found.append(record(tables, STEPS, folder=folder, batches=batches))
+        except SleyError as error:
+            found.append(error.diagnostics[0].code)
+    return found
+
+
+def assert_plain(tables: dict[str, Any], ranks: Sequence[Recorded | str], batches: Any, held_out: Any) -> str:
+    """That each rank saw what the loop gives, or was refused as it must be; how it ended."""
+    from drawn import kinds_of, model
+
+    options = tables["model"]["options"]
+    wanted = {NAMED[kind] for kind in kinds_of(options["seed"]) if kind in NAMED}
+    ended = {rank if isinstance(rank, str) else "right" for rank in ranks}
+    if wanted or ended != {"right"}:
+        allowed = wanted or allowed_of(tables)
+        assert ended & allowed, f"{ended}, not {wanted or 'right'}"
+        return str(sorted(ended & allowed)[0])
+    size = tables["batch"]["micro_size"]
+    loop = plain_loop(model(**options), tables)
+    for number in range(STEPS):
+        if number == 0:
+            loop.load(ranks[0].first)  # type: ignore[union-attr]  # all are right
+        step = loop.step(cut(batches[number], size))
+        for rank in ranks:
+            assert isinstance(rank, Recorded)
+            last = rank.weights if number == STEPS - 1 else {}
+            assert_step(step, rank.rows[number], rank.gradients[number], last)
+    evaluated = loop.evaluate(cut(held_out[0], size))
+    for rank in ranks:
+        assert isinstance(rank, Recorded)
+        assert rank.held_out is not None
+        assert isclose(rank.held_out, evaluated, rel_tol=1e-9)
+    return "right"
+
+
+def allowed_of(tables: dict[str, Any]) -> set[str]:
+    """What may come instead: experts of which ranks run others, where each module's weights travel alone."""
+    from drawn import kinds_of
+
+    is_alone = tables["weights"]["unit"] == "module" or not tables["weights"]["fused"]
+    runs_some = "Experts" in kinds_of(tables["model"]["options"]["seed"])
+    return {"ranks-differ", "collective-failed"} if is_alone and runs_some else set()
+
+
+def plain_loop(layers: Any, tables: dict[str, Any]) -> PlainLoop:
+    optimizer = tables["optimizer"]
+    for layer in layers:
+        layer.module.double()
+
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        groups = decay_groups(named, optimizer["weight_decay"])
+        return torch.optim.SGD(groups, lr=optimizer["lr"], momentum=optimizer["momentum"])
+
+    return PlainLoop(layers, CrossEntropies(), optimizer=sgd, clip_norm=optimizer["clip_norm"])
+
+
+def cut(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    return [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, GLOBAL, size)]
+
+
+def check_drawn(ranks: Any, own: Path, world: int, seeds: Sequence[int]) -> None:
+    from drawn import Rows, kinds_of
+
+    batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
+    plans = [drawn_plan(seed, world) for seed in seeds]
+    ended: Counter[str] = Counter()
+    wrong = []
+    for tables, of_ranks in zip(
+        plans, zip(*ranks(world, 580)(recorded, plans, own, batches), strict=True), strict=True
+    ):
+        try:
+            ended[assert_plain(tables, of_ranks, batches, held_out)] += 1
+        except AssertionError as error:
+            seed = tables["model"]["options"]["seed"]
+            wrong.append(f"seed {seed} of {world} ranks, {kinds_of(seed)}, {tables}: {error}")
+    print(dict(ended))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_drawn_models_and_options_give_what_a_plain_loop_gives(ranks, own):
+    check_drawn(ranks, own, 2, range(8))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("world", [2, 4])
+def test_more_of_them(ranks, own, world):
+    first = random.SystemRandom().randrange(10**6)
+    print(f"seeds from {first}")
+    check_drawn(ranks, own, world, range(first, first + 40))
