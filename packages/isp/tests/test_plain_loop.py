@@ -22,8 +22,6 @@ from sley_core.testing.plain import PlainLoop, assert_step, decay_groups
 from sley_core.testing.runs import Recorded, record
 
 STEPS, GLOBAL = 3, 8
-NAMED = {"Reading": "sharded-weight-read"}
-"""Kinds of blocks that are refused where their weights are sharded, and how."""
 
 
 class CrossEntropies:
@@ -90,48 +88,47 @@ def recorded(plans: Sequence[dict[str, Any]], folder: Path, batches: Any) -> lis
     return found
 
 
-def assert_plain(tables: dict[str, Any], ranks: Sequence[Recorded | str], batches: Any, held_out: Any) -> str:
-    """That each rank saw what the loop gives, or was refused as it must be; how it ended."""
-    from drawn import kinds_of, model
-
-    options = tables["model"]["options"]
-    wanted = {NAMED[kind] for kind in kinds_of(options["seed"]) if kind in NAMED}
+def assert_plain(
+    layers: Any, tables: dict[str, Any], ranks: Sequence[Recorded | str], batches: Any, held_out: Any, allowed: set[str]
+) -> str:
+    """That each rank saw what the loop over `layers` gives, or was refused as it may be; how it ended."""
     ended = {rank if isinstance(rank, str) else "right" for rank in ranks}
-    if wanted or ended != {"right"}:
-        allowed = wanted or allowed_of(tables)
-        assert ended & allowed, f"{ended}, not {wanted or 'right'}"
-        return str(sorted(ended & allowed)[0])
+    assert ended & allowed, f"{ended}, not {allowed}"
+    seen = [rank for rank in ranks if isinstance(rank, Recorded)]
+    if len(seen) < len(ranks):
+        return min(ended & allowed)
     size = tables["batch"]["micro_size"]
-    loop = plain_loop(model(**options), tables)
+    loop = plain_loop(layers, tables)
+    loop.load(seen[0].first)
     for number in range(STEPS):
-        if number == 0:
-            loop.load(ranks[0].first)  # type: ignore[union-attr]  # all are right
         step = loop.step(cut(batches[number], size))
-        for rank in ranks:
-            assert isinstance(rank, Recorded)
+        for rank in seen:
             last = rank.weights if number == STEPS - 1 else {}
             assert_step(step, rank.rows[number], rank.gradients[number], last)
+    if "evaluation" not in tables:
+        return "right"
     evaluated = loop.evaluate(cut(held_out[0], size))
-    for rank in ranks:
-        assert isinstance(rank, Recorded)
+    for rank in seen:
         assert rank.held_out is not None
-        assert isclose(rank.held_out, evaluated, rel_tol=1e-9)
+        assert isclose(rank.held_out, evaluated, rel_tol=1e-9), f"{rank.held_out} of what is held out, not {evaluated}"
     return "right"
 
 
 def allowed_of(tables: dict[str, Any]) -> set[str]:
-    """What may come instead: experts of which ranks run others, where each module's weights travel alone."""
+    """How a run may end: "right", or refused, where experts of which ranks run others travel each alone, or read weights."""
     from drawn import kinds_of
 
+    kinds = kinds_of(tables["model"]["options"]["seed"])
+    if "Reading" in kinds:
+        return {"sharded-weight-read"}
     is_alone = tables["weights"]["unit"] == "module" or not tables["weights"]["fused"]
-    runs_some = "Experts" in kinds_of(tables["model"]["options"]["seed"])
-    return {"ranks-differ", "collective-failed"} if is_alone and runs_some else set()
+    return {"right", "ranks-differ", "collective-failed"} if is_alone and "Experts" in kinds else {"right"}
 
 
 def plain_loop(layers: Any, tables: dict[str, Any]) -> PlainLoop:
     optimizer = tables["optimizer"]
-    for layer in layers:
-        layer.module.double()
+    for _, module in layers if isinstance(layers, list) else [(one.name, one.module) for one in layers]:
+        module.double()
 
     def sgd(named: Any) -> torch.optim.Optimizer:
         groups = decay_groups(named, optimizer["weight_decay"])
@@ -145,7 +142,7 @@ def cut(batch: Mapping[str, Tensor], size: int) -> list[dict[str, Tensor]]:
 
 
 def check_drawn(ranks: Any, own: Path, world: int, seeds: Sequence[int]) -> None:
-    from drawn import Rows, kinds_of
+    from drawn import Rows, kinds_of, model
 
     batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
     plans = [drawn_plan(seed, world) for seed in seeds]
@@ -155,7 +152,8 @@ def check_drawn(ranks: Any, own: Path, world: int, seeds: Sequence[int]) -> None
         plans, zip(*ranks(world, 580)(recorded, plans, own, batches), strict=True), strict=True
     ):
         try:
-            ended[assert_plain(tables, of_ranks, batches, held_out)] += 1
+            made = model(**tables["model"]["options"])
+            ended[assert_plain(made, tables, of_ranks, batches, held_out, allowed_of(tables))] += 1
         except AssertionError as error:
             seed = tables["model"]["options"]["seed"]
             wrong.append(f"seed {seed} of {world} ranks, {kinds_of(seed)}, {tables}: {error}")
@@ -173,3 +171,38 @@ def test_more_of_them(ranks, own, world):
     first = random.SystemRandom().randrange(10**6)
     print(f"seeds from {first}")
     check_drawn(ranks, own, world, range(first, first + 40))
+
+
+REFUSED = {
+    "Penalty": "sharded-weight-read",  # it asks for the gradient of a weight
+    "Swapped": "sharded-weight-read",  # it makes another weight of a linear's own
+    "Silent": "sharded-weight-read",  # it gives a weight to a function of its own
+    "Mapped": "sharded-weight-mapped",
+}
+
+
+@pytest.mark.parametrize("unit", ["layer", pytest.param("module", marks=pytest.mark.campaign)])
+def test_habits_around_a_sharded_linear(ranks, own, unit):
+    """What people write around a linear gives the numbers of the loop, or is refused by name."""
+    from drawn import Rows
+
+    data = Rows(DataContext(0, "train"))
+    batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
+    plans = []
+    for habit in HABITS:
+        tables = drawn_plan(1, 2) | {
+            "model": {"factory": "sley_core.testing.habits:model", "options": {"habit": habit}}
+        }
+        tables["batch"] = {"global_size": GLOBAL, "micro_size": 4}
+        del tables["evaluation"]  # for which some habits have no forward
+        plans.append(
+            tables | {"weights": {"use": "isp.communicator", "unit": unit}, "activations": {"use": "core.keep"}}
+        )
+    for habit, tables, of_ranks in zip(
+        HABITS, plans, zip(*ranks(2, 240)(recorded, plans, own, batches), strict=True), strict=True
+    ):
+        wanted = {REFUSED.get(habit, "right")}
+        if habit.startswith("Adaptive") and unit == "module":
+            wanted |= {"ranks-differ", "collective-failed"}
+        ended = assert_plain(habit_layers(data.info, habit), tables, of_ranks, batches, held_out, wanted)
+        print(habit, ended)

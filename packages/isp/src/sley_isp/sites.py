@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from sley_core.engine.direct import Asked, asked_of, no_view
@@ -97,12 +98,24 @@ def linear_forward(site: Site, input: Tensor) -> Tensor:
     """The forward of a sharded `nn.Linear`, whose parameter is called as there."""
     if site.is_replaced:
         return nn.Linear.forward(cast(nn.Linear, site.module), input)
+    check_not_mapped(site.name)
     x = as_autocast(input)
     if not torch.is_grad_enabled():
         with _used(site, site.use()) as gathered:
             return _linear(site, gathered, x)
     out: Tensor = _Linear.apply(x, site.own("weight"), site.own("bias"), site)  # type: ignore[no-untyped-call]  # torch's
     return out
+
+
+def check_not_mapped(name: str) -> None:
+    """Raises RunError `sharded-weight-mapped` within `torch.func.vmap`, `grad` and the like, and forward-mode derivatives."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RunError(
+            "sharded-weight-mapped",
+            f"{name!r} is called within a function of torch.func, or with forward-mode derivatives, and its weight is "
+            "gathered from other ranks, which these cannot follow",
+            hint="call it outside of them; a subclass of nn.Linear or nn.Embedding stays whole",
+        )
 
 
 @contextmanager
@@ -193,6 +206,7 @@ def embedding_forward(site: Site, input: Tensor) -> Tensor:
     """The forward of a sharded `nn.Embedding`. Its backward needs no weight, so it gathers none."""
     if site.is_replaced:
         return nn.Embedding.forward(cast(nn.Embedding, site.module), input)
+    check_not_mapped(site.name)
     if not torch.is_grad_enabled():
         return _embedding(site, input)
     out: Tensor = _Embedding.apply(input, site.own("weight"), site)  # type: ignore[no-untyped-call]  # torch's
