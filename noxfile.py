@@ -3,12 +3,13 @@
     nox -s quickstart       train the example plan on two CPU ranks
     nox -s tests            all tests; `nox -s tests -- -k topology` passes arguments on to pytest
     nox -s readme           what README tells a newcomer to type, in its order
+    nox -s floor            the same with the oldest torch that the packages allow
     nox -l                  everything else
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
 
-torch is large, so it is installed into three environments only: `dev` (all packages, editable; used by tests,
-typecheck, plans, bench and campaign), `isolated` (wheels) and `quickstart` (what a user has). They are kept between
+torch is large, so it is installed into four environments only: `dev` (all packages, editable; used by tests,
+typecheck, plans, bench and campaign), `isolated` (wheels), `quickstart` (what a user has) and `floor`. They are kept between
 calls: `nox -R` skips installing, `nox --reuse-venv=never` makes them anew. The backend is virtualenv with pip, which
 follows the user's own index settings: with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu the small CPU build
 of torch comes, where the public index has the CUDA build for Linux.
@@ -72,6 +73,7 @@ def find_packages() -> list[Package]:
 
 
 PACKAGES = find_packages()
+LOWEST_TORCH = re.compile(r"torch>=([0-9.]+)$")
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
@@ -162,6 +164,23 @@ def isolated(session: nox.Session) -> None:
             session.run(*pytest, *SIDE_BY_SIDE, *chosen, env=FOR_TESTS)
 
 
+@nox.session(default=False)
+def floor(session: nox.Session) -> None:
+    """The quickstart and all tests with the oldest torch that core's requirements allow; the other tools are the same."""
+    oldest = torch_floor()
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder, "constraints.txt")
+        pinned = Path("constraints.txt").read_text("utf-8")
+        constraints.write_text(re.sub(r"^torch==.*$", f"torch=={oldest}", pinned, flags=re.MULTILINE), "utf-8")
+        editable = [argument for package in PACKAGES for argument in ("-e", package.folder)]
+        tests = [requirement for package in PACKAGES for requirement in package.test_requirements()]
+        session.install("-c", str(constraints), *editable, *tests, "pytest-xdist")
+        session.run("python", "-c", f"import torch; assert torch.__version__.startswith('{oldest}'), torch.__version__")
+        run = ("train-cli", "run", "examples/plans/quickstart.toml", "--set", "run.steps=3", "--set", "parallel.dp=2")
+        session.run(*run, "--set", f'run.folder="{Path(folder).as_posix()}"')
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, env=FOR_TESTS)
+
+
 @nox.session(venv_backend="none", requires=["dev"])
 def plans(session: nox.Session) -> None:
     """Check every example plan and every plan in the documentation; train each example for three steps."""
@@ -208,6 +227,13 @@ def campaign(session: nox.Session) -> None:
 
 
 # -- what the sessions are made of -------------------------------------------------------------------------------------
+
+
+def torch_floor() -> str:
+    """The version of torch from which core's requirements begin, with all three numbers."""
+    (core,) = (package for package in PACKAGES if package.module == "sley_core")
+    (lowest,) = (found[1] for need in core.manifest["project"]["dependencies"] if (found := LOWEST_TORCH.match(need)))
+    return lowest if lowest.count(".") == 2 else f"{lowest}.0"
 
 
 def import_rules() -> Iterator[str]:

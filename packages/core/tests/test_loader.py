@@ -19,6 +19,7 @@ from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanErr
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
 from sley_core.plan.types import Table
+from sley_core.plugin_rules import is_of_surroundings
 
 GOOD = """
 from sley_core.hookspecs import hookimpl
@@ -298,3 +299,19 @@ def test_core_loads_without_torch_and_without_plugins_of_others() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_theirs"),
+    [
+        (MemoryError(), False),
+        (ImportError("libtorch.so: failed to map segment: Cannot allocate memory"), False),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), False),
+        (FileExistsError(17, "File exists", "/tmp/torchinductor_me"), False),
+        (ModuleNotFoundError("No module named 'odd'", name="odd"), True),
+        (AttributeError("no `Model`"), True),
+    ],
+)
+def test_a_plugin_is_not_to_blame_for_its_surroundings(error: Exception, is_theirs: bool) -> None:
+    """To install it again would not help."""
+    assert is_of_surroundings(error) is not is_theirs

@@ -16,7 +16,7 @@ from sley_core.errors import PlanError, PluginError
 from sley_core.plan.kinds import words
 from sley_core.plan.types import RecordKind
 from sley_core.plan.words import suggestion
-from sley_core.plugin_rules import hooks_of, imported, records_of, said
+from sley_core.plugin_rules import hooks_of, imported, is_of_surroundings, records_of, said
 from sley_core.records import Record
 
 FIRST_PARTY = ("dp", "isp", "pp")
@@ -71,6 +71,8 @@ class Plugin:
         try:
             return record.load()
         except Exception as error:
+            if is_of_surroundings(error):
+                raise
             message = f"{self.label}: cannot import `{record.build}` of `{self.name}.{record.name}`: {said(error)}"
             raise PluginError("plugin-import", message, hint=f"reinstall {self.dist}, or report it") from error
 

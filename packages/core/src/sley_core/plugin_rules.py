@@ -31,6 +31,8 @@ def imported(found: Found) -> Any:
     try:
         return found.entry_point.load()
     except (Exception, SystemExit) as error:
+        if is_of_surroundings(error):
+            raise
         hint = f"reinstall {found.dist}, or report it to its authors"
         if isinstance(error, ModuleNotFoundError) and error.name:
             hint = f"install what provides `{error.name}`, or reinstall {found.dist}"
@@ -77,6 +79,23 @@ def records_of(hooks: Any, found: Found) -> Mapping[RecordKind, Mapping[str, Rec
     twice or cannot be written in a plan, a config that is not of its kind's base or takes a reserved key.
     """
     return {kind: _of_kind(hooks, kind, found) for kind in RECORDS}
+
+
+def is_of_surroundings(error: BaseException) -> bool:
+    """Whether something could not be imported for want of memory or room, or because torch is broken: no plugin's fault."""
+    causes = [error]
+    while (before := causes[-1].__cause__ or causes[-1].__context__) is not None and before not in causes:
+        causes.append(before)
+    if any(isinstance(each, MemoryError) or "Cannot allocate memory" in str(each) for each in causes):
+        return True
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return True
+    trace, modules = error.__traceback__, set()
+    while trace is not None:
+        modules.add(trace.tb_frame.f_globals.get("__name__"))
+        trace = trace.tb_next
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    return isinstance(error, ImportError) and (missing or "torch" in modules)
 
 
 def said(error: BaseException) -> str:

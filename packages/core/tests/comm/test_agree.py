@@ -7,10 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from sley_core.assemble import assemble
 from sley_core.comm.agree import agree
 from sley_core.comm.groups import Group
+from sley_core.comm.host_memory import HostMemory
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.hookspecs import hookimpl
@@ -54,6 +57,27 @@ def refused(tables, odd, loader=None):
 
 def test_equal_plans_agree(ranks):
     assert ranks(3)(refused, PLAN, PLAN) == [None] * 3
+
+
+def started_without_pickles(tables):
+    """Assembles and trains where nothing that comes from another rank can be unpickled."""
+
+    def refuse(*_):
+        raise AssertionError("unpickled what came over a socket")
+
+    distributed_c10d._tensor_to_object = refuse
+    with World.join("cpu") as world:
+        first = world.from_first(lambda: [0.1, 1e300], "count")
+        memory = HostMemory.open(Group("wp", (0, 1), world.rank, {"w": dist.new_group([0, 1])}), "w", 5.0)
+        with assemble(plan_from_dict(tables), world) as run:
+            return first, memory is None or [card.pid > 0 for card in memory._cards], run.step()["step"]
+
+
+def test_ranks_tell_each_other_values_not_programs(ranks):
+    """Any user of a host can reach its loopback."""
+    first = ranks(2)(started_without_pickles, PLAN)
+    assert [found[0] for found in first] == [[0.1, 1e300]] * 2
+    assert [found[2] for found in first] == [1, 1]
 
 
 @pytest.mark.parametrize(

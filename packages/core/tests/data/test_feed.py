@@ -212,7 +212,7 @@ def test_what_a_dataset_raises_reaches_the_caller_with_its_traceback() -> None:
                 feed.next()
             text = "".join(traceback.format_exception(caught.value))
             assert "in __getitem__" in text
-            assert "while reading sample 3 of the data set" in text
+            assert "in sample 3 of the data set" in text
         assert feed.state() == {"samples": 2}
     assert not data_threads()
 

@@ -41,6 +41,13 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> N
     assert labels[labels != IGNORED].tolist() == [2, 3, 1, 5, 0, 1, 4, 0]
 
 
+def test_a_tokenizer_without_a_vocabulary(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({}, unk_token="<end>")).save(str(tmp_path / "none.json"))
+    with pytest.raises(PlanError, match="has no vocabulary") as caught:
+        _ = dataset(tmp_path, b"the weft", tokenizer=tmp_path / "none.json").info
+    assert caught.value.diagnostics[0].code == "tokenizer-invalid"
+
+
 def test_without_an_end_token_documents_are_what_they_are(tmp_path: Path, tokenizer: Path) -> None:
     data = dataset(tmp_path, b"weft the weft", tokenizer=tokenizer)
     assert data[0]["tokens"].tolist() == [4, 1, 0]

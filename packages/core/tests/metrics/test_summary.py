@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.metrics.json_text import to_json, write_json
-from sley_core.metrics.summary import Facts, Totals, summary, write_summary
+from sley_core.metrics.summary import NAME, Facts, Totals, summary, write_summary
 
 FACTS = Facts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, 1000, 900, 4, 320)
 
@@ -107,3 +108,18 @@ def test_what_json_has_no_form_for_leaves_the_old_file(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_become_null_at_any_depth() -> None:
     value = {"a": [math.inf, (1.5, math.nan)], "b": {"c": -math.inf}, "d": "é", "e": True, "f": None}
     assert to_json(value) == '{"a": [null, [1.5, null]], "b": {"c": null}, "d": "é", "e": true, "f": null}'
+
+
+def test_a_link_does_not_say_where_a_file_is_written(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine", "utf-8")
+    (tmp_path / f".{NAME}.{os.getpid()}").symlink_to(precious)
+    write_summary(tmp_path, {"steps": 1})
+    assert precious.read_text("utf-8") == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", NAME]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        write_summary(tmp_path / "gone", {"steps": 1})
+    assert caught.value.filename == str(tmp_path / "gone" / NAME)

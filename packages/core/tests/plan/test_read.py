@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,22 @@ def test_the_folder_of_a_plan_is_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     write(tmp_path, b"a = 1")
     monkeypatch.chdir(tmp_path)
     assert read_file("plan.toml").folder == tmp_path
+
+
+def test_what_never_ends_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sley_core.plan.read.PATIENCE_S", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found = problem_of(pipe)
+    assert found.message == f"cannot read `{pipe}`: nothing came within 0.1 s"
+    assert "more than 16 MB" in problem_of(Path("/dev/zero")).message
+
+
+def test_a_pipe_that_somebody_writes_is_a_plan(tmp_path: Path) -> None:
+    """As a shell's `<(...)` is."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("plan = 1\n" + "# more\n" * 20_000, "utf-8"))
+    writer.start()
+    assert read_file(pipe).tables == {"plan": 1}
+    writer.join()

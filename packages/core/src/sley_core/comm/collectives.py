@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.groups import Group
+from sley_core.comm.texts import gather_values
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE
 
@@ -110,12 +111,11 @@ def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: st
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
-    """Every rank's `value` (small, picklable), in the order of the group's ranks; blocks. For `control` only."""
+    """Every rank's `value` (small, as JSON has it), in the order of the group's ranks; blocks. For `control` only."""
     if group.size == 1:
         return [value]
-    values: list[Any] = [None] * group.size
-    guarded(lambda: dist.all_gather_object(values, value, group=group.lane()), "all-gather of objects", group, what)
-    return values
+    found: list[Any] = guarded(lambda: gather_values(value, group.lane()), "all-gather of objects", group, what)
+    return found
 
 
 def guarded(call: Callable[[], Any], operation: str, group: Group, what: str) -> Any:

@@ -29,11 +29,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.marks import Mark, differs
 from sley_core.comm.system_memory import Span, read, write
+from sley_core.comm.texts import gather_values
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -99,16 +99,13 @@ class HostMemory:
     def open(cls, group: Group, lane: str, timeout_s: float) -> HostMemory | None:
         """The memories of the members of `group`, which all call this; it talks over `lane`. None if any cannot."""
         made = cls(group.ranks, group.coord, timeout_s)
-        cards: list[_Card] = made._cards * group.size
         # Both: the lane's members, in the order of the table of groups.
-        dist.all_gather_object(cards, made._cards[0], group=group.lane(lane))
-        made._cards = cards
+        found = gather_values(made._cards[0], group.lane(lane))
+        made._cards = cards = [_Card(host and tuple(host), *rest) for host, *rest in found]
         hosts = {card.host for card in cards}
         # Watched first: whoever has the token then is the process that is watched.
         able = len(hosts) == 1 and None not in hosts and made._watch() and all(map(made._can_reach, made.peers))
-        votes = [able] * group.size
-        dist.all_gather_object(votes, able, group=group.lane(lane))
-        return made if all(votes) else None
+        return made if all(gather_values(able, group.lane(lane))) else None
 
     def offer(self, tensors: Sequence[Tensor], mark: Mark, complete: Callable[[], None] | None = None) -> int:
         """Lets every peer read `tensors`; returns the offer's number. All members make their offers in one order, which

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, first_line, make_groups
 from sley_core.comm.heap import keep_freed_memory
+from sley_core.comm.texts import value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
 
@@ -64,6 +65,10 @@ class World(AbstractContextManager["World"]):
         if "RANK" not in environ and _whole(environ, "WORLD_SIZE", "1") == 1:
             return cls.alone(device)
         rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
+        if rank >= size:
+            raise RunError(
+                "rendezvous-failed", f"the environment has RANK = {rank} of WORLD_SIZE = {size}; ranks count from 0"
+            )
         picked = Device.pick(device, local_rank, local_size)
         try:
             dist.init_process_group(
@@ -75,8 +80,7 @@ class World(AbstractContextManager["World"]):
                 device_id=picked.torch_device if picked.backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
-            message = f"rank {rank} of {size} could not meet the others: {first_line(error)}"
-            raise RunError("rendezvous-failed", message) from error
+            raise RunError("rendezvous-failed", f"it could not meet the others: {first_line(error)}") from error
         return cls(rank, size, picked, owns_default_group=True)
 
     @classmethod
@@ -92,7 +96,9 @@ class World(AbstractContextManager["World"]):
     def from_first(self, make: Callable[[], T], what: str) -> T:
         """What `make` returns on the first rank, given to all: for start-up, over the default group, before there are others.
 
-        what: the words for what `make` does. Raises on the first rank what `make` raises, RunError `start-failed` on others.
+        what: the words for what `make` does, which returns what JSON has a form for.
+
+        Raises on the first rank what `make` raises, RunError `start-failed` on others.
         """
         if self.size == 1:
             return make()
@@ -105,13 +111,17 @@ class World(AbstractContextManager["World"]):
                 failure = error
                 box = [(None, f"{type(error).__name__}: {first_line(error)}")]
         # The default group; all ranks assemble one plan, and are told before any of them makes a group.
-        dist.broadcast_object_list(box, src=0)
+        try:
+            value, fault = value_of_first(box[0])
+        except RuntimeError as error:
+            message = f"rank {self.rank} heard nothing from rank 0, which was to {what}: {first_line(error)}"
+            raise failure or RunError("start-failed", message) from error
         if failure is not None:
             raise failure
-        value, fault = box[0]
         if fault:
             raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
-        return value  # type: ignore[return-value]  # without a fault it is what `make` returned
+        found: T = value  # without a fault it is what `make` returned
+        return found
 
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, reads_memory: bool = False

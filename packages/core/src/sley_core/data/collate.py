@@ -23,6 +23,9 @@ def collate_of(dataset: Any) -> Collate:
 def stack(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
     """Stacks each field of the samples along a new dim, its `batch_dim`. Raises RunError naming field and row."""
     for row, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            message = f"row {row} of the batch is a {type(sample).__name__}, not a dict of tensors"
+            raise RunError("data-sample", message, hint="what a sample is comes from `__getitem__` or `__iter__`")
         if sample.keys() != fields.keys():
             message = f"row {row} of the batch has the fields {sorted(sample)}; declared are {sorted(fields)}"
             raise RunError("data-sample", message, hint="every sample must have every declared field, and no other")

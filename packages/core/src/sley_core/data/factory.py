@@ -108,7 +108,7 @@ class _Declared:
             first = self._first()
             own = getattr(self._dataset, "collate", None)
             first = own([first]) if own is not None else first
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _invalid(f"the first sample of `{self._name}` failed: {cause(error)}", None) from error
         if not isinstance(first, Mapping) or not first:
             raise _invalid(f"a sample of `{self._name}` is a {type(first).__name__}, not a dict of tensors", None)
@@ -124,7 +124,10 @@ class _Declared:
 
 class _DeclaredDataset(_Declared):
     def __len__(self) -> int:
-        return len(self._dataset)
+        try:
+            return len(self._dataset)
+        except (Exception, SystemExit) as error:
+            raise _invalid(f"the length of `{self._name}` failed: {cause(error)}", None) from error
 
     def __getitem__(self, index: int) -> Sample:
         return cast(Sample, self._dataset[index])

@@ -22,7 +22,8 @@ from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, i
 from sley_core.data.order import Order
 from sley_core.data.prefetch import Prefetch
 from sley_core.data.walk import stream_state, walk
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import PlanError, RunError, note_origin
+from sley_core.plan.factory import cause
 
 CLOSE_TIMEOUT_S = 30.0
 """How long `close` waits at most: a run that ends must not wait as long as one that goes on."""
@@ -157,10 +158,13 @@ class Feed:
 
 def _read(dataset: Dataset, index: int) -> Sample:
     try:
-        return dataset[index]
+        sample = dataset[index]
+    except (StopIteration, SystemExit) as error:  # would end a walk, or this process, and tell nobody
+        raise RunError("data-sample", f"sample {index} of the data set failed: {cause(error)}") from error
     except Exception as error:
-        error.add_note(f"while reading sample {index} of the data set")
+        note_origin(error, f"sample {index} of the data set", dataset)
         raise
+    return sample
 
 
 @contextmanager

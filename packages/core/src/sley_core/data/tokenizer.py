@@ -28,6 +28,8 @@ class Tokenizer:
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
         self._implementation = _load(path)
+        if not self._implementation.get_vocab(with_added_tokens=True):
+            raise PlanError("tokenizer-invalid", f"`{path}` has no vocabulary", path=("data", "tokenizer"))
         self._end: tuple[int, ...] = ()
         if end_of_document is not None:
             token = self._implementation.token_to_id(end_of_document)

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any
 
 from sley_core.data.dataset import Sample, Stream
-from sley_core.errors import PlanError
+from sley_core.errors import PlanError, RunError, note_origin
+from sley_core.plan.factory import cause
 
 STATE_NAMES = (("state", "restore"), ("state_dict", "load_state_dict"))
 STREAM = "stream"
@@ -38,12 +39,22 @@ def _endless(stream: Stream, *, resumed: bool) -> Iterator[Sample]:
     """Epochs of `stream`. Only the first of a resumed one may be empty: it was left just before it noticed its end."""
     while True:
         empty = True
-        for sample in stream:
+        for sample in _samples(stream):
             empty = False
             yield sample
         if empty and not resumed:
             raise PlanError("data-empty", "the stream ended without a sample", path=("data",))
         resumed = False
+
+
+def _samples(stream: Stream) -> Iterator[Sample]:
+    try:
+        yield from stream
+    except SystemExit as error:  # would end this process and tell nobody
+        raise RunError("data-sample", f"the stream failed: {cause(error)}") from error
+    except Exception as error:
+        note_origin(error, "the stream of the data set", stream)
+        raise
 
 
 def _state_names(stream: Stream) -> tuple[str, str] | None:

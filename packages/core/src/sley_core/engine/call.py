@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.engine.activations import Keep
 from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.errors import note_origin
 from sley_core.model.seeds import derive
 
 if TYPE_CHECKING:
@@ -89,7 +90,11 @@ class LayerCaller:
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         self.wait_for(layer.name)
         self.device.seed(self._of_micro(micro) ^ self._of_layer(layer.name))
-        return layer.module(*args, **fields)
+        try:
+            return layer.module(*args, **fields)
+        except Exception as error:
+            note_origin(error, _words(layer, args, fields, micro), layer.module)
+            raise
 
     def _of_micro(self, micro: MicroStep) -> int:
         place = micro.step, micro.global_micro
@@ -106,3 +111,16 @@ class LayerCaller:
         again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
         for hook in self.hooks:
             hook.before_forward(again, args[0] if args else None)
+
+
+def _words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
+    """Which call of a layer: `layer `2` (Linear) of micro-batch 0, given float32 [2, 16, 64]`."""
+    given = [_shape(value) for value in args] + [f"{name} {_shape(value)}" for name, value in fields.items()]
+    kind = type(layer.module).__name__
+    return f"layer `{layer.name}` ({kind}) of micro-batch {micro.micro}, given {', '.join(given) or 'nothing'}"
+
+
+def _shape(value: Any) -> str:
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -14,21 +14,22 @@ they leave it are their rows shifted, a fraction of a millisecond on a network t
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sley_core.actions.action import Action, Kind
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw_svg import draw_svg
 from sley_core.actions.draw_trace import chrome_trace
 from sley_core.actions.simulate import simulate
-from sley_core.actions.timeline import Timeline
+from sley_core.actions.timeline import Span, Timeline
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.clock import ActionClock
 from sley_core.metrics.json_text import write_whole
 
 if TYPE_CHECKING:
-    from sley_core.actions.timeline import Span
     from sley_core.comm.groups import Groups
     from sley_core.engine.stepper import Stepper
     from sley_core.topology import Topology
@@ -74,11 +75,12 @@ class StepTimeline:
         if number != self.number or self._clock is None:
             return
         clock, self._clock = self._clock, None
-        noted = platform.node(), clock.zero_s, clock.spans(self.stepper.lists.stage)
+        noted = platform.node(), clock.zero_s, [_plain(span) for span in clock.spans(self.stepper.lists.stage)]
         # As above: every rank reads the rows of the same steps in the same order.
         everyone = gather_objects(noted, self.groups["control"], what="the spans of the step that is drawn")
         if self.groups["control"].coord == 0:
-            measured = self._replicas(_on_one_clock(everyone))
+            spans = [(name, began_s, [_span(one) for one in found]) for name, began_s, found in everyone]
+            measured = self._replicas(_on_one_clock(spans))
             predicted = self._predicted(measured)
             shown = dict(list(measured.items())[:NUM_DRAWN])
             write_whole(self.folder / PICTURE, draw_svg({**shown, **predicted}))
@@ -101,6 +103,17 @@ class StepTimeline:
         costs = Costs.measured(measured.values(), lists.placement)
         predicted = simulate(lists.of_all_stages(self._num_micros), lists.placement, costs).timeline
         return {"predicted: the median of each action, links take no time": predicted}
+
+
+def _plain(span: Span) -> list[Any]:
+    """A span as JSON has it; `_span` is its inverse."""
+    action = span.action
+    return [span.stage, action.kind.name, action.chunk, action.micro, span.start_s, span.end_s]
+
+
+def _span(plain: Sequence[Any]) -> Span:
+    stage, kind, chunk, micro, start_s, end_s = plain
+    return Span(stage, Action(Kind[kind], chunk, micro), start_s, end_s)
 
 
 def _on_one_clock(everyone: list[tuple[str, float, list[Span]]]) -> list[list[Span]]:

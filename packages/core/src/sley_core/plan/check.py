@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": "fp64"}
 """What a plan can compute in, and what gradients are accumulated in then; the plan's format knows more."""
 
+MOST_FORWARDS = 1_000_000
+"""Of all parts of the model in one step: lists of more take minutes and gigabytes to check."""
+
 
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     """All problems of `plan` with `world` ranks, sorted by place; empty if it can run.
@@ -72,10 +75,19 @@ def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     micros = plan.num_micros(topology)
     try:
         schedule = plan.pipeline.build()
-        lower(schedule.lists(topology.pp, micros), schedule.placement(topology.pp), micros)
+        placement = schedule.placement(topology.pp)
+        if placement.num_positions * micros > MOST_FORWARDS:
+            return [_too_long(plan, placement.num_positions, micros)]
+        lower(schedule.lists(topology.pp, micros), placement, micros)
     except PlanError as error:
         return list(plan.located(error).diagnostics)
     return []
+
+
+def _too_long(plan: Plan, parts: int, micros: int) -> Diagnostic:
+    message = f"a step of {micros} micro-batches through {parts} parts of the model is longer than can be checked"
+    hint = f"together {MOST_FORWARDS:,} forwards at most: raise `batch.micro_size`, or lower `pp`"
+    return plan.diagnostic("schedule-too-long", message, ("batch", "micro_size"), hint)
 
 
 def _sequence(plan: Plan) -> Iterator[Problem]:

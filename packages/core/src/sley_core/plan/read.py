@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +23,9 @@ from sley_core.plan.words import is_utf8, printable, shown
 DEEPEST = 32
 """Tables and arrays inside one another; a plan needs four."""
 
+MOST_BYTES = 16 << 20
+PATIENCE_S = 10.0
+
 LARGEST = 2**63
 """TOML's integers have 64 bits."""
 
@@ -32,7 +39,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     name = str(path)
     place = Place(name)
     try:
-        content = Path(path).read_bytes()
+        content = read_bounded(path)
     except FileNotFoundError:
         raise PlanError("plan-missing", f"there is no file `{name}`", place=place, hint=_near(Path(path))) from None
     except IsADirectoryError:
@@ -46,6 +53,39 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
         message = f"the name of the folder `{printable(str(folder))}` is not UTF-8"
         raise PlanError("plan-unreadable", message, place=place)
     return read_text(_decoded(content, name), name, folder, overrides)
+
+
+def read_bounded(path: str | Path) -> bytes:
+    """The content of a file that a person writes. Raises OSError, also for one of more than `MOST_BYTES`, and for a pipe in
+    which nothing comes for `PATIENCE_S`: what never ends is not read to its end."""
+    # Not blocking: to open a pipe that nobody writes would wait for ever.
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        return _read_open(file, str(path))
+    finally:
+        os.close(file)
+
+
+def _read_open(file: int, name: str) -> bytes:
+    mode = os.fstat(file).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", name)
+    found = bytearray()
+    began = time.monotonic()
+    while len(found) <= MOST_BYTES:
+        try:
+            part = os.read(file, 1 << 20)
+        except BlockingIOError:
+            part = None
+        if part:
+            found += part
+        elif part is not None and (found or not stat.S_ISFIFO(mode)):
+            return bytes(found)
+        elif time.monotonic() - began > PATIENCE_S:
+            raise OSError(errno.ETIMEDOUT, f"nothing came within {PATIENCE_S:g} s", name)
+        else:
+            time.sleep(0.01)
+    raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES >> 20} MB", name)
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:

@@ -15,6 +15,7 @@ from pathlib import Path
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.placement import Placement, Style
 from sley_core.errors import Place, PlanError
+from sley_core.plan.read import read_bounded
 
 LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
 WORDS = {kind: letter for letter, kind in LETTERS.items()}
@@ -57,7 +58,7 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
 def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
     """`read_csv` of a file. Raises PlanError "schedule-file" if it cannot be read."""
     try:
-        text = path.read_text("utf-8")
+        text = read_bounded(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise _wrong(f"cannot be read: {error}", Place(str(path))) from error
     return read_csv(text, str(path))

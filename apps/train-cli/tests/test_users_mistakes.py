@@ -1,0 +1,124 @@
+"""A mistake in what a plan names is the user's, told with its place in the model or the data, and never a bug in Sley."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train_cli.faults import Fault
+
+pytestmark = pytest.mark.timeout(120)
+
+Cli = Callable[..., Any]
+Own = Callable[[str], Path]
+
+LAYERS = """
+    from torch import nn
+
+    class Embed(nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    def layers():
+        return [Embed(256, 32), {more}]
+"""
+
+DATA = """
+    import torch
+    from torch import nn
+
+    class Data:
+        def __len__(self):
+            return {length}
+
+        def __getitem__(self, index):
+            sample = {{"input": torch.zeros(8, dtype=torch.int64), "labels": torch.ones(8, dtype=torch.int64)}}
+            {action}
+            return sample
+
+    def data():
+        return Data()
+
+    def layers():
+        return [nn.Embedding(256, 256)]
+"""
+
+FIELDS = """[data]
+factory = "own:data"
+fields.input = {dtype = "int64"}
+fields.labels = {dtype = "int64"}
+"""
+
+
+@pytest.fixture
+def told(cli: Cli) -> Callable[[Path], str]:
+    """`told(plan)`: the one line that a run of one rank ends with."""
+
+    def told(plan: Path) -> str:
+        result = cli("run", plan, "--set", "parallel.dp=1")
+        assert result.code in (1, 3), result.err
+        (line,) = [line for line in result.err.splitlines() if "error[" in line]
+        assert "bug in Sley" not in line
+        return str(line)
+
+    return told
+
+
+def test_shapes_that_do_not_fit_name_the_layer(told: Callable[[Path], str], own_model: Own) -> None:
+    line = told(own_model(LAYERS.format(more="nn.Linear(32, 64), nn.Linear(32, 256)")))
+    assert "error[own-code]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x64 and 32x256)" in line
+    assert "in layer `2` (Linear) of micro-batch 0, given float32 [1, 16, 64]" in line
+
+
+def test_too_few_classes(told: Callable[[Path], str], own_model: Own) -> None:
+    line = told(own_model(LAYERS.format(more="nn.Linear(32, 8)")))
+    assert "error[label-out-of-range]: a label is none of the 8 classes that the model's output has" in line
+
+
+@pytest.mark.parametrize(
+    ("length", "action", "words"),
+    [
+        ("8", "return None", "is a NoneType, not a dict of tensors"),
+        ("-8", "pass", "the length of `own:data` failed: ValueError: __len__() should return >= 0"),
+        ("8.5", "pass", "the length of `own:data` failed: TypeError: 'float' object"),
+        ("8", "raise StopIteration", "of the data set failed: StopIteration"),
+        ("8", "raise SystemExit(7)", "of the data set failed: SystemExit: 7"),
+        ("8", "torch.zeros(2) @ torch.zeros(3)", "of the data set (hint: this is not Sley's code"),
+    ],
+)
+def test_data_sets(told: Callable[[Path], str], own_model: Own, length: str, action: str, words: str) -> None:
+    path = own_model(DATA.format(length=length, action=action))
+    before, _, rest = path.read_text("utf-8").partition("[data]")
+    path.write_text(before + FIELDS + "\n[batch]" + rest.partition("[batch]")[2], "utf-8")
+    assert words in told(path)
+
+
+def test_a_step_that_is_too_long_to_check(cli: Cli, plan: Path) -> None:
+    many = ("parallel.dp=1", "parallel.pp=2", 'pipeline={use="pp.one_f_one_b"}')
+    for more in (("batch.global_size=1000000",), ("parallel.pp=1000000",)):
+        result = cli("check", plan, *(part for each in (*many, *more) for part in ("--set", each)))
+        assert result.code == 3
+        assert "error[schedule-too-long]: a step of" in result.err
+
+
+WANT = "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError(WANT), "out-of-memory"),
+        (MemoryError(), "out-of-memory"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "torch-broken"),
+        (ImportError("libcudart.so.12: cannot open shared object file", name="torch._C"), "torch-broken"),
+        (OSError(28, "No space left on device"), "cannot-write"),
+        (OSError(30, "Read-only file system", "runs/a/plan.toml"), "cannot-write"),
+        (KeyError("ours"), "internal-error"),
+    ],
+)
+def test_the_worlds_faults_are_told_as_what_they_are(error: Exception, code: str) -> None:
+    (found,) = Fault.of(error).diagnostics
+    assert found.code == code
