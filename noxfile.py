@@ -3,7 +3,7 @@
     nox -s quickstart       train the example plan on two CPU ranks
     nox -s tests            all tests; `nox -s tests -- -k topology` passes arguments on to pytest
     nox -s readme           what README tells a newcomer to type, in its order
-    nox -s floor            the same with the oldest torch that the packages allow
+    nox -s floor            the quickstart and all tests, with the oldest torch that the packages allow
     nox -l                  everything else
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.

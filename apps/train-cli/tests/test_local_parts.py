@@ -171,6 +171,36 @@ def test_a_rank_that_torchrun_starts_again_has_its_folder(
     assert not is_restart(made)
 
 
+def test_data_that_only_a_check_opened_is_closed_once(
+    own_model: Callable[[str], Path], cli: Callable[..., Any]
+) -> None:
+    """Its workers would stay beside those of the ranks."""
+    path = own_model(
+        """
+        import torch
+        from torch import nn
+        from sley_core.data.dataset import DataInfo, Field
+
+        said = []
+
+        class Data:
+            info = DataInfo({name: Field("int64") for name in ("input", "labels")})
+            def __init__(self): said.append("opened")
+            def __len__(self): return 8
+            def __getitem__(self, index): raise AssertionError("read")
+            def close(self): said.append("closed")
+
+        def layers():
+            return [nn.Embedding(256, 256)]
+        """
+    )
+    before, _, rest = path.read_text("utf-8").partition("[data]")
+    path.write_text(before + '[data]\nfactory = "own:Data"\n\n[batch]' + rest.partition("[batch]")[2], "utf-8")
+    assert cli("check", "--model", path).err == "1 plan is fine\n"
+    assert sys.modules["own"].said == ["opened", "closed"]
+    assert cli("check", "--model", path, "--set", "limits.collective_timeout_s=1e300").code == 3
+
+
 # -- before a process starts -------------------------------------------------------------------------------------------
 
 

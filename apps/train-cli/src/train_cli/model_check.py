@@ -9,8 +9,6 @@ from torch import nn
 
 from sley_core.assemble import assemble, draft_model
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.plan.plan import Plan
@@ -33,8 +31,11 @@ def check_model(plan: Plan, world: int) -> list[str]:
         try:
             with assemble(plan, fake) as run:
                 notes = [parameters(run.num_parameters, run.num_trained), *run.notes]
-            info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
-            check_first_values(draft_model(plan, info))
+                dataset = run.dataset
+            check_first_values(draft_model(plan, dataset.info))
+            # Ranks are processes of their own, and open it again: what it holds, such as workers, is not to stay with them.
+            if world > 1 and callable(close := getattr(dataset, "close", None)):
+                close()
         except SleyError as error:
             raise plan.located(error) from error.__cause__
     return notes

@@ -106,7 +106,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
             cut={key: shard.cut for key, shard in shards.items()},
         )
     run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
-    run.attention, run.notes = attention, run.notes + notes
+    run.dataset, run.attention, run.notes = dataset, attention, run.notes + notes
     run.num_parameters, run.num_trained = sizes
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs

@@ -25,6 +25,7 @@ from sley_core.protocols import Counts
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
+    from sley_core.data.dataset import AnyDataset
     from sley_core.data.feed import Feed
     from sley_core.data.slices import Slices
     from sley_core.engine.book import ParameterBook
@@ -70,6 +71,7 @@ class Run(AbstractContextManager["Run"]):
     stepper: Stepper
     slices: Slices
     meter: Meter
+    dataset: AnyDataset
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from sley_core.engine.held import Held, as_inputs, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weight import Additive
 from sley_core.engine.weight_queue import WeightQueue
-from sley_core.errors import RunError, note_origin
+from sley_core.errors import note_origin
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
@@ -211,19 +211,11 @@ class Executor:
         try:
             loss = self.loss.loss(output, fields)
         except Exception as error:
-            self._explain_loss(error, output, micro)
+            note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)
             raise
         for hook in self.hooks:
             hook.after_loss(micro, loss)
         return loss
-
-    def _explain_loss(self, error: Exception, output: Any, micro: MicroStep) -> None:
-        """Says of what the loss raised where it arose; raises RunError for a label beyond the model's classes."""
-        if isinstance(error, IndexError) and isinstance(output, Tensor) and output.ndim:
-            message = f"a label is none of the {output.shape[-1]} classes that the model's output has: {error}"
-            hint = "the last layer must have as many outputs as there are labels, from 0 on"
-            raise RunError("label-out-of-range", message, hint=hint) from error
-        note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)
 
     def _backward(self, micro: MicroStep, held: Held, weight: BatchWeight | None) -> None:
         if held.loss is not None:

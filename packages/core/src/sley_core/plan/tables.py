@@ -149,13 +149,17 @@ class TimelineTable(Table):
     """The step to draw, counted from 1 as in `metrics.jsonl`; left out with the table, the fifth, or a shorter run's last."""
 
 
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
+"""Of a wait; three years are more than anybody waits, and less than torch can count."""
+
+
 class LimitsTable(Table):
     """How long a run waits before it calls something hung."""
 
-    start_timeout_s: PositiveFloat = 120.0
+    start_timeout_s: Seconds = 120.0
     """Seconds for all ranks to meet."""
 
-    collective_timeout_s: PositiveFloat = 600.0
+    collective_timeout_s: Seconds = 600.0
     """Seconds for any one exchange between ranks."""
 
 
