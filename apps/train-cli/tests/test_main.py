@@ -34,7 +34,7 @@ def test_help_begins_with_two_examples_and_ends_with_the_exit_codes(cli: Cli) ->
     assert lines[1] == "Examples:"
     assert all(line.startswith("train-cli ") for line in lines[2:4])
     codes = lines[lines.index("Exit codes:") + 1 :]
-    assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "130", "143"]
+    assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "129", "130", "131", "143"]
 
 
 def test_every_command_has_help_and_the_common_options(cli: Cli) -> None:

@@ -68,6 +68,8 @@ def test_token_files(folder: Path) -> None:
         (("data", "held_out_files"), "data-size"),
     ]
     assert found(tokens(folder / "odd.bin")) == [(("data", "files"), "data-size")]
+    (folder / "saved.npy").write_bytes(b"\x93NUMPY\x01\x00" + bytes(120))
+    assert found(tokens(folder / "saved.npy")) == [(("data", "files"), "data-format")]
 
 
 def test_shorter_than_one_sample(folder: Path) -> None:

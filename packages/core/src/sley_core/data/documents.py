@@ -132,6 +132,9 @@ def text_files(config: TextConfig, split: Split) -> Found:
     return files, problems
 
 
+_NUMPY = b"\x93NUMPY"
+
+
 def token_files(config: TokensConfig, split: Split) -> Found:
     """The files that a `core.tokens` table names for a split; their sizes are whole numbers of tokens."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
@@ -140,7 +143,19 @@ def token_files(config: TokensConfig, split: Split) -> Found:
         if file.num_bytes % TOKEN_BYTES[config.dtype]:
             message = f"`{file.path}` has {file.num_bytes} bytes, which is no whole number of {config.dtype} tokens"
             problems.append(Problem(("data", key), message, "is `dtype` right?", "data-size"))
+        elif _begins_with(file.path, _NUMPY):
+            hint = 'write the ids alone: `numpy.load("...").astype("uint16").tofile("tokens.bin")`'
+            message = f"`{file.path}` is a file of numpy, whose header would be taken for tokens"
+            problems.append(Problem(("data", key), message, hint, "data-format"))
     return files, problems
+
+
+def _begins_with(path: Path, mark: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(mark)) == mark
+    except OSError:
+        return False  # for whoever opens it to say
 
 
 def held_out(names: Sequence[str], share: float) -> list[bool]:
