@@ -118,14 +118,25 @@ class SplitLogits(Protocol):
 class StageLink(Protocol):
     """Moves outputs and their gradients between stages; named by the schedule's record.
 
+         prepare ──> begin ──> post | send | take ... ──> drain ─┐
+                       ^                                         │
+                       └─────────────────────────────────────────┘
+
     key: what the shapes at a boundary depend on; equal on both ends for the same micro-batch.
     """
 
     def prepare(self, run: Run) -> None: ...
+    def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
+        """A walk through a list of actions over micro-batches with these `keys`; `peers` are the stages at this one's
+        boundaries, which begin the same walk."""
+
     def post(self, transfer: Transfer, key: Hashable) -> None: ...
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None: ...
-    def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]: ...
-    def release(self, transfer: Transfer) -> None: ...
+    def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
+        """What came. The caller and everything that it calls may keep the tensors, views of them and what autograd makes
+        of them: their memory is not written to while any of these lives."""
+        ...
+
     def drain(self) -> None: ...
     def abort(self, why: str) -> None: ...
 

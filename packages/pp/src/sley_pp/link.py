@@ -5,11 +5,12 @@ What a boundary carries is announced once for every shape of batch that it meets
 
     sender    send ── known for this batch shape? ── no ──> announcement, then message
                                     └────── yes ──────────> message
-    receiver  post ── known for this batch shape? ── no ──> nothing yet; `take` receives the announcement first
-                                    └────── yes ──────────> receive posted
+    receiver  post ── may it be received now? ── no ──> waits in the queue of its way
+                                    └── yes ──────────> receive posted
 
-Both ends see the same batch shapes, so both know which messages are announced. Posts behind an unknown one wait for it:
-a communicator delivers in order.
+A receive may be posted when the peer has said that it walks through the same micro-batches (`walk`), so that the sizes of
+messages are known to be equal; an output, when it is announced; a gradient, when the output was sent, since which tensors
+have one is known then, and no earlier may it come. Posts wait behind one another: a communicator delivers in order.
 
 Between two stages each communicator has messages in one direction only, whatever the placement. Gloo reads and writes a
 connection under one lock, and its thread, woken by a message that comes in while another goes out, asks for that lock again
@@ -19,24 +20,31 @@ and again until it has used up its time on the core (docs/adr/0014).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sley_core.actions.action import Transfer, Way, way_of
-from sley_core.comm.collectives import receive_from, send_to
 from sley_core.engine.boundary import Description, gradients_of
 from sley_core.errors import RunError
-from sley_pp.message import Layout, Message, from_text, layout_of, to_text
+from sley_pp.lines import Lines, heads_are_apart
+from sley_pp.message import Message, from_bytes, layout_of, to_bytes
+from sley_pp.pool import Pool
+from sley_pp.walk import WORD_BYTES, is_same, told, word_of
 
 if TYPE_CHECKING:
     from sley_core.comm.collectives import Pending
     from sley_core.run import Run
 
 Key = Hashable
-"""The shapes of a micro-batch's fields: what a boundary carries depends on nothing else."""
+"""The shapes of a micro-batch's fields: what a boundary carries depends on nothing else, but for what has a gradient."""
+
+
+SENDS_UNDER_WAY = 8
+"""On the host, messages of a stage that may be on their way before it looks whether the oldest has come."""
 
 
 @dataclass
@@ -44,7 +52,7 @@ class _Posted:
     """A receive under way; `message` is None where nothing crosses, because no tensor of it has a gradient."""
 
     message: Message | None
-    pending: Pending | None
+    pending: list[Pending]
     description: Description
 
 
@@ -52,19 +60,35 @@ class Link:
     """Point-to-point over the group `pp` of this rank's replica; at most one message per boundary and micro-batch."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, int, int, int], dict[Key, Description]] = {}
-        self._waiting: dict[tuple[Way, int], deque[tuple[Transfer, Key]]] = {}
+        self._walk = 0
+        self._peers: Sequence[int] = ()
+        self._known: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
+        self._waiting: dict[Way, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
         self._posted: dict[Transfer, _Posted] = {}
-        self._taken: dict[Transfer, Message] = {}
-        self._sending: deque[tuple[Pending, Message]] = deque()
-        self._free: dict[Layout, list[Message]] = {}
-        self.num_allocated = 0
+        self._sending: deque[tuple[list[Pending], Message]] = deque()
+        self._announcing: list[Pending] = []
+        self._telling: dict[int, Pending] = {}
+        self._hearing: dict[int, tuple[Pending, Tensor]] = {}
+        self._agreed: set[int] = set()
+        self._returning: dict[tuple[int, int], Description] = {}
+        self._owed: dict[tuple[int, int], Description] = {}
 
     def prepare(self, run: Run) -> None:
         """Called once, when the groups are there."""
-        self._group = run.groups["pp"]
-        self._device = run.world.device
-        self._stage = self._group.coord
+        device = run.world.device
+        self._lines = Lines(run.groups, apart=heads_are_apart(device))
+        self._pool = Pool(device.torch_device, apart=self._lines.apart)
+        self._stage = self._lines.stage
+
+    def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
+        """Tells `peers` which micro-batches this stage walks through; what they tell is compared before anything else comes."""
+        self._forget()
+        self._walk += 1
+        self._peers = peers
+        self._word = word_of(self._walk, keys)
+        for peer in peers:
+            what = f"what stage {self._stage} walks through, to stage {peer}"
+            self._telling[peer] = self._lines.tell(self._word, peer, what)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Key) -> None:
         """Copies `tensors` into a message and starts its send; the caller may let go of them at once.
@@ -72,131 +96,190 @@ class Link:
         Raises RunError `boundary-mismatch` where they are not what this batch shape carried before; so does the
         receiver, which gets a message that says so.
         """
+        place = transfer.chunk, transfer.micro
+        if transfer.lane == "backward":
+            self._send(transfer, self._owed.pop(place), description, tensors)
+            return
         known = self._descriptions("send", transfer)
-        what = self._name(transfer, "sends to")
         if key not in known:
             known[key] = description
-            announcement = self._lease(())
-            announcement.write_head(to_text(description))
-            self._start(announcement, transfer, f"the announcement of what {what}")
-        expected = known[key]
-        if transfer.lane == "forward":
-            self._descriptions("post", transfer, "backward")[key] = gradients_of(expected)
-        if not expected.leaves:
-            return
-        message = self._lease(layout_of(expected.leaves))
-        if description != expected:
-            fault = f"{what}: expected {expected}, came {description}"
-            message.write_head(fault)
-            self._start(message, transfer, f"what {what}")
-            self._sending[-1][0].wait()
-            raise _mismatch(fault)
-        message.write_head()
-        for place, tensor in zip(message.tensors, tensors, strict=True):
-            place.copy_(tensor)
-        self._start(message, transfer, f"what {what}")
+            self._announce(transfer, description)
+        self._send(transfer, known[key], description, tensors)
+        self._returning[place] = gradients_of(description)
+        self._post_waiting(way_of(transfer.peer, self._stage))
 
     def post(self, transfer: Transfer, key: Key) -> None:
-        """Starts the receive of `transfer`, unless it or one before it on its way is yet to be announced."""
-        waiting = self._queue(transfer)
-        known = self._descriptions("post", transfer)
-        if waiting or key not in known:
-            waiting.append((transfer, key))
-        else:
-            self._receive(transfer, key, known[key])
+        """Starts the receive of `transfer`, unless it or one before it on its way cannot be received yet."""
+        way = way_of(transfer.peer, self._stage)
+        self._waiting[way].append((transfer, key))
+        self._post_waiting(way)
 
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
-        """What `transfer` brought, as views of a message that is kept until `release`; blocks until it is there."""
-        while transfer not in self._posted:
-            self._post_waiting(transfer)
-        posted = self._posted.pop(transfer)
-        if posted.message is None or posted.pending is None:
-            return posted.description, []
-        posted.pending.wait()
-        if not self._device.is_async and (fault := posted.message.read_head()):
-            raise _mismatch(f"{self._name(transfer, 'takes from')}: {fault}")
-        self._taken[transfer] = posted.message
-        return posted.description, list(posted.message.tensors)
+        """What `transfer` brought, in memory that is used again when none of the tensors, nor an alias, is alive; blocks.
 
-    def release(self, transfer: Transfer) -> None:
-        """Nobody reads what `transfer` brought any more: its message is used again."""
-        message = self._taken.pop(transfer, None)
-        if message is not None:
-            self._give_back(message)
+        Raises RunError `boundary-mismatch` where the sender says so, and `stages-differ` where its step is another one.
+        """
+        way = way_of(transfer.peer, self._stage)
+        while transfer not in self._posted:
+            self._make_ready(way, transfer)
+        posted = self._posted.pop(transfer)
+        description, tensors = posted.description, []
+        if posted.message is not None:
+            for pending in posted.pending:
+                pending.wait()
+            flags = self._checked(transfer, posted.message)
+            description, tensors = description.flagged(flags), posted.message.lent()
+            self._pool.lend(posted.message)
+        if transfer.lane == "forward":
+            self._owed[transfer.chunk, transfer.micro] = gradients_of(description)
+        return description, tensors
 
     def drain(self) -> None:
         """Waits until everything sent is away; nothing posted is left."""
+        for peer in self._peers:
+            self._agree(peer, f"what stage {peer} walks through")
+            self._telling[peer].wait()
         while self._sending:
-            pending, message = self._sending.popleft()
-            pending.wait()
-            self._give_back(message)
-        assert not self._posted, f"posted and never taken: {list(self._posted)}"
+            self._end_send()
+        while self._announcing:
+            self._announcing.pop().wait()
+        left = [*self._posted, *self._waiting["up"], *self._waiting["down"]]
+        assert not left, f"posted and never taken: {left}"
 
     def abort(self, why: str) -> None:
         """Forgets what is under way after a failure; the processes behind it are about to end."""
-        for under_way in (self._posted, self._taken, self._sending, self._waiting):
-            under_way.clear()
+        self._forget()
 
     @property
-    def num_held(self) -> int:
-        """Messages that are posted or taken and not released: what receiving holds."""
-        return len(self._posted) + len(self._taken)
+    def num_allocated(self) -> int:
+        """Messages that were ever made."""
+        return self._pool.num_allocated
 
-    def _post_waiting(self, wanted: Transfer) -> None:
-        """Receives the announcement that the first waiting post waits for, if any, then posts what it can."""
-        waiting = self._queue(wanted)
-        assert waiting, f"{wanted} was never posted"
-        transfer, key = waiting[0]
-        known = self._descriptions("post", transfer)
-        if key not in known:
-            assert transfer.lane == "forward", f"{transfer}: the gradients of an output that was not sent"
-            head = self._lease(())
-            what = f"the announcement of what {self._name(transfer, 'takes from')}"
-            receive_from(head.buffer, self._group, self._way(transfer), transfer.peer, what=what).wait()
-            known[key] = from_text(head.read_head())
-            self._give_back(head)
-        while waiting and waiting[0][1] in self._descriptions("post", waiting[0][0]):
-            transfer, key = waiting.popleft()
-            self._receive(transfer, key, self._descriptions("post", transfer)[key])
+    @property
+    def num_bytes(self) -> int:
+        """What the messages take that there are."""
+        return self._pool.num_bytes
 
-    def _receive(self, transfer: Transfer, key: Key, description: Description) -> None:
-        if transfer.lane == "forward":
-            self._descriptions("send", transfer, "backward")[key] = gradients_of(description)
-        if not description.leaves:
-            self._posted[transfer] = _Posted(None, None, description)
+    def _forget(self) -> None:
+        lists: list[Any] = [self._posted, self._sending, *self._waiting.values(), self._returning, self._owed]
+        for under_way in (*lists, self._announcing, self._telling, self._hearing, self._agreed):
+            under_way.clear()
+
+    def _send(self, transfer: Transfer, expected: Description, came: Description, tensors: list[Tensor]) -> None:
+        if not expected.leaves:
+            assert came == expected, (transfer, came)
             return
-        message = self._lease(layout_of(description.leaves))
-        what = f"what {self._name(transfer, 'takes from')}"
-        pending = receive_from(message.buffer, self._group, self._way(transfer), transfer.peer, what=what)
-        self._posted[transfer] = _Posted(message, pending, description)
+        what = self._name(transfer, "sends to")
+        message = self._pool.lease(layout_of(expected.leaves))
+        fault = "" if came.fits(expected) else f"{what}: expected {expected}, came {came}"
+        message.write_head(self._walk, transfer.micro, expected.flags if fault else came.flags, fault)
+        if not fault:
+            for place, tensor in zip(message.tensors, tensors, strict=True):
+                place.copy_(tensor)
+        self._sending.append((self._lines.send(message.pieces, transfer.peer, f"what {what}"), message))
+        if fault:
+            for pending in self._sending[-1][0]:
+                pending.wait()
+            raise _mismatch(fault)
+        self._end_sends()
 
-    def _start(self, message: Message, transfer: Transfer, what: str) -> None:
-        pending = send_to(message.buffer, self._group, self._way(transfer), transfer.peer, what=what)
-        self._sending.append((pending, message))
-        while self._sending and self._sending[0][0].is_done():
-            self._give_back(self._sending.popleft()[1])
+    def _end_sends(self) -> None:
+        """Takes back what is surely away. Gloo tells only a wait that a send is over, so there the oldest is waited for.
 
-    def _descriptions(self, op: str, transfer: Transfer, lane: str | None = None) -> dict[Key, Description]:
-        """What the boundary of `transfer` carries for each batch shape, on its lane or the other one."""
-        boundary = (op, lane or transfer.lane, transfer.peer, transfer.chunk, transfer.peer_chunk)
-        return self._known.setdefault(boundary, {})
+        That holds nobody up who would not be held up anyway: the peer comes to its receive without anything that this stage
+        issues later (`sley_core.actions.lanes`), and long before, unless it is the slower of the two.
+        """
+        if self._lines.apart:
+            while self._sending and self._sending[0][0][-1].is_done():
+                self._end_send()
+        while not self._lines.apart and len(self._sending) > SENDS_UNDER_WAY:
+            self._end_send()
 
-    def _queue(self, transfer: Transfer) -> deque[tuple[Transfer, Key]]:
-        return self._waiting.setdefault((self._way(transfer), transfer.peer), deque())
+    def _end_send(self) -> None:
+        """Waits for the oldest send. That is what makes NCCL let go of its tensors, also where it is done."""
+        under_way, message = self._sending.popleft()
+        for pending in under_way:
+            pending.wait()
+        self._pool.give_back(message)
 
-    def _way(self, transfer: Transfer) -> Way:
-        sends = transfer.op == "send"
-        return way_of(self._stage, transfer.peer) if sends else way_of(transfer.peer, self._stage)
+    def _announce(self, transfer: Transfer, description: Description) -> None:
+        """Sends the size of the description's text, then the text: a boundary may carry any number of tensors."""
+        what = f"the announcement of what {self._name(transfer, 'sends to')}"
+        text = to_bytes(description)
+        parts = torch.tensor([text.numel()]), text
+        self._announcing += [self._lines.tell(part, transfer.peer, what) for part in parts]
 
-    def _lease(self, layout: Layout) -> Message:
-        free = self._free.setdefault(layout, [])
-        if free:
-            return free.pop()
-        self.num_allocated += 1
-        return Message(layout, self._device.torch_device)
+    def _hear_announcement(self, transfer: Transfer) -> Description:
+        what = f"the announcement of what {self._name(transfer, 'takes from')}"
+        size = torch.zeros(1, dtype=torch.int64)
+        self._lines.hear(size, transfer.peer, what).wait()
+        text = torch.empty(int(size), dtype=torch.uint8)
+        self._lines.hear(text, transfer.peer, what).wait()
+        return from_bytes(text)
 
-    def _give_back(self, message: Message) -> None:
-        self._free[message.layout].append(message)
+    def _make_ready(self, way: Way, wanted: Transfer) -> None:
+        """Waits for what the first waiting post waits for, then posts what it can."""
+        assert self._waiting[way], f"{wanted} was never posted"
+        transfer, key = self._waiting[way][0]
+        self._agree(transfer.peer, f"what {self._name(transfer, 'takes from')}")
+        if transfer.lane == "backward":
+            place = transfer.chunk, transfer.micro
+            assert place in self._returning, f"{transfer}: the gradients of an output that was not sent"
+        elif key not in (known := self._descriptions("post", transfer)):
+            known[key] = self._hear_announcement(transfer)
+        self._post_waiting(way)
+
+    def _post_waiting(self, way: Way) -> None:
+        waiting = self._waiting[way]
+        while waiting:
+            transfer, key = waiting[0]
+            if transfer.lane == "forward":
+                description = self._descriptions("post", transfer).get(key)
+            else:
+                description = self._returning.get((transfer.chunk, transfer.micro))
+            what = f"what {self._name(transfer, 'takes from')}"
+            self._hear(transfer.peer, what)
+            if description is None or transfer.peer not in self._agreed:
+                return
+            waiting.popleft()
+            message, pending = None, []
+            if description.leaves:
+                message = self._pool.lease(layout_of(description.leaves))
+                pending = self._lines.receive(message.pieces, transfer.peer, what)
+            self._posted[transfer] = _Posted(message, pending, description)
+
+    def _checked(self, transfer: Transfer, message: Message) -> bytes:
+        """The flags of a message that is what `transfer` expects."""
+        walk, micro, flags, fault = message.read_head()
+        what = self._name(transfer, "takes from")
+        if (walk, micro) != (self._walk, transfer.micro):
+            raise _differ(f"{what}: came micro-batch {micro} of walk {walk}, this is walk {self._walk}")
+        if fault:
+            raise _mismatch(f"{what}: {fault}")
+        return flags
+
+    def _agree(self, peer: int, what: str) -> None:
+        """Waits until `peer` has said so. Raises RunError `stages-differ` where it says something else."""
+        if peer in self._agreed:
+            return
+        self._hear(peer, what)
+        pending, word = self._hearing[peer]
+        pending.wait()
+        if not is_same(word, self._word):
+            self._telling[peer].wait()  # so that the peer finds the same
+            mine, other = told(self._word), told(word)
+            raise _differ(f"stage {peer} walks through {other}, and stage {self._stage} through {mine}")
+        self._agreed.add(peer)
+
+    def _hear(self, peer: int, what: str) -> None:
+        """Starts to receive what `peer` walks through."""
+        if peer not in self._hearing:
+            word = torch.empty(WORD_BYTES, dtype=torch.uint8)
+            self._hearing[peer] = self._lines.hear(word, peer, what), word
+
+    def _descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:
+        """What the boundary of `transfer` carries forward, for each batch shape."""
+        return self._known.setdefault((op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _name(self, transfer: Transfer, verb: str) -> str:
         thing = "its output" if transfer.lane == "forward" else "a gradient"
@@ -211,4 +294,12 @@ def _mismatch(fault: str) -> RunError:
         "boundary-mismatch",
         fault,
         hint="what a layer returns may depend on the shapes of the batch, not on its values",
+    )
+
+
+def _differ(fault: str) -> RunError:
+    return RunError(
+        "stages-differ",
+        fault,
+        hint="all stages of a replica take the same steps, on micro-batches of the same number and shapes",
     )

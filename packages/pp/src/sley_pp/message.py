@@ -1,16 +1,22 @@
-"""One crossing of a stage boundary is one message: a short head, then every tensor, each at an aligned place.
+"""One crossing of a stage boundary is one message: a head, then every tensor, each at an aligned place.
 
-    | head: what this is | tensor 0 . . . | tensor 1 . . . . . |
-    0                    1024             aligned to 256 bytes
+    | head: walk, micro-batch, fault, flags | tensor 0 . . . | tensor 1 . . . . . |
+    0                                  1024 + flags          aligned to 256 bytes
 
 Both ends know the size before it is sent, so a receive can be posted ahead. The head lets a receiver say what came when it
-is not what was expected; a sender that finds that out fills the expected size and says so in the head.
+is not what was expected; a sender that finds that out fills the expected size and says so in the head. The flags tell which
+of the tensors have a gradient: that may change from one micro-batch to the next, when layers are frozen, and nothing else may.
+
+The head is always on the host, where both ends read it without waiting for a device. With tensors on the host it lies in
+front of them, in one piece; else it is a piece of its own.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -20,11 +26,14 @@ from sley_core.engine.boundary import Description, Leaf
 from sley_core.engine.flat import ALIGNMENT_BYTES
 
 HEAD_BYTES = 1024
-"""Room for the words of a mismatch; also the size of an announcement."""
+"""Room for the numbers and for the words of a mismatch; the flags, a byte for each tensor, are behind it."""
+
+_NUMBERS = struct.Struct("<III")
+"""Walk, micro-batch, bytes of the fault's text."""
 
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-"""Dtype and shape of each tensor: messages of one layout can take one another's place. An announcement has none."""
+"""Dtype and shape of each tensor: messages of one layout can take one another's place."""
 
 
 def layout_of(leaves: Sequence[Leaf]) -> Layout:
@@ -32,56 +41,109 @@ def layout_of(leaves: Sequence[Leaf]) -> Layout:
     return tuple((leaf.dtype, leaf.shape) for leaf in leaves)
 
 
-class Message:
-    """A buffer for one message at a time. buffer: uint8, whole. tensors: views of it, in the order of `layout`.
+@dataclass(frozen=True)
+class Extent:
+    """Bytes of a message of some layout. starts: of each tensor, from the first one's start."""
 
-    Views are made once, and on the host the head is read and written without an operation of torch: a message is sent and
+    head: int
+    body: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Extent:
+        starts, end = [], 0
+        for dtype, shape in layout:
+            starts.append(end)
+            end += _padded(prod(shape) * dtype.itemsize)
+        return cls(HEAD_BYTES + _padded(len(layout)), end, tuple(starts))
+
+
+class Message:
+    """Memory for one message at a time. tensors: views of it, in the order of `layout`; pieces: what is sent or received.
+
+    apart: whether the head is a piece of its own, on the host.
+
+    Views are made once for each layout, and the head is read and written without an operation of torch: a message is sent and
     received between any two actions, and each operation there is time in which the stage does not compute.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, *, apart: bool) -> None:
+        extent = Extent.of(layout)
+        self._apart = apart
+        self._memory = torch.empty(extent.body + (0 if apart else extent.head), dtype=torch.uint8, device=device)
+        self._storage = self._memory.untyped_storage()
+        self.lay(layout)
+
+    @property
+    def num_bytes(self) -> int:
+        """How large it is."""
+        return self._memory.numel()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any tensor beside those of the message itself lies in its memory: a view, what autograd saved, ..."""
+        return _num_users(self._storage) > self._num_own
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether a message of that layout has room."""
+        extent = Extent.of(layout)
+        return extent.body + (0 if self._apart else extent.head) <= self.num_bytes
+
+    def lay(self, layout: Layout) -> None:
+        """From now on it is a message of `layout`, which fits; nobody else has tensors in its memory."""
+        extent = Extent.of(layout)
+        before = 0 if self._apart else extent.head
+        body = self._memory[: before + extent.body]
+        head = torch.empty(extent.head, dtype=torch.uint8) if self._apart else body[: extent.head]
         self.layout = layout
-        sizes = [prod(shape) * dtype.itemsize for dtype, shape in layout]
-        self.buffer = torch.empty(HEAD_BYTES + sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
+        self.pieces = [head, body] if self._apart else [body]
+        self._head = head.numpy().data
         self.tensors: list[Tensor] = []
-        start = HEAD_BYTES
-        for (dtype, shape), size in zip(layout, sizes, strict=True):
-            self.tensors.append(self.buffer[start : start + size].view(dtype).view(shape))
-            start += _padded(size)
-        self._head = self.buffer.numpy().data if device.type == "cpu" else None
+        for (dtype, shape), start in zip(layout, extent.starts, strict=True):
+            end = start + prod(shape) * dtype.itemsize
+            self.tensors.append(body[before + start : before + end].view(dtype).view(shape))
+        del head, body
+        self._num_own = _num_users(self._storage)
 
-    def write_head(self, text: str = "") -> None:
-        """Puts `text` into the head, cut to fit; empty means that all is as expected."""
-        data = text.encode()[: HEAD_BYTES - 4]
-        head = len(data).to_bytes(4, "little") + data
-        if self._head is not None:
-            self._head[: len(head)] = head
-        elif data:
-            self.buffer[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        else:
-            self.buffer[:4].zero_()
+    def lent(self) -> list[Tensor]:
+        """Its tensors for somebody else. Each has a version counter of its own, so that writing to one spoils no other."""
+        return [tensor.data for tensor in self.tensors]
 
-    def read_head(self) -> str:
-        """The text of the head."""
-        head = self._head if self._head is not None else bytes(self.buffer[:HEAD_BYTES].tolist())
-        size = int.from_bytes(head[:4], "little")
-        return bytes(head[4 : 4 + size]).decode(errors="replace")
+    def write_head(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
+        """fault: cut to fit; empty means that all is as expected."""
+        text = fault.encode()[: HEAD_BYTES - _NUMBERS.size]
+        _NUMBERS.pack_into(self._head, 0, walk, micro, len(text))
+        self._head[_NUMBERS.size : _NUMBERS.size + len(text)] = text
+        self._head[HEAD_BYTES : HEAD_BYTES + len(flags)] = flags
+
+    def read_head(self) -> tuple[int, int, bytes, str]:
+        """Walk, micro-batch, flags and fault, as they were written."""
+        walk, micro, size = _NUMBERS.unpack_from(self._head)
+        fault = bytes(self._head[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
+        return walk, micro, bytes(self._head[HEAD_BYTES : HEAD_BYTES + len(self.layout)]), fault
 
 
-def to_text(description: Description) -> str:
-    """A description as an announcement carries it."""
+def to_bytes(description: Description) -> Tensor:
+    """A description as an announcement carries it, uint8 on the host."""
     leaves = [
         [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves
     ]
-    return json.dumps({"leaves": leaves, "structure": description.structure})
+    text = json.dumps({"leaves": leaves, "structure": description.structure})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def from_text(text: str) -> Description:
+def from_bytes(data: Tensor) -> Description:
     """The description of an announcement."""
-    found = json.loads(text)
+    found = json.loads(data.numpy().tobytes())
     leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in found["leaves"])
     return Description(leaves, found["structure"])
 
 
 def _padded(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _num_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and Python objects that stand for the storage, keep it alive."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count

@@ -2,8 +2,8 @@
 
     previous chunk ──give──> [ link | this rank's hands ] ──bring──> this chunk
 
-Outputs travel on the lane `forward`, gradients on `backward`. What is brought over the link is a view of the link's buffer
-until it is released.
+Outputs travel on the lane `forward`, gradients on `backward`. What is brought over the link may lie in the link's memory, which
+the link uses again when nobody has it any more.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Crossing:
         self.placement = placement
         self.stage = stage
         self.link = link
+        self._neighbours = _neighbours(placement, stage)
         self._keys: Sequence[Hashable] = ()
         self._outgoing: dict[Spot, Parcel] = {}
         self._handed: dict[Spot, Parcel] = {}
@@ -41,6 +42,8 @@ class Crossing:
         if self._outgoing or self._handed:
             self.abort("the step before did not end")
         self._keys = keys
+        if self.link is not None:
+            self.link.begin(keys, self._neighbours)
 
     def transfer(self, step: Transfer) -> None:
         """Posts or sends."""
@@ -67,13 +70,6 @@ class Crossing:
         else:
             self._outgoing[lane, chunk, micro] = parcel
 
-    def release(self, lane: Lane, chunk: int, micro: int) -> None:
-        """Nobody reads what was brought any more."""
-        source = self.placement.previous if lane == "forward" else self.placement.next
-        peer = source(self.stage, chunk)
-        if self.link is not None and peer is not None and peer.stage != self.stage:
-            self.link.release(self._post(lane, chunk, micro))
-
     def end(self) -> None:
         """Waits until everything is sent."""
         assert not self._outgoing, f"made and never sent: {list(self._outgoing)}"
@@ -96,3 +92,9 @@ class Crossing:
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"
         return peer
+
+
+def _neighbours(placement: Placement, stage: int) -> tuple[int, ...]:
+    """The other stages that `stage` exchanges anything with."""
+    peers = [side(stage, chunk) for chunk in range(placement.chunks) for side in (placement.previous, placement.next)]
+    return tuple(sorted({peer.stage for peer in peers if peer is not None} - {stage}))

@@ -17,7 +17,7 @@ from torch import Tensor
 from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
 from sley_core.data.cut import AnyBatch, cut
 from sley_core.engine.boundary import gradients_of
-from sley_core.engine.held import Held, as_inputs, describe, edges_of
+from sley_core.engine.held import Held, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weight import Additive
 from sley_core.engine.weight_queue import WeightQueue
@@ -102,10 +102,7 @@ class Executor:
                 self._act(step, micro, batch, state, weight, total)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
-                # Only now: what D put off for W may still be a view of a received message.
                 del self._held[step.chunk, step.micro]
-                self.crossing.release("forward", step.chunk, step.micro)
-                self.crossing.release("backward", step.chunk, step.micro)
             if last_of_micro[step.micro] == step:
                 self._micros.pop(step.micro, None)
         self.crossing.end()
@@ -122,7 +119,6 @@ class Executor:
             micro = state.micro_step(step, Phase.EVALUATE)
             with self._weights_of(step):
                 self._forward(micro, Held(), batch, state.num_micros, total)
-            self.crossing.release("forward", step.chunk, step.micro)
             self._micros.pop(step.micro, None)
         self.crossing.end()
         return total
@@ -184,9 +180,7 @@ class Executor:
         fields = self._fields(batch, micro.micro, num_micros)
         args: tuple[Any, ...] = ()
         if not self._is_first(micro.chunk):
-            held.description, tensors = self.crossing.bring("forward", micro.chunk, micro.micro)
-            held.inputs, value = as_inputs(held.description, tensors)
-            args = (value,)
+            args = (held.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
             self._ready()
         for hook in self.hooks:
             hook.before_forward(micro, args[0] if args else None)
@@ -200,7 +194,7 @@ class Executor:
             held.loss = self._loss(micro, output, fields)
             total += held.loss.detach()
         else:
-            description, tensors = describe(output)
+            description, tensors = describe(output, self.chunks[micro.chunk][-1].name)
             held.edges = edges_of(tensors)
             sent = [tensor.detach() for tensor in tensors]
             self.crossing.give("forward", micro.chunk, micro.micro, (description, sent))

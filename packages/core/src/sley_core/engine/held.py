@@ -1,9 +1,10 @@
 """What a chunk holds of one micro-batch between its forward and its backward: edges of the graph, no outputs.
 
-    inputs ──> chunk ──> output ──> sent away; its storage is free as soon as nobody else needs it
-    (leaves)              └ edges: where the backward will start
+    received ──enters──> inputs ──> chunk ──> output ──> sent away; its storage is free as soon as nobody else needs it
+                 └ its gradient              └ edges: where the backward will start
 
-Keeping `GradientEdge`s instead of outputs is what gives the storage of a sent output back, views included.
+Keeping `GradientEdge`s instead of outputs is what gives the storage of a sent output back, views included. What came in is
+kept by whoever needs it (autograd, a layer that stores it), and by nobody here.
 """
 
 from __future__ import annotations
@@ -20,17 +21,78 @@ from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.errors import RunError
 
 
+class Input:
+    """One tensor that came in, until the chunk has it, and its gradient, when the backward has come there."""
+
+    __slots__ = ("device", "gradient", "leaf", "tensor")
+
+    def __init__(self, leaf: Leaf, tensor: Tensor) -> None:
+        self.leaf = leaf
+        self.device = tensor.device
+        self.tensor: Tensor | None = tensor
+        self.gradient: Tensor | None = None
+
+    def enter(self) -> Tensor:
+        """The tensor, once; with a history that ends in `gradient` where it has one."""
+        assert self.tensor is not None, "entered twice"
+        if self.leaf.has_gradient and torch.is_grad_enabled():
+            entered: Tensor = _Enter.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            entered = self.tensor.detach()
+        self.tensor = None
+        return entered
+
+    def take_gradient(self) -> Tensor:
+        """What the backward brought, zeros where it did not come; once."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is None:
+            return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
+        return gradient
+
+
+class _Enter(torch.autograd.Function):
+    """Where a chunk's graph begins: the tensor that came in, with a history that ends here.
+
+    A leaf would do, if layers did not write to what they are given (`ReLU(inplace=True)`), which autograd forbids on a leaf
+    and on a view of one. The tensor is neither, as in one process, and shares its version counter with what came in: an
+    output that its maker's graph has saved, handed on within a stage, is not overwritten without an error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _root: Tensor, came: Input) -> Tensor:
+        """_root: a tensor that requires a gradient, so that the output does."""
+        assert came.tensor is not None, came.leaf
+        ctx.came = came
+        return came.tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        came: Input = ctx.came
+        (gradient,) = gradients
+        came.gradient = gradient if came.gradient is None else came.gradient + gradient
+        return None, None
+
+
+_ROOT = torch.empty(0, requires_grad=True)
+
+
 @dataclass
 class Held:
-    """One chunk and one micro-batch. inputs: what came in, as leaves; description: of them, None on the first chunk.
+    """One chunk and one micro-batch. inputs: what came in; description: of them, None on the first chunk.
 
     loss: the sum over the micro-batch, on the last chunk; edges: of the outputs that have a gradient, elsewhere.
     """
 
-    inputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
     description: Description | None = None
     edges: list[GradientEdge] = field(default_factory=list)
     loss: Tensor | None = None
+
+    def enter(self, description: Description, tensors: Sequence[Tensor]) -> Any:
+        """The value that the chunk is called with, of `tensors` that came in; its graph begins there."""
+        self.description = description
+        self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
+        return unflatten([came.enter() for came in self.inputs], description.structure)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Runs this chunk's backward from `gradients` of its outputs; returns those of its inputs, zeros where none came.
@@ -48,17 +110,12 @@ class Held:
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
         self.loss, self.edges = None, []
-        found = []
-        for tensor in self.inputs:
-            if tensor.requires_grad:
-                found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-                tensor.grad = None
-        return found
+        return [came.take_gradient() for came in self.inputs if came.leaf.has_gradient]
 
 
-def describe(value: Any) -> tuple[Description, list[Tensor]]:
-    """The description of a chunk's output, and its tensors in order."""
-    tensors, structure = flatten(value)
+def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
+    """The description of a chunk's output, and its tensors in order. layer: the last one, for the error of `flatten`."""
+    tensors, structure = flatten(value, layer)
     leaves = tuple(Leaf(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
     return Description(leaves, structure), tensors
 
@@ -66,12 +123,3 @@ def describe(value: Any) -> tuple[Description, list[Tensor]]:
 def edges_of(tensors: Sequence[Tensor]) -> list[GradientEdge]:
     """Where the backward of those tensors starts that have a gradient."""
     return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
-
-
-def as_inputs(description: Description, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-    """Leaves of a new graph over the received `tensors`, and the value that the next chunk is called with."""
-    inputs = [
-        tensor.detach().requires_grad_(leaf.has_gradient)
-        for leaf, tensor in zip(description.leaves, tensors, strict=True)
-    ]
-    return inputs, unflatten(inputs, description.structure)

@@ -19,7 +19,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.held import Held, as_inputs, describe, edges_of
+from sley_core.engine.held import Held, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.model.materialize import materialize
 from sley_core.records import PartitionerRecord
@@ -106,9 +106,7 @@ class _Bench:
         held = Held()
         args: tuple[Any, ...] = ()
         if value is not None:
-            held.description, tensors = value
-            held.inputs, given = as_inputs(held.description, tensors)
-            args = (given,)
+            args = (held.enter(*value),)
         named = {name: self.fields[name] for name in layer.fields}
         began = self.device.moment()
         output = self.caller(layer, args, named, self.micro)

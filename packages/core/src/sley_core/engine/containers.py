@@ -1,0 +1,70 @@
+"""Tuples with names, dataclasses and registered types (transformers' ModelOutput) taken apart and put together again.
+
+A type travels by its name: `module:Class` is looked up among the modules that this process has imported, and nothing else
+runs than what puts the parts back. Ranks run one program, so what one has made another one can find.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch.utils._pytree import SUPPORTED_NODES
+
+Context = Any
+"""What a type needs besides its parts, as JSON: names of fields, keys."""
+
+
+def name_of(kind: type) -> str | None:
+    """The name by which `find` finds `kind`; None where it does not, as for a class made in a function."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return name if find(name) is kind else None
+
+
+def find(name: str) -> Any:
+    """The class of that name; None where there is none in the modules imported here."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for attribute in path.split("."):
+        found = getattr(found, attribute, None)
+    return found
+
+
+def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
+    """The context and the parts of `value`, of which `put_together` makes an equal one; None for a type that it cannot."""
+    kind = type(value)
+    if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
+        return None, list(value)
+    if kind in SUPPORTED_NODES:
+        parts, context = SUPPORTED_NODES[kind].flatten_fn(value)
+        return (context, list(parts)) if _is_json(context) else None
+    if not is_dataclass(value) or isinstance(value, tuple | list | dict):
+        return None
+    names = [each.name for each in fields(value) if hasattr(value, each.name)]
+    if vars(value).keys() - names if hasattr(value, "__dict__") else False:
+        return None  # it holds more than its fields
+    return names, [getattr(value, name) for name in names]
+
+
+def put_together(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
+    """A `kind` of `parts`. No initialiser of a dataclass or named tuple runs: it ran where the value was made."""
+    if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
+        return kind(parts)
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, parts)
+    if kind in SUPPORTED_NODES:
+        return SUPPORTED_NODES[kind].unflatten_fn(parts, context)
+    value = object.__new__(kind)
+    for name, part in zip(context, parts, strict=True):
+        object.__setattr__(value, name, part)
+    return value
+
+
+def _is_json(context: Context) -> bool:
+    try:
+        return bool(json.loads(json.dumps(context)) == context)
+    except (TypeError, ValueError):
+        return False

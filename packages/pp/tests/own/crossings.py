@@ -1,0 +1,148 @@
+"""What else crosses a boundary: types, many tensors, layers that are frozen later: `factory = "crossings:typed"`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataContext, DataInfo, Field
+
+WIDTH = 4
+FIELD = Field("float64", sequence_dim=1)
+
+
+class Rows:
+    info = DataInfo({"x": FIELD, "y": FIELD})
+
+    def __init__(self, context: DataContext) -> None:
+        del context
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x, y = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return {"x": x, "y": y}
+
+
+class Squares:
+    fields = ("y",)
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(batch["y"].numel())
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output - batch["y"]).square().sum()
+
+
+class State(NamedTuple):
+    hidden: Tensor
+    mask: Tensor | None = None
+
+
+@dataclass
+class Output:
+    state: State
+    extra: dict[str, Tensor]
+    nothing: None = None
+
+    def __post_init__(self) -> None:
+        self.extra = {f"{key}+": value for key, value in self.extra.items()}
+
+
+class First(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Output:
+        hidden = super().forward(x)
+        return Output(State(hidden, x > 0), {"largest": torch.max(hidden, 1)})
+
+
+class Middle(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, out: Output) -> Output:
+        assert type(out) is Output, type(out)
+        assert list(out.extra) == ["largest+"], "its initialiser ran again"
+        assert out.extra["largest+"].indices.dtype == torch.int64
+        hidden = super().forward(out.state.hidden).tanh() + out.extra["largest+"].values.unsqueeze(1)
+        return OrderedDict(last=out.state._replace(hidden=hidden))
+
+
+class Last(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, out: OrderedDict[str, State]) -> Tensor:
+        assert type(out) is OrderedDict, type(out)
+        return super().forward(out["last"].hidden * out["last"].mask)
+
+
+def typed(data: DataInfo) -> list[tuple[str, nn.Module]]:
+    return [("first", First()), ("middle", Middle()), ("last", Last())]
+
+
+class Many(nn.Linear):
+    def __init__(self, number: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.number = number
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = super().forward(x)
+        return [hidden * at if at % 3 else hidden.detach() * at for at in range(self.number)]
+
+
+class Sum(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return super().forward(torch.stack(parts).mean(0))
+
+
+def many(data: DataInfo, number: int) -> list[tuple[str, nn.Module]]:
+    return [("first", Many(number)), ("last", Sum())]
+
+
+class Begins(nn.Module):
+    """Writes to its input before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) * 1.5
+
+
+class Plain(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.5
+
+
+def in_place(data: DataInfo) -> list[tuple[str, nn.Module]]:
+    return [("first", Plain()), *((f"{at}", Begins()) for at in range(4)), ("last", Plain())]
+
+
+def numbers(data: DataInfo) -> list[tuple[str, nn.Module]]:
+    """The second layer returns a number beside its tensor."""
+    return [("first", Plain()), ("counts", Counts()), ("last", Forgets())]
+
+
+class Counts(Plain):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return super().forward(x), 3
+
+
+class Forgets(Plain):
+    def forward(self, state: tuple[Tensor, int]) -> Tensor:
+        return super().forward(state[0])

@@ -1,0 +1,199 @@
+"""What crosses a boundary besides plain tensors of one shape: types, many tensors, frozen parts, steps that differ."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+
+import pytest
+import torch
+
+import sley_pp.link
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.runs import record, weights
+
+SCHEDULES = ["one_f_one_b", "gpipe", "zero_bubble_h1"]
+
+
+def plan(factory, stages=1, schedule="one_f_one_b", **options):
+    tables = {
+        "run": {"name": "crossings", "steps": 9, "device": "cpu"},
+        "model": {"factory": f"crossings:{factory}", "options": options},
+        "data": {"factory": "crossings:Rows"},
+        "loss": {"factory": "crossings:Squares"},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "optimizer": {"use": "core.sgd", "lr": 0.3},
+        "precision": {"compute": "fp64"},
+    }
+    if stages > 1:
+        tables |= {"parallel": {"dp": 1, "pp": stages}, "pipeline": {"use": f"pp.{schedule}"}}
+    return tables
+
+
+def recorded(plans, own, *, apart=False):
+    if apart:
+        sley_pp.link.heads_are_apart = lambda device: True
+    return [record(tables, 2, folder=own) for tables in plans]
+
+
+def assert_equal(reference, layouts):
+    for layout in layouts:
+        for one, other in zip(reference.gradients, layout.gradients, strict=True):
+            assert_close_gradients({name: one[name] for name in other}, other, 1e-10)
+        assert [row["loss"] for row in layout.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=1e-10)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_types_many_tensors_and_layers_that_begin_in_place(ranks, own, apart):
+    """Named tuples, dataclasses, torch's and registered types arrive as they were; heads in front of tensors or apart."""
+    every = [(plan("typed"), "typed", {}, 3), (plan("many", number=300), "many", {"number": 300}, 2)]
+    every.append((plan("in_place"), "in_place", {}, 3))
+    wanted = [record(alone, 2, folder=own) for alone, *_ in every]
+    for size in (2, 3):
+        cases = [at for at, case in enumerate(every) if case[3] >= size]
+        plans = [plan(every[at][1], size, name, **every[at][2]) for at in cases for name in SCHEDULES]
+        by_rank = ranks(size, 120)(recorded, plans, own, apart=apart)
+        for number, layouts in enumerate(zip(*by_rank, strict=True)):
+            assert_equal(wanted[cases[number // len(SCHEDULES)]], layouts)
+
+
+# -- frozen and unfrozen between steps ---------------------------------------------------------------------------------
+
+FROZEN = [("first", "0"), (), ("first", "0", "1", "2"), ("last",), ("first",), ("first", "0", "1", "2", "3"), ()]
+"""The layers that are frozen in each step: whole stages are, and are not any more."""
+
+
+def gradual(tables, own):
+    """Losses, and weights after the last step."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
+        first, losses = weights(run), []
+        for frozen in FROZEN:
+            for layer in run.layers:
+                layer.module.requires_grad_(layer.name not in frozen)
+            losses.append(run.step()["loss"])
+        return first, losses, weights(run)
+
+
+def by_hand(run_first, own):
+    """The same of a plain loop; `zero_grad(set_to_none=False)`, as a step of the engine takes what is frozen as zero."""
+    module = import_module("crossings")
+    named = module.in_place(module.Rows.info)
+    for layer in dict(named).values():
+        layer.double()
+    parameters = {f"{name}.{key}": value for name, layer in named for key, value in layer.named_parameters()}
+    with torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(run_first[name])
+    with assemble(plan_from_dict(plan("in_place"), own), World.alone("cpu")) as run:
+        batches = [run.feed.next() for _ in FROZEN]
+    losses = []
+    for frozen, batch in zip(FROZEN, batches, strict=True):
+        value = batch["x"]
+        for name, layer in named:
+            layer.requires_grad_(name not in frozen)
+            layer.zero_grad()
+        for _, layer in named:
+            value = layer(value)
+        loss = (value - batch["y"]).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter -= 0.3 * parameter.grad
+    return losses, parameters
+
+
+def several(plans, own):
+    return [gradual(tables, own) for tables in plans]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_whole_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
+    """Statement 11, in a pipeline: which tensors have a gradient may change, and nobody waits for one that does not come."""
+    plans = [plan("in_place", stages, name) for name in (*SCHEDULES, "interleaved", "zero_bubble_v")]
+    by_rank = ranks(stages, 120)(several, plans, own)
+    for at in range(len(plans)):
+        first = {name: value for rank in by_rank for name, value in rank[at][0].items()}
+        losses, parameters = by_hand(first, own)
+        for rank in by_rank:
+            assert rank[at][1] == pytest.approx(losses, rel=1e-9), plans[at]["pipeline"]
+            for name, value in rank[at][2].items():
+                torch.testing.assert_close(value, parameters[name].detach(), rtol=1e-9, atol=1e-12)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def batch_of(length, micros=4):
+    x, y = torch.randn(2, 2 * micros, length, 4, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    return {"x": x, "y": y}
+
+
+def lengths(tables, own, longest, num_micros):
+    """What the link's messages take after steps of the greatest length, and after a hundred others, apart or in one step."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
+        link = run.stepper.executor.crossing.link
+        for _ in range(2):
+            run.step(batch_of(longest, num_micros))
+        alone = link.num_bytes
+        for length in range(longest - 100, longest):
+            run.step(batch_of(length, 2))
+        run.step([batch_of(length, 1) for length in range(longest - num_micros, longest)])
+        many = link.num_bytes
+        run.step(batch_of(longest, num_micros))
+        made = link.num_allocated
+        run.step(batch_of(longest, num_micros))
+        return alone, many, link.num_allocated - made
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_v"])
+def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ranks, own, schedule):
+    """Statement 19, and DESIGN 13.5: in use are those that are posted, or held by a micro-batch, or on their way."""
+    longest, num_micros = 200, 40
+    message = 2 * longest * 4 * 8
+    for alone, many, made in ranks(2, 120)(lengths, plan("in_place", 2, schedule), own, longest, num_micros):
+        assert message <= alone <= 20 * 1.3 * message, alone / message
+        assert many <= 2 * alone, (alone, many)
+        assert made == 0, "messages of a length that was met are made again"
+
+
+# -- steps that differ -------------------------------------------------------------------------------------------------
+
+
+def apart_in_size(tables, own, micros_of, length_of, walk):
+    """This stage's step, on micro-batches of its own number and length; what it says, and after how long."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
+        stage = run.groups["pp"].coord
+        for _ in range(2):
+            run.step(batch_of(5))
+        start_s = time.monotonic()
+        try:
+            if walk[stage] == "evaluate":
+                run.evaluate()
+            else:
+                run.step(batch_of(length_of[stage], micros_of[stage]))
+        except RunError as error:
+            return error.diagnostics[0].code, error.diagnostics[0].message, time.monotonic() - start_s
+    return None
+
+
+@pytest.mark.parametrize(
+    ("micros", "length", "walk", "words"),
+    [
+        ((4, 2), (5, 5), ("step", "step"), ("4 micro-batches", "2 micro-batches")),
+        ((2, 4), (5, 5), ("step", "step"), ("4 micro-batches", "2 micro-batches")),
+        ((4, 4), (5, 400), ("step", "step"), ("(2, 5, 4)", "(2, 400, 4)")),
+        ((4, 4), (3, 3), ("step", "evaluate"), ("train", "evaluate")),
+    ],
+)
+def test_stages_that_were_given_other_steps_say_so_at_once(ranks, own, micros, length, walk, words):
+    tables = plan("in_place", 2, "gpipe") | {"evaluation": {"every": 100, "steps": 1}}
+    for code, message, seconds in ranks(2, 60)(apart_in_size, tables, own, micros, length, walk):
+        assert code == "stages-differ"
+        assert all(word in message for word in words), message
+        assert seconds < 10
