@@ -4,8 +4,8 @@
     factory = "conv_tie:layers"
     options = { hidden = 64, num_blocks = 3 }
 
-It has a buffer that is not saved (the taps of a fixed average), and needs no `init_weights`: every module with parameters
-knows how to reset itself.
+It has a buffer that is not saved (the taps of a fixed average), and needs no `init_weights`: what constructors write into
+parameters is what a run starts from, in every layout.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class Embed(nn.Module):
     def __init__(self, vocab_size: int, hidden: int) -> None:
         super().__init__()
         self.table = nn.Embedding(vocab_size, hidden)
-
-    def reset_parameters(self) -> None:
-        """Runs after the table's own, and therefore has the last word."""
         nn.init.normal_(self.table.weight, std=0.05)
 
     def forward(self, tokens: Tensor) -> Streams:
@@ -57,10 +54,7 @@ class Block(nn.Module):
         self.width = width
         self.average = Average(hidden)
         self.conv = nn.Conv1d(2 * hidden, hidden, width)
-        self.gain = nn.Parameter(torch.empty(hidden, 1))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.gain)
+        self.gain = nn.Parameter(torch.ones(hidden, 1))
 
     def forward(self, streams: Streams) -> Streams:
         hidden, embedded = streams
@@ -75,11 +69,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
         self.weight = table.weight
-        self.bias = nn.Parameter(torch.empty(table.num_embeddings))
-
-    def reset_parameters(self) -> None:
-        """The matrix has its values from the embedding, which holds it first."""
-        nn.init.zeros_(self.bias)
+        self.bias = nn.Parameter(torch.zeros(table.num_embeddings))
 
     def forward(self, streams: Streams) -> Tensor:
         return F.linear(self.norm(streams[0].transpose(1, 2)), self.weight, self.bias)

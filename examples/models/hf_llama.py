@@ -41,7 +41,8 @@ def attend(
     return core(*(heads.transpose(1, 2) for heads in (query, key, value)), cu_seqlens=cu_seqlens), None
 
 
-AttentionInterface.register("sley", attend)
+ATTENTION = "sley"
+AttentionInterface.register(ATTENTION, attend)
 
 
 class Embed(nn.Module):
@@ -104,7 +105,7 @@ def layers(
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "attn_implementation": "sley",  # `attend`, above
+        "attn_implementation": ATTENTION,
     }
     config = LlamaConfig(**settings)
     embed, head = Embed(config), Head(config)

@@ -119,6 +119,7 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
     Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would
     count the positions of every slice from 0.
     """
+    plan.model.load()  # what modules make when they are imported is no part of the build
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
     _check_positions(plan, model)
     book = ParameterBook([model.layers])

@@ -45,7 +45,7 @@ class Mixed(nn.Module):
 
 
 class Noise(nn.Module):
-    """No parameters; its buffers, one tensor under two names, get their values when it is reset."""
+    """No parameters, and random buffers, one tensor under two names."""
 
     noise: Tensor
 
@@ -53,8 +53,6 @@ class Noise(nn.Module):
         super().__init__()
         self.register_buffer("noise", torch.zeros(4))
         self.register_buffer("same_noise", self.noise, persistent=False)
-
-    def reset_parameters(self) -> None:
         self.noise.normal_()
 
 

@@ -17,7 +17,7 @@ Real = Callable[..., Model]
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(3))
+        self.gain = nn.Parameter(torch.empty(3))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden * self.gain

@@ -1,26 +1,32 @@
 """Builds a model on every rank without memory for its parameters: names, shapes, ties, and buffers with values.
 
 Parameters are moved to the meta device in the moment in which a module registers them, through torch's public hook for
-that; ties keep their identity. `with torch.device("meta")` would lose the values of buffers (rotary tables, masks,
-constants), which cannot be drawn again later. `materialize` gives the parameters their values.
+that; ties keep their identity. What the factory writes to them is remembered (`record`), and `materialize` writes it
+again where a rank needs it. `with torch.device("meta")` would lose all of that, and the values of buffers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError
-from sley_core.model.layers import MODEL, Model, as_model, with_fields
+from sley_core.model.journal import Journal, unwatched
+from sley_core.model.layers import MODEL, Layer, Model, as_model, with_fields
+from sley_core.model.record import Recorder
 from sley_core.model.seeds import derive
+from sley_core.model.steps import Ref, is_blank, needed
+from sley_core.model.surface import Surface, whole_functions
 from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
@@ -29,14 +35,14 @@ if TYPE_CHECKING:
 
 
 def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
-    """The model of a plan: parameters on meta, buffers on the host, each layer knowing its fields.
+    """The model of a plan: parameters on meta, buffers on the host, each layer knowing its fields and its first values.
 
     Equal on all ranks, as long as the model's code draws from torch's default generator alone, which is seeded by `seed`
-    and afterwards left as it was. Nothing is read but code.
+    and afterwards left as it was.
     Raises PlanError: what a factory's call raises, and "model-factory", "model-field", "model-init", "model-buffer";
     PluginError "plugin-failed" where a record's code fails.
     """
-    with torch.random.fork_rng(devices=[]), parameters_on_meta():
+    with torch.random.fork_rng(devices=[]), recorded() as building:
         torch.default_generator.manual_seed(derive(seed, "build"))
         try:
             model = as_model(component.build(data))
@@ -45,28 +51,133 @@ def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
         except Exception as error:
             message = f"`{component.name}` failed to build its layers: {cause(error)}"
             raise PluginError("plugin-failed", message, path=MODEL) from error
+    building.finish(model)
     check_built(model)
     return with_fields(model, data)
 
 
+_stand_ins = WeakIdKeyDictionary()
+"""The parameters on meta of all builds: for the values of an earlier one it is too late."""
+
+
+class Building:
+    """The parameters that were registered, and what was written to them."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.meta_of = WeakIdKeyDictionary()
+        self._token = object()
+
+    def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter on meta that stands for `parameter` wherever it is registered; the same memory for the journal."""
+        if parameter not in self.meta_of:
+            self.meta_of[parameter] = like(parameter, self.journal.twin(parameter.data))
+            _stand_ins[self.meta_of[parameter]] = self._token
+        meta: nn.Parameter = self.meta_of[parameter]
+        return meta
+
+    def finish(self, model: Model) -> None:
+        """All parameters of `model` are on meta, all buffers have their values, each layer knows what was `written`."""
+        for layer in model.layers:
+            layer.written = {}
+            for prefix, module in layer.module.named_modules(prefix=layer.name):
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is None or is_lazy(parameter):
+                        continue
+                    self._check_plain(f"{prefix}.{name}", parameter)
+                    if not parameter.is_meta:  # registered by another thread, or by no call at all (unpickled)
+                        parameter = module._parameters[name] = self.to_meta(parameter)
+                    self.journal.settle(parameter)
+                    layer.written[id(parameter)] = self.journal.ref(parameter)
+                for name, buffer in list(module._buffers.items()):
+                    if buffer is not None and not is_traceable_wrapper_subclass(buffer):
+                        module._buffers[name] = self._with_values(buffer, f"{prefix}.{name}", model)
+        self._check_apart(model.layers)
+
+    def _with_values(self, buffer: Tensor, name: str, model: Model) -> Tensor:
+        """A buffer that was computed from parameters, or written on meta, is computed; one without values is refused."""
+        if not buffer.is_meta:
+            self.journal.refresh(buffer)
+            return buffer
+        if buffer not in self.meta_of:
+            ref = self.journal.ref(buffer)
+            if is_blank(ref):
+                raise _refused_buffer(f"the buffer {name!r} was built without values", "write to it in the factory")
+            if model.init_weights is not None and self._depends_on_parameters(ref, model):
+                message = f"the buffer {name!r} was computed from parameters, which `init_weights` changes later"
+                raise _refused_buffer(
+                    message, "compute it in `init_weights`, or give the parameters their values before"
+                )
+            self.meta_of[buffer] = self.journal.realised(buffer)
+        value: Tensor = self.meta_of[buffer]
+        return value
+
+    def _depends_on_parameters(self, ref: Ref, model: Model) -> bool:
+        cells = {
+            self.journal.cell(one) for layer in model.layers for one in layer.module.parameters() if not is_lazy(one)
+        }
+        return any(cell in cells for step in needed([ref]) for cell in step.reads)
+
+    def _check_plain(self, name: str, parameter: nn.Parameter) -> None:
+        if is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
+            kind = type(parameter).__name__
+            why, hint = f"it is a {kind}, not a plain dense tensor", "give the module a plain tensor"
+        elif parameter in _stand_ins and _stand_ins[parameter] is not self._token:
+            why = "it belongs to a model that was built before this one"
+            hint = "make new modules in each call of the factory"
+        else:
+            return
+        message = f"the first value of the parameter {name!r} cannot be kept: {why}"
+        raise PlanError("model-init", message, path=MODEL, hint=hint)
+
+    def _check_apart(self, layers: Iterable[Layer]) -> None:
+        """No two parameters are the same memory: each would be stepped alone, where plain PyTorch steps both as one."""
+        first: dict[tuple[Any, ...], tuple[str, int]] = {}
+        for layer in layers:
+            for name, parameter in layer.module.named_parameters(layer.name):
+                if is_lazy(parameter) or not parameter.requires_grad:
+                    continue
+                ref = self.journal.ref(parameter)
+                key = (ref.cell, ref.dtype, ref.offset, ref.size, ref.stride)
+                known, which = first.setdefault(key, (name, id(parameter)))
+                if which != id(parameter) and parameter.numel():
+                    hint = "tie them by giving both modules one and the same nn.Parameter"
+                    message = f"the parameters {known!r} and {name!r} share their memory, but are two parameters"
+                    raise PlanError("model-init", message, path=MODEL, hint=hint)
+
+
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def recorded() -> Iterator[Building]:
+    """As `parameters_on_meta`, and what this thread writes to parameters is remembered."""
+    building = Building()
+    with parameters_on_meta(building.to_meta), whole_functions(building.journal), warnings.catch_warnings():
+        # load_state_dict, of parameters on meta
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
+        with Surface(building.journal, building.meta_of.get), Recorder(building.journal):
+            yield building
+
+
+@contextmanager
+def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = None) -> Iterator[None]:
     """Inside, every parameter that this thread registers is on meta; one registered twice is one meta parameter.
 
-    torch's hook is global, hence the look at the thread.
+    to_meta: makes it, once for each. torch's hook is global, hence the look at the thread.
     """
     meta_of = WeakIdKeyDictionary()
     builder = threading.get_ident()
 
-    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if threading.get_ident() != builder or parameter is None or parameter.is_meta or is_lazy(parameter):
+    def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if threading.get_ident() != builder or parameter is None or is_lazy(parameter):
             return None
-        if parameter not in meta_of:
-            meta_of[parameter] = like(parameter, parameter.data.to("meta"))
-        meta: nn.Parameter = meta_of[parameter]
+        with unwatched():
+            if parameter.is_meta or is_traceable_wrapper_subclass(parameter):
+                return None
+            if parameter not in meta_of:
+                meta_of[parameter] = to_meta(parameter) if to_meta else like(parameter, parameter.data.to("meta"))
+            meta: nn.Parameter = meta_of[parameter]
         return meta
 
-    hook: Callable[..., Any] = to_meta  # torch's annotation forgets that a hook may return a parameter
+    hook: Callable[..., Any] = register  # torch's annotation forgets that a hook may return a parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
         yield
@@ -79,6 +190,10 @@ def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     return new
+
+
+def _refused_buffer(message: str, hint: str) -> PlanError:
+    return PlanError("model-buffer", message, path=MODEL, hint=hint)
 
 
 def check_built(model: Model) -> None:
@@ -94,6 +209,4 @@ def check_built(model: Model) -> None:
                 raise PlanError("model-init", message, path=MODEL, hint=hint)
             assert parameter.is_meta, f"{name} was built on {parameter.device}"
         for name, buffer in layer.module.named_buffers(layer.name):
-            if buffer.is_meta:
-                hint = "compute it from sizes, not from parameters, and not under torch.device('meta')"
-                raise PlanError("model-buffer", f"the buffer {name!r} was built without values", path=MODEL, hint=hint)
+            assert not buffer.is_meta, f"{name} was left without values"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
@@ -23,6 +23,7 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
+    from sley_core.model.steps import Ref
 
 InitWeights: TypeAlias = Callable[[nn.Module, str], None]
 """`init_weights(module, name)` gives `module`, and nothing outside it, its first values."""
@@ -36,12 +37,14 @@ MODEL: KeyPath = ("model",)
 class Layer:
     """One layer. `module` may be replaced (by a communicator's, by a compiled one); `name` never changes.
 
-    fields: the names of the batch fields that the module is called with, once `with_fields` has looked.
+    fields: the names of the batch fields that the module is called with, once `with_fields` has looked. written: by id of
+    its parameters on meta, what the factory gave them, until they are materialised.
     """
 
     name: str
     module: nn.Module
     fields: tuple[str, ...] = ()
+    written: dict[int, Ref] = field(default_factory=dict, repr=False)
 
 
 class Model:

@@ -1,17 +1,18 @@
 """Gives the parameters of the layers that a rank owns their first values, which are the same in every layout.
 
-The values of a layer depend on the run's seed and on qualified module names alone: not on the device, the order, or on
-which other layers this rank owns. One layer after another is drawn on the host in fp32, then cast and moved.
+What the model's factory put into a parameter is its first value: constructors, `nn.init`, `load_state_dict`, files, whatever
+wrote last. It was remembered when the model was built (`record`), and is written again here, one layer after another, on
+the host in the type that the factory gave it, then cut, cast and moved. So the values do not depend on the device or on
+which layers this rank owns, and no rank holds the whole model.
 
-Within a layer, modules are initialised from the innermost outwards, as constructors do it, so that a parent has the
-last word over its children. Each module, under a seed of its own,
+Two things come after that, module by module from the innermost outwards, under a seed of the run's and the module's name:
 
-1. runs its own `reset_parameters()` (or `_reset_parameters()`, as torch's attention calls it), if it has one,
-2. then the model's `init_weights(module, name)`, if there is one, which therefore may also change a few values only.
+1. a module with a parameter to which nobody gave a value (`torch.empty`, `torch.device("meta")`), in itself or inside, runs
+   its `reset_parameters()` (or `_reset_parameters()`, as torch's attention calls it), which changes nothing else in it;
+2. the model's `init_weights(module, name)`, if there is one, has the last word over every module.
 
-Parameters are NaN before, and none may be NaN after: what nobody initialises is refused by name. A parameter that
-several modules hold (a tie) has the values that the first of them gives it; a submodule that several layers hold
-belongs to the first of them.
+What is NaN or without a value then is refused by name. A parameter that several modules hold (a tie) has the values that the
+first of them gives it; a submodule that several layers hold belongs to the first of them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sley_core.errors import PlanError
 from sley_core.model.build import like
 from sley_core.model.layers import MODEL, InitWeights, Layer
 from sley_core.model.seeds import derive
+from sley_core.model.steps import ChangedError, is_blank, replay, seeded
 from sley_core.plan.factory import cause
 
 _Moved: TypeAlias = tuple[Tensor, Tensor]
@@ -67,9 +69,11 @@ def materialize(
     final: dict[int, nn.Parameter] = {}
     buffers: dict[int, _Moved] = {}
     real = {id(module) for layer in layers if layer.name in owned for module in layer.module.modules()}
+    drawn = [layer for layer in layers if layer.name in owned or drawing.is_needed_by(layer.name, owned)]
     for layer in layers:
-        if layer.name not in owned and not drawing.is_needed_by(layer.name, owned):
-            continue
+        if layer not in drawn:
+            layer.written = {}  # what it refers to goes
+    for layer in drawn:
         values = drawing.draw(layer)
         for slot in drawing.slots[layer.name]:
             if layer.name not in owned:
@@ -83,6 +87,7 @@ def materialize(
                     value = cut[id(slot.meta)](value)
                 final[id(slot.meta)] = like(slot.meta, value.to(device=device, dtype=dtype))
             setattr(slot.module, slot.attribute, final[id(slot.meta)])
+        layer.written = {}
         if layer.name in owned:
             _move_buffers(layer.module, dtype, device, buffers)
 
@@ -103,6 +108,7 @@ class _Drawing:
                 # what a method may write besides parameters, which count for themselves
                 writable = _reset(module) is not None or init_weights is not None
                 self._belongs(module, layer.name, matters=writable and any(True for _ in module.buffers(recurse=False)))
+        self.blank: set[int] = set()  # ids of the layer's parameters that nobody gave a value
         self.shared: dict[int, Tensor] = {}  # host values of parameters that a later layer needs again
 
     def _belongs(self, thing: nn.Parameter | nn.Module, name: str, matters: bool) -> None:
@@ -115,15 +121,17 @@ class _Drawing:
         return any(sharer in owned or self.is_needed_by(sharer, owned) for sharer in self.sharers[name])
 
     def draw(self, layer: Layer) -> dict[int, Tensor]:
-        """Host fp32 values of the layer's parameters, by id of the meta parameter; they also stand in its slots."""
+        """Values of the layer's parameters on the host, by id of the meta parameter; they also stand in its slots."""
         slots = self.slots[layer.name]
         own: dict[int, nn.Parameter] = {}
+        self.blank.clear()
         for slot in slots:
             key = id(slot.meta)
             if key not in own:
-                known = self.shared.get(key) if self.home[key] != layer.name else None
-                blank = torch.full(slot.meta.shape, torch.nan, dtype=torch.float32)
-                own[key] = like(slot.meta, blank if known is None else known.clone())
+                value = self._first_value(layer, slot)
+                own[key] = like(slot.meta, torch.full(slot.meta.shape, torch.nan) if value is None else value)
+                if value is None:
+                    self.blank.add(id(own[key]))
             setattr(slot.module, slot.attribute, own[key])
         self._initialise(layer)
         values: dict[int, Tensor] = {}
@@ -131,21 +139,37 @@ class _Drawing:
             key = id(slot.meta)
             if self.home[key] == layer.name:
                 values[key] = own[key].data
-                _check_written(slot, values[key])
+                _check_written(slot, values[key], is_blank=id(own[key]) in self.blank)
             else:
                 values[key] = self.shared[key]
         self._keep_shared(layer, values)
         return values
 
-    def _initialise(self, layer: Layer) -> None:
-        done: set[int] = set()
-        state = torch.default_generator.get_state()
+    def _first_value(self, layer: Layer, slot: _Slot) -> Tensor | None:
+        """What an earlier layer or the factory gave it; None where nobody did."""
+        key = id(slot.meta)
+        if self.home[key] != layer.name and key in self.shared:
+            return self.shared[key].clone()
+        ref = layer.written.get(key)
+        if ref is None or is_blank(ref):
+            return None
         try:
+            return replay([ref])[0].to("cpu")
+        except ChangedError:
+            why = "the memory that the factory gave it was written again since"
+        except Exception as error:
+            why = f"what the factory did to it fails when it is done again: {cause(error)}"
+        message = f"the first value of the parameter {slot.name!r} cannot be kept: {why}"
+        raise PlanError("model-init", message, path=MODEL, hint="give each parameter a tensor of its own")
+
+    def _initialise(self, layer: Layer) -> None:
+        if not self.blank and self.init_weights is None:
+            return
+        done: set[int] = set()
+        with seeded(0):  # each module has a seed of its own
             for name, module in _inside_out(layer.module, layer.name, set()):
                 if self.home[id(module)] == layer.name:
                     self._initialise_module(module, name, done)
-        finally:
-            torch.default_generator.set_state(state)
 
     def _initialise_module(self, module: nn.Module, name: str, done: set[int]) -> None:
         """done: ids of the parameters that have their values; this module's methods change them in vain."""
@@ -153,9 +177,7 @@ class _Drawing:
         tied = [(parameter, parameter.clone()) for parameter in direct if id(parameter) in done]
         torch.default_generator.manual_seed(derive(self.seed, "init", name))
         try:
-            reset = _reset(module)
-            if reset is not None:
-                reset()
+            self._reset(module)
             if self.init_weights is not None:
                 self.init_weights(module, name)
         except Exception as error:
@@ -164,6 +186,19 @@ class _Drawing:
         for parameter, value in tied:
             parameter.copy_(value)
         done.update(id(parameter) for parameter in direct)
+
+    def _reset(self, module: nn.Module) -> None:
+        """Runs the module's own method, which gives values to what has none.
+
+        Before `init_weights` it is run for every module, because what that draws would be other numbers if it were not.
+        """
+        reset = _reset(module)
+        if reset is None or not (self.init_weights or any(id(one) in self.blank for one in module.parameters())):
+            return
+        kept = [(one, one.clone()) for one in module.parameters() if id(one) not in self.blank]
+        reset()
+        for parameter, value in kept:
+            parameter.copy_(value)
 
     def _keep_shared(self, layer: Layer, values: dict[int, Tensor]) -> None:
         later = {id(slot.meta) for name in self.sharers[layer.name] for slot in self.slots[name]}
@@ -192,18 +227,18 @@ def _reset(module: nn.Module) -> Callable[[], None] | None:
     return method if callable(method) else None
 
 
-def _check_written(slot: _Slot, value: Tensor) -> None:
+def _check_written(slot: _Slot, value: Tensor, *, is_blank: bool) -> None:
     if not torch.isnan(value).any():
         return
     kind = type(slot.module).__name__
+    message = f"the parameter {slot.name!r} has no first value: "
+    if not is_blank:
+        message += "what the factory gave it is not a number (NaN), or not all of it was written"
+        raise PlanError("model-init", message, path=MODEL, hint="look at where it comes from, and write all of it")
     why = "has no reset_parameters()" if _reset(slot.module) is None else "does not set all of it"
-    raise PlanError(
-        "model-init",
-        f"the parameter {slot.name!r} has no first value: its module ({kind}) {why}",
-        path=MODEL,
-        hint=f"give {kind} a reset_parameters() that sets it, or return sley_core.model.layers.Model(layers, "
-        "init_weights) from the factory",
-    )
+    hint = f"write to it in the factory or in the constructor of {kind}, give {kind} a reset_parameters() that sets it, or "
+    hint += "return sley_core.model.layers.Model(layers, init_weights) from the factory"
+    raise PlanError("model-init", f"{message}its module ({kind}) {why}", path=MODEL, hint=hint)
 
 
 def _move_buffers(layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, _Moved]) -> None:

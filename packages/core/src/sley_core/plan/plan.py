@@ -51,6 +51,18 @@ class Component:
     def kind(self) -> RecordKind:
         return self.table.kind
 
+    def load(self) -> None:
+        """Imports the code that `build` calls; raises what that raises."""
+        try:
+            if self.record:
+                assert self.plugin, self.name
+                self.plugin.build_of(self.record)
+            else:
+                import_factory(self.table.build or self.name, self.path, self.document.folder)
+        except SleyError as error:
+            locate(error, self.document)
+            raise
+
     def build(self, *args: Any) -> Any:
         """The live object: `record.build(config, *args)`, or what the factory returns for its options.
 

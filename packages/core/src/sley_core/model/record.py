@@ -1,0 +1,200 @@
+"""Watches a factory at work: what it writes to parameters that have no memory is remembered, to be written again later.
+
+Inside `Recorder`, operations on real tensors run as ever and are remembered as the origin of what they make; those on
+tensors on meta are remembered, and only their shapes are computed. Where code looks at numbers that are not there
+(`.item()`, a mask as an index) they are computed for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sley_core.model.journal import HOST, META, Journal
+from sley_core.model.steps import Blank, Call, Cell, Ref, tensors_of
+
+_BLANK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_FROM_SHAPES = _BLANK | {f"{kind}_like" for kind in ("zeros", "ones", "full", "rand", "randn", "randint")}
+_FROM_SHAPES |= {f"new_{kind}" for kind in ("zeros", "ones", "full")}
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
+_COPIES = {"copy_", "clone", "_to_copy", "lift_fresh_copy", "detach_copy"}
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers in `journal` what this thread's operations write. Enter it together with `Surface`."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.journal = journal
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)  # as a parameter it is refused by name
+        with torch._C.DisableTorchFunction():
+            return _Operation(self.journal, func, args, kwargs).run()
+
+
+class _Operation:
+    """One operation, as the dispatcher gives it."""
+
+    def __init__(self, journal: Journal, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.journal = journal
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.name: str = func._schema.name.removeprefix("aten::")
+        self.inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.written = self._written()
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.generator: torch.Generator | None = kwargs.get("generator")
+
+    def run(self) -> Any:
+        if self.name == "set_" and any(tensor.is_meta for tensor in self.inputs):
+            return self.func(*tree_map_only(Tensor, self.journal.twin, self.args), **self.kwargs)
+        if self._stays_real():
+            return self._run_real(self.args, self.kwargs)
+        if all(tensor.is_meta for tensor in self.written):
+            try:
+                return self._run_on_meta()
+            except Exception:  # it needs numbers; if that is not why, it will raise the same on real ones
+                pass
+        return self._run_with_values()
+
+    def _stays_real(self) -> bool:
+        device = self.kwargs.get("device")
+        if self.name in _FROM_SHAPES and device is not None:
+            return torch.device(device).type != "meta"
+        return not any(tensor.is_meta for tensor in self.inputs) and (
+            device is None or torch.device(device).type != "meta"
+        )
+
+    def _run_real(self, args: Any, kwargs: Any) -> Any:
+        for tensor in self.inputs:
+            if not tensor.is_meta:
+                self.journal.look(tensor, writes=any(tensor is each for each in self.written))
+        state = None
+        if self.is_random:
+            state = (self.generator or torch.default_generator).get_state()
+        refs = self._refs()
+        found = self.func(*args, **kwargs)
+        self._note(refs, found, state)
+        return found
+
+    def _run_on_meta(self) -> Any:
+        refs = self._refs()
+        args, kwargs = tree_map_only(Tensor, self.journal.twin, (self.args, self.kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = META
+        kwargs.pop("generator", None)
+        found = self.func(*args, **kwargs)
+        if not self.func.is_view:
+            self._note(refs, found, self._seed() if self.is_random else None)
+        return found
+
+    def _run_with_values(self) -> Any:
+        """On copies that have numbers; what it writes is remembered, and its results are real."""
+        refs = self._refs()
+        values = {id(tensor): self.journal.realised(tensor) for tensor in self.inputs if tensor.is_meta}
+        for tensor in self.inputs:
+            if not tensor.is_meta:
+                self.journal.look(tensor, writes=any(tensor is each for each in self.written))
+        args, kwargs = tree_map_only(Tensor, lambda one: values.get(id(one), one), (self.args, self.kwargs))
+        state = (self.generator or torch.default_generator).get_state() if self.is_random else None
+        found = self.func(*args, **kwargs)
+        originals = {id(values[id(tensor)]): tensor for tensor in self.inputs if id(tensor) in values}
+        result = tree_map_only(Tensor, lambda one: originals.get(id(one), one), found)
+        self._note(refs, result, state)
+        return result
+
+    def _refs(self) -> tuple[Any, dict[str, Any]]:
+        args, kwargs = tree_map_only(Tensor, self.journal.ref, (self.args, self.kwargs))
+        kwargs.pop("generator", None)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs["device"] = HOST
+        return args, kwargs
+
+    def _note(self, refs: tuple[Any, dict[str, Any]], found: Any, seed: int | Tensor | None) -> None:
+        journal = self.journal
+        known = {tensor.untyped_storage()._cdata for tensor in self.inputs}
+        outputs = tensors_of(found)
+        is_new = [tensor.untyped_storage()._cdata not in known for tensor in outputs]
+        if not self.written and not any(is_new):
+            return
+        results = [
+            journal.made(one, self._shown(one)) if new else None for one, new in zip(outputs, is_new, strict=True)
+        ]
+        made = [ref.cell for ref in results if ref is not None]
+        if self.name in _BLANK:
+            for ref in results:
+                if ref is not None:
+                    ref.cell.steps.append(Blank(cell=ref.cell, dtype=ref.dtype, overwrites=[ref.cell]))
+            return
+        if self.is_random and any(tensor.device.type not in ("cpu", "meta") for tensor in outputs):
+            for tensor in outputs:  # a device's generator is not ours to put back
+                journal.take_as_it_is(tensor)
+            return
+        args, kwargs = refs
+        if self._lacks("dtype", args, kwargs):
+            kwargs["dtype"] = outputs[0].dtype  # it may follow the default type, which the factory may have set
+        read = [ref.cell for ref in tree_leaves(refs) if isinstance(ref, Ref)]
+        whole = [cell for cell in self._overwritten(args) if read.count(cell) == 1]
+        step = Call(func=self.func, args=args, kwargs=kwargs, results=results, seed=seed)
+        step.own_generator = self.generator is not None
+        step.is_copy = self.name in _COPIES
+        step.writes = [journal.cell(tensor) for tensor in self.written]
+        step.reads = [] if self.name in _FROM_SHAPES else [cell for cell in read if cell not in whole]
+        step.overwrites = [*made, *whole]
+        journal.note(step, made, self.written)
+
+    def _lacks(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether an operation without tensors has an argument `name`, which was left out."""
+        names = [argument.name for argument in self.func._schema.arguments]
+        return not self.inputs and name in names and kwargs.get(name) is None and names.index(name) >= len(args)
+
+    def _shown(self, made: Tensor) -> torch.device:
+        """The device that code sees of a result on meta: where its inputs are seen, or what was asked for."""
+        if not made.is_meta:
+            return made.device
+        if self.kwargs.get("device") is not None:
+            return torch.device(self.kwargs["device"])
+        return next((shown for one in self.inputs if (shown := self.journal.shown(one)) != META), META)
+
+    def _overwritten(self, args: Any) -> list[Cell]:
+        if self.name in _OVERWRITES and isinstance(args[0], Ref) and args[0].is_whole:
+            return [args[0].cell]
+        return []
+
+    def _written(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for at, argument in enumerate(self.func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = self.args[at] if at < len(self.args) else self.kwargs.get(argument.name)
+                found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return found
+
+    def _seed(self) -> int | Tensor:
+        """What the numbers will be drawn from. A generator of the user's own goes on as if they had been drawn now."""
+        if self.generator is None:
+            return draw_seed()
+        state = self.generator.get_state()
+
+        def blank(one: Tensor) -> Tensor:
+            return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype) if one.is_meta else one
+
+        args, kwargs = tree_map_only(Tensor, blank, (self.args, self.kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = HOST
+        self.func(*args, **kwargs)
+        return state
+
+
+def draw_seed() -> int:
+    """A seed, which takes torch's default generator one step on."""
+    return int(torch.empty((), dtype=torch.int64).random_())

@@ -1,0 +1,299 @@
+"""How memory came to hold what it holds, so that it can be written again later: layer by layer, on the rank that needs it.
+
+A `Cell` is one piece of memory (a storage). Its steps are the operations that wrote to it, and each step knows which cells
+it read, so the value of a cell is a graph of steps that ends at what came from outside (a file, numpy), at numbers that are
+drawn again under the seed or the generator's state of the first time, and at constants.
+
+    weight ── copy_ ── mul ──┬── given (a view of a file, by reference)
+                             └── full(0.5)
+
+`replay` runs the steps that a value needs, in the order in which they were recorded, on memory of its own. A step that
+overwrites a cell as a whole ends the search: what a constructor drew and a checkpoint replaced is not drawn at all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
+
+from sley_core.model.storage import SMALL_BYTES, bytes_of, looks
+
+
+class ChangedError(Exception):
+    """Memory that was given by reference was written by code that nobody saw (numpy, another thread) since it was read."""
+
+
+@dataclass(eq=False)
+class Cell:
+    """One piece of memory of `nbytes` on `device`.
+
+    shown: the device that code sees: where plain PyTorch would have it. steps: what wrote to it, in order. keys: hold its
+    addresses, so that no other memory gets them. twin: the same memory on meta, for what is real. real: the real memory.
+    is_stale: that lacks what was written through the twin. is_watched: others may write to it unseen, and it is
+    `held` to be looked at again.
+    """
+
+    nbytes: int
+    device: torch.device
+    shown: torch.device
+    steps: list[Step] = field(default_factory=list)
+    keys: list[StorageWeakRef] = field(default_factory=list)
+    twin: torch.UntypedStorage | None = None
+    real: StorageWeakRef | None = None
+    is_stale: bool = False
+    is_watched: bool = False
+    held: torch.UntypedStorage | None = None
+
+    @property
+    def given(self) -> Given | None:
+        """The last step, if that says that the memory came from outside."""
+        last = self.steps[-1] if self.steps else None
+        return last if isinstance(last, Given) else None
+
+    def history(self, before: int) -> Iterator[Step]:
+        """The steps before number `before` that its value depends on, the latest first."""
+        for at in range(bisect_left(self.steps, before, key=lambda step: step.number) - 1, -1, -1):
+            yield self.steps[at]
+            if self in self.steps[at].overwrites:
+                return
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    """A tensor as a view of a cell."""
+
+    cell: Cell
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every element of the cell is in it, once."""
+        if prod(self.size) * self.dtype.itemsize != self.cell.nbytes:
+            return False
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+_numbers = count()
+
+
+@dataclass(eq=False, kw_only=True)
+class Step:
+    """Something that wrote to cells. overwrites: those of which nothing older is left. reads: what it needs besides."""
+
+    number: int = field(default_factory=lambda: next(_numbers))
+    reads: Sequence[Cell] = ()
+    overwrites: Sequence[Cell] = ()
+    is_copy: bool = False  # makes no values, only hands them on
+
+    def run(self, memory: Memory) -> None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False, kw_only=True)
+class Blank(Step):
+    """Memory without values: NaN where there is such a number, so that what nobody writes is noticed."""
+
+    cell: Cell
+    dtype: torch.dtype
+    is_copy: bool = True
+
+    def run(self, memory: Memory) -> None:
+        every = bytes_of(memory.allocate(self.cell))
+        if self.dtype.is_floating_point and every.numel() % self.dtype.itemsize == 0:
+            every.view(self.dtype).fill_(torch.nan)
+        else:
+            every.zero_()
+
+
+@dataclass(eq=False, kw_only=True)
+class Given(Step):
+    """Memory that came from outside: copied if it is small, else by reference; a file that is mapped stays on disk."""
+
+    cell: Cell
+    storage: torch.UntypedStorage
+    looks: Tensor
+    is_own: bool = False
+    is_lost: bool = False
+    is_read: bool = False  # by a step
+
+    @classmethod
+    def of(cls, cell: Cell, storage: torch.UntypedStorage) -> Given:
+        given = cls(cell=cell, storage=storage, looks=looks(storage), overwrites=[cell])
+        if cell.nbytes <= SMALL_BYTES:
+            given.own()
+        return given
+
+    def own(self) -> None:
+        """From now on it has a copy, and whoever writes to the memory does not change it."""
+        if not self.is_own:
+            self.storage, self.is_own = bytes_of(self.storage).clone().untyped_storage(), True
+
+    def run(self, memory: Memory) -> None:
+        if self.is_lost or not (self.is_own or torch.equal(self.looks, looks(self.storage))):
+            raise ChangedError
+        memory.share(self.cell, self.storage)
+
+
+@dataclass(eq=False, kw_only=True)
+class Call(Step):
+    """An operation of torch. results: for each of its tensors the new memory that it made, None where it made none.
+
+    seed: of the numbers that it draws, or the generator's state before it did; None where it draws none.
+    """
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    results: Sequence[Ref | None] = ()
+    writes: Sequence[Cell] = ()
+    seed: int | Tensor | None = None
+    own_generator: bool = False
+
+    def run(self, memory: Memory) -> None:
+        for cell in self.writes:
+            memory.make_own(cell)
+        args, kwargs = tree_map_only(Ref, memory.view, (self.args, self.kwargs))
+        if self.own_generator:
+            assert isinstance(self.seed, Tensor), self.func
+            generator = torch.Generator()
+            generator.set_state(self.seed)
+            kwargs["generator"] = generator
+        with seeded(None if self.own_generator else self.seed):
+            found = tensors_of(self.func(*args, **kwargs))
+        for ref, tensor in zip(self.results, found, strict=True):
+            if ref is not None:
+                memory.take(ref, tensor)
+
+
+class Memory:
+    """What a replay has written so far."""
+
+    def __init__(self) -> None:
+        self._storages: dict[Cell, torch.UntypedStorage] = {}
+        self._shared: set[Cell] = set()
+
+    def allocate(self, cell: Cell) -> torch.UntypedStorage:
+        """Memory of the cell's size, with anything in it."""
+        self._storages[cell] = torch.empty(cell.nbytes, dtype=torch.uint8, device=cell.device).untyped_storage()
+        self._shared.discard(cell)
+        return self._storages[cell]
+
+    def share(self, cell: Cell, storage: torch.UntypedStorage) -> None:
+        self._storages[cell] = storage
+        self._shared.add(cell)
+
+    def make_own(self, cell: Cell) -> None:
+        """The cell may be written."""
+        if cell not in self._storages:
+            self.allocate(cell)
+        elif cell in self._shared:
+            self._storages[cell] = bytes_of(self._storages[cell]).clone().untyped_storage()
+            self._shared.discard(cell)
+
+    def take(self, ref: Ref, tensor: Tensor) -> None:
+        """A result becomes memory of its own, laid out as it was when it was recorded."""
+        storage = tensor.untyped_storage()
+        as_before = (tensor.storage_offset(), tensor.stride()) == (ref.offset, ref.stride)
+        if as_before and tensor.dtype == ref.dtype and storage.nbytes() == ref.cell.nbytes:
+            self._storages[ref.cell] = storage
+            self._shared.discard(ref.cell)
+        else:
+            self.allocate(ref.cell)
+            self.view(ref).copy_(tensor)
+
+    def view(self, ref: Ref) -> Tensor:
+        storage = self._storages.get(ref.cell)
+        if storage is None:  # only its shape matters, or it is about to be overwritten
+            storage = self.allocate(ref.cell)
+        return torch.empty(0, dtype=ref.dtype, device=storage.device).set_(storage, ref.offset, ref.size, ref.stride)
+
+    def value(self, ref: Ref) -> Tensor:
+        """The tensor in memory that nobody else has."""
+        found = self.view(ref)
+        alone = ref.is_whole and ref.cell not in self._shared
+        return found if alone else found.clone(memory_format=torch.preserve_format)
+
+
+@torch.no_grad()
+def replay(refs: Iterable[Ref]) -> list[Tensor]:
+    """The values of `refs` as they are now, each in memory of its own. Raises ChangedError, and what an operation raises."""
+    refs = list(refs)
+    memory = Memory()
+    for step in sorted(needed(refs), key=lambda step: step.number):
+        step.run(memory)
+    values: list[Tensor] = []
+    cells = [ref.cell for ref in refs]
+    for ref in refs:
+        value = memory.value(ref)
+        values.append(value.clone() if cells.count(ref.cell) > 1 else value)
+    return values
+
+
+def needed(refs: Iterable[Ref]) -> set[Step]:
+    """The steps that the values of `refs` depend on."""
+    found: set[Step] = set()
+    ahead: list[tuple[int, Step]] = []
+
+    def want(cell: Cell, before: int) -> None:
+        for step in cell.history(before):
+            if step not in found:
+                found.add(step)
+                heappush(ahead, (-step.number, step))
+
+    for ref in refs:
+        want(ref.cell, next(_numbers))
+    while ahead:
+        _, step = heappop(ahead)
+        for cell in step.reads:
+            want(cell, step.number)
+    return found
+
+
+def is_blank(ref: Ref) -> bool:
+    """Whether nobody ever gave it a value."""
+    return all(step.is_copy for step in needed([ref]))
+
+
+def tensors_of(found: Any) -> list[Tensor]:
+    """The tensors of what an operation returned, in order."""
+    if isinstance(found, Tensor):
+        return [found]
+    return [one for each in found for one in tensors_of(each)] if isinstance(found, list | tuple) else []
+
+
+class seeded:  # noqa: N801  # a context, in lower case as torch.no_grad
+    """Inside, torch's default generator begins at `seed` (a seed or a state; None: as it is); afterwards it is as it was."""
+
+    def __init__(self, seed: int | Tensor | None) -> None:
+        self.seed = seed
+
+    def __enter__(self) -> None:
+        if self.seed is None:
+            return
+        self.before = torch.default_generator.get_state()
+        if isinstance(self.seed, int):
+            torch.default_generator.manual_seed(self.seed)
+        else:
+            torch.default_generator.set_state(self.seed)
+
+    def __exit__(self, *_: object) -> None:
+        if self.seed is not None:
+            torch.default_generator.set_state(self.before)

@@ -1,0 +1,124 @@
+"""What a factory does to parameters that does not pass torch's dispatcher, where `Recorder` watches.
+
+`.data = `, whatever hands out memory or reads it as a whole, loops of Python, and the question where a parameter is: code
+that is told "on meta", as torch's own `nn.init`, does nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sley_core.model.journal import META, Journal, unwatched
+from sley_core.model.record import draw_seed
+from sley_core.model.steps import Call
+
+_EXPOSES = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
+_READS = {"numpy", "__array__", "tolist", "__dlpack__"}
+_BY_ELEMENT = {"apply_", "map_", "map2_"}
+_TENSOR: Any = torch.Tensor
+_PLACES: dict[Any, Callable[[torch.device], Any]] = {
+    _TENSOR.device.__get__: lambda device: device,
+    _TENSOR.is_meta.__get__: lambda device: device.type == "meta",
+    _TENSOR.is_cpu.__get__: lambda device: device.type == "cpu",
+    _TENSOR.is_cuda.__get__: lambda device: device.type == "cuda",
+}
+"""Where a parameter is, torch's own `nn.init` asks too, and does nothing on meta."""
+
+
+class Surface(TorchFunctionMode):
+    """What does not pass the dispatcher: `.data = `, and whatever hands out memory or reads it as a whole."""
+
+    def __init__(self, journal: Journal, registered: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.journal = journal
+        self.registered = registered  # the parameter on meta that stands for a real one
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and args[0].is_meta and func in _PLACES:
+            with unwatched():
+                shown = self.journal.shown(args[0])
+            return _PLACES[func](shown)
+        if name == "__set__" and len(args) == 2:
+            return self._set(func, *args)
+        if not args or not isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        if name == "requires_grad_" and (twin := self.registered(args[0])) is not None:
+            func(twin, *args[1:], **kwargs)
+        if name in _BY_ELEMENT:
+            return self._by_element(func, args, kwargs)
+        if name in _READS and args[0].is_meta:
+            return self._read(func, args, kwargs)
+        if name == "data_ptr" and args[0].is_meta:
+            with unwatched():  # who compares addresses asks whether it is the same memory
+                return (id(self.journal.cell(args[0])) << 40) + args[0].storage_offset() * args[0].element_size()
+        if name in _EXPOSES and not args[0].is_meta:
+            with unwatched():
+                self.journal.expose(args[0])
+        return func(*args, **kwargs)
+
+    def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
+        attribute, twin = getattr(func, "__self__", None), self.registered(tensor)
+        if attribute is torch.Tensor.data and isinstance(value, Tensor):
+            with unwatched():
+                if twin is not None:
+                    twin.data = self.journal.twin(value)
+                if tensor.is_meta != value.is_meta:
+                    value = self.journal.twin(value) if tensor.is_meta else self.journal.realised(value)
+        elif attribute is torch.Tensor.requires_grad and twin is not None:
+            twin.requires_grad = value
+        func(tensor, value)
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with unwatched():
+            found = func(self.journal.realised(args[0].detach()), *args[1:], **kwargs)
+        if hasattr(found, "setflags"):
+            found.setflags(write=False)  # numpy's: what is written to a copy would be lost
+        return found
+
+    def _by_element(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """torch's loops in Python, which write to memory that nobody else sees."""
+        target: Tensor = args[0]
+        with unwatched(), torch.no_grad():
+            real = [self.journal.realised(one.detach()) if one.is_meta else one.detach().clone() for one in args[:-1]]
+            func(*real, args[-1], **kwargs)
+        target.copy_(real[0])
+        return target
+
+
+@contextmanager
+def whole_functions(journal: Journal) -> Iterator[None]:
+    """Inside, `nn.init.trunc_normal_` is one operation: it looks at what it drew and draws again, as often as it takes."""
+    original: Any = torch.nn.init._no_grad_trunc_normal_
+
+    def truncated(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        with unwatched():
+            ref = journal.ref(tensor) if tensor.is_meta and journal.shown(tensor) != META else None
+            if ref is not None:
+                seed = draw_seed() if generator is None else generator.get_state()
+                if generator is not None:  # it goes on as if the numbers had been drawn now
+                    original(torch.empty(ref.size, dtype=ref.dtype), mean, std, a, b, generator=generator)
+                step = Call(func=original, args=(ref, mean, std, a, b), kwargs={}, results=[None], seed=seed)
+                step.own_generator, step.writes = generator is not None, [ref.cell]
+                step.overwrites = [ref.cell] if ref.is_whole else []
+                journal.note(step, [], [tensor])
+                return tensor
+        found: Tensor = original(tensor, mean, std, a, b, generator=generator)
+        return found
+
+    torch.nn.init._no_grad_trunc_normal_ = truncated
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
