@@ -30,6 +30,7 @@ from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
+from sley_core.engine.load import WeightLoader
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
@@ -93,6 +94,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
     notes = notes + left_whole(model.layers, shards)
     book = ParameterBook(stage.chunks, stage.stages, shards)
+    loader = WeightLoader(model.layers)
     if world.is_fake:
         cut_on_meta(stage.layers, shards)
     else:
@@ -108,6 +110,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
     run.dataset, run.attention, run.notes = dataset, attention, run.notes + notes
     run.num_parameters, run.num_trained = sizes
+    run.weight_loader = loader
     if layer_costs.are_timed(plan) and not world.is_fake:
         run.found["partition", "layer_costs"] = costs
     return run

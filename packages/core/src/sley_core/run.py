@@ -4,25 +4,28 @@ with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
     row = run.step(batch)            # or one step, on your own samples
     loss = run.evaluate()            # held-out loss
+    run.load_weights(state)          # other weights, between two steps
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.data.cut import count_micros, parts
 from sley_core.engine.not_finite import check_step
-from sley_core.errors import KeyPath, UsageError, closed
+from sley_core.errors import KeyPath, RunError, UsageError, closed
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
 from sley_core.protocols import Counts
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from sley_core.engine.call import IsDue, LayerCaller, Wait
     from sley_core.engine.evaluate import Evaluation
     from sley_core.engine.execute import HostBatch
+    from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.profile import StepProfiler
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.store import GradientStore
@@ -72,6 +76,7 @@ class Run(AbstractContextManager["Run"]):
     slices: Slices
     meter: Meter
     dataset: AnyDataset
+    weight_loader: WeightLoader
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class Run(AbstractContextManager["Run"]):
         self.was_stopped = False
         self._stop_asked = False
         self._is_closed = False
+        self._is_stepping = False
         self._clock = 0.0
 
     @property
@@ -159,6 +165,25 @@ class Run(AbstractContextManager["Run"]):
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
         return self.evaluation()
+
+    def load_weights(
+        self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
+    ) -> LoadedWeights:
+        """The model's weights are those of `state` from now on, exactly: {name in every layout: whole tensor}.
+
+        All ranks call it, between two steps, with the same state; each takes what it holds of it, its shards too, masters
+        of narrower weights included. A tied weight may stand under any of its names. Buffers are loaded where they are given.
+        What the optimizer has gathered (its moments) stays. A mapping is checked before anything is written; pairs, of which
+        only one tensor need be in memory, are written as they come. strict: names that are missing or unknown are refused;
+        else they are returned. Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` where ranks
+        were given other values.
+        """
+        self._check_open()
+        if self._is_stepping:
+            raise RunError(
+                "step-running", "weights are loaded in the middle of a step", hint="load them between two steps"
+            )
+        return self.weight_loader(self, state, strict=strict)
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
         """`wait` is called before every use of the weights of layer `name`, recomputation included, where it `is_due`."""
@@ -256,7 +281,7 @@ class Run(AbstractContextManager["Run"]):
             self.profiler.before_step(number)
         if self.timeline is not None:
             self.timeline.before_step(number, num_micros)
-        with self.world.device.random_state_kept():
+        with self.world.device.random_state_kept(), self._stepping():
             own = self.slices(batch) if isinstance(batch, Mapping) else [self.slices(part) for part in batch]
             totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked)
         if self.num_steps_done == 0:
@@ -269,6 +294,14 @@ class Run(AbstractContextManager["Run"]):
         self.num_steps_done = number
         tokens = sum(self.meter.num_tokens(part) for part in parts(batch)) * self.topology.dp
         return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
 
     def _emit(self, launched: _Launched) -> Row:
         result = launched.totals.read()

@@ -2,6 +2,10 @@
 
 A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight follows when enough have come
 together. What a gradient is accumulated in is the store's business and does not depend on the weights' type.
+
+Between two steps a working weight is the user's: what is written to it then (`load_state_dict` on a layer, `p.copy_` under
+no_grad, `p.data = `) its master takes over before the next step. A weight that nobody wrote keeps its master's digits. Writes
+through `p.data` itself (`p.data.copy_`) count up no version, so nobody can see them: use `p.copy_` or `Run.load_weights`.
 """
 
 from __future__ import annotations
@@ -15,14 +19,19 @@ from torch import Tensor, nn
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
 from sley_core.engine.store import GradientStore
+from sley_core.errors import RunError
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What the optimizer steps for one entry: `parameter`, whose gradient is the entry's slot in the store."""
+    """What the optimizer steps for one entry: `parameter`, whose gradient is the entry's slot in the store.
+
+    original: the working weight that the entry's modules hold; the same object where there is no master.
+    """
 
     entry: Entry
     parameter: nn.Parameter
+    original: nn.Parameter
 
     @property
     def name(self) -> str:
@@ -47,11 +56,16 @@ class Masters:
         self._flats: list[FlatBuffer] = []
         self._masters: list[Tensor] = []
         self._working: list[Tensor] = []
+        self._parameters: list[nn.Parameter] = []
+        self._places: dict[int, int] = {}  # of a parameter in these lists, by its id
+        self._seen: list[
+            tuple[int, int]
+        ] = []  # version and address of each parameter, when it was its master's rounding
 
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
         """Takes charge of `entries`; returns what the optimizer steps for them."""
         if self.wide == self.dtype:
-            added = [Stepped(entry, entry.parameter) for entry in entries]
+            added = [Stepped(entry, entry.parameter, entry.parameter) for entry in entries]
         else:
             added = self._narrowed(entries) if entries else []
         self.stepped += added
@@ -63,7 +77,11 @@ class Masters:
         return sum(flat.num_bytes for flat in self._flats)
 
     def take_gradients(self, store: GradientStore) -> None:
-        """`grad` of what is stepped becomes the entry's slot, a view and no copy; None while the entry is frozen."""
+        """`grad` of what is stepped becomes the entry's slot, a view and no copy; None while the entry is frozen.
+
+        Masters follow what was written since the last step. Raises RunError `weight-replaced`.
+        """
+        self._follow()
         for stepped in self.stepped:
             stepped.parameter.grad = store.gradient(stepped.entry) if stepped.entry in store else None
 
@@ -71,8 +89,38 @@ class Masters:
         """The working weights become their masters, rounded; masters let go of the store's views."""
         if self._working:
             torch._foreach_copy_(self._working, self._masters)
+            self._seen = [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
             for stepped in self.stepped:
                 stepped.parameter.grad = None
+
+    @torch.no_grad()
+    def set(self, entry: Entry, value: Tensor) -> None:
+        """The entry's weight is `value`, of its parameter's shape, to the last digit that what is stepped can hold."""
+        parameter = entry.parameter
+        parameter.copy_(value)
+        at = self._places.get(id(parameter))
+        if at is not None:
+            self._masters[at].copy_(value)
+            self._working[at] = parameter.detach()
+            parameter.copy_(self._masters[at])
+            self._seen[at] = parameter._version, parameter.data_ptr()
+
+    def _follow(self) -> None:
+        """Looks at a counter of each parameter, in the time of a loop over them; nothing of the device."""
+        for stepped in self.stepped:
+            now = stepped.entry.parameter
+            if now is not stepped.original or now.dtype != self.dtype:
+                raise RunError(
+                    "weight-replaced",
+                    f"the parameter {stepped.name!r} is another object, or of another type, than what the optimizer steps",
+                    hint="write into it under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`",
+                )
+        for at, (parameter, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
+            if (parameter._version, parameter.data_ptr()) != seen:
+                self._working[at] = working = parameter.detach()
+                master = self._masters[at]
+                # only where it is another number: the digits that the working weight cannot hold stay
+                master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _narrowed(self, entries: Sequence[Entry]) -> list[Stepped]:
         flat = FlatBuffer([entry.parameter.shape for entry in entries], self.wide, entries[0].parameter.device)
@@ -84,5 +132,8 @@ class Masters:
             working.data = working.detach().to(self.dtype)
             self._masters.append(view)
             self._working.append(working.detach())
-            narrowed.append(Stepped(entry, nn.Parameter(view)))
+            self._places[id(working)] = len(self._parameters)
+            self._parameters.append(working)
+            self._seen.append((working._version, working.data_ptr()))
+            narrowed.append(Stepped(entry, nn.Parameter(view), working))
         return narrowed

@@ -26,6 +26,10 @@ class BufferWatch:
         """per_rank: patterns of names (`Model.per_rank_buffers`) that may be written."""
         self._layers = list(layers)
         self._per_rank = tuple(per_rank)
+        self.look()
+
+    def look(self) -> None:
+        """Buffers are as they should be now: somebody loaded them."""
         self._before = {name: buffer.clone() for name, _, buffer in self._buffers()}
 
     def written(self) -> list[str]:

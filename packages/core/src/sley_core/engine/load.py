@@ -1,0 +1,166 @@
+"""Loads weights into a run: whole tensors by names that no layout changes, of which each rank takes what it holds.
+
+Names are known of the whole model on every rank, so that a misspelt one is told from one that another stage holds. Nothing
+is sent but what ranks say about their part: what was wrong, and a checksum of each value, since replicas that were given other
+values would go on being others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import gather_objects
+from sley_core.engine.book import ParameterBook
+from sley_core.errors import RunError
+from sley_core.model.buffers import BufferWatch
+from sley_core.plan.factory import cause
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
+    from sley_core.model.layers import Layer
+    from sley_core.run import Run
+
+Pairs = Iterable[tuple[str, Tensor]]
+
+_SHOWN = 4
+
+
+class LoadedWeights(NamedTuple):
+    """What was not loaded: parameters of the model that the state does not have, and names that the model does not have."""
+
+    missing: list[str]
+    unknown: list[str]
+
+
+@dataclass
+class _Report:
+    """What one rank found. sums: a checksum by name of each value that it holds."""
+
+    wrong: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    sums: dict[str, int] = field(default_factory=dict)
+
+
+class WeightLoader:
+    """Loads into runs of the model of `layers`, which are on meta and whole; called by `Run.load_weights`."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        book = ParameterBook([layers])
+        self._first = {name: entry.name for entry in book for name in (entry.name, *entry.aliases)}
+        self._buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
+
+    def __call__(self, run: Run, state: Mapping[str, Tensor] | Pairs, *, strict: bool) -> LoadedWeights:
+        """As `Run.load_weights` says. One collective over `control`: every rank calls it."""
+        loading = _Loading(self._first, self._buffers, run)
+        if isinstance(state, Mapping):
+            loading.look(state.items())
+            found = loading.agreed(strict)
+            for name, value in state.items():
+                loading.write(name, value)
+        else:
+            loading.look(state, writes=True)
+            found = loading.agreed(strict)
+        watch = getattr(run.check_first_step, "__self__", None)
+        if isinstance(watch, BufferWatch):
+            watch.look()
+        return found
+
+
+class _Loading:
+    """One call on this rank."""
+
+    def __init__(self, first: Mapping[str, str], buffers: set[str], run: Run) -> None:
+        self.first = first
+        self.all_buffers = buffers
+        self.run = run
+        self.entries = {entry.name: entry for entry in run.book}
+        self.buffers = {
+            name: buffer for layer in run.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
+        }
+        self.report = _Report()
+        self.given: set[str] = set()
+
+    def look(self, pairs: Pairs, *, writes: bool = False) -> None:
+        """Checks every pair, and may write it if all was well until then; what raises is kept for the ranks to agree on."""
+        try:
+            for name, value in pairs:
+                self._look(name, value)
+                if writes and not self.report.wrong:
+                    self.write(name, value)
+        except Exception as error:
+            self.report.wrong.append(f"reading the weights failed: {cause(error)}")
+
+    @torch.no_grad()
+    def write(self, name: str, value: Tensor) -> None:
+        """The weight or buffer that this rank holds under `name`, if there is one, is `value`."""
+        entry, buffer = self._held(name)
+        if entry is not None:
+            own = value.detach() if entry.shard is None else entry.shard.cut(value.detach())
+            self.run.stepper.update.masters.set(entry, own)
+        elif buffer is not None:
+            buffer.copy_(value)
+
+    def agreed(self, strict: bool) -> LoadedWeights:
+        """What all ranks miss or do not know; RunError on all of them alike where something is wrong."""
+        control = self.run.groups["control"]
+        missing = [name for name in self.entries if name not in self.given]
+        if strict:
+            self.report.wrong += [f"{name!r} is missing" for name in missing]
+            self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
+        # over all ranks: every one comes here, whatever it found
+        everyone = gather_objects((self.report, missing), control, what="what ranks say of the weights")
+        wrong = list(dict.fromkeys(line for report, _ in everyone for line in report.wrong))
+        if wrong:
+            more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            message = f"these are not the weights of this model: {', '.join(wrong[:_SHOWN])}{more}"
+            raise RunError("weights-mismatch", message, hint="names are those of `run.book`; strict=False loads a part")
+        sums: dict[str, tuple[int, int]] = {}
+        for rank, (report, _) in zip(control.ranks, everyone, strict=True):
+            for name, value in report.sums.items():
+                known, other = sums.setdefault(name, (value, rank))
+                if known != value:
+                    message = f"ranks {other} and {rank} were given other values of {name!r}"
+                    raise RunError("weights-differ", message, hint="give all ranks the same state")
+        lacking = dict.fromkeys(name for _, names in everyone for name in names)
+        unknown = dict.fromkeys(name for report, _ in everyone for name in report.unknown)
+        return LoadedWeights(list(lacking), list(unknown))
+
+    def _held(self, name: str) -> tuple[Entry | None, Tensor | None]:
+        return self.entries.get(self.first.get(name, name)), self.buffers.get(name)
+
+    def _look(self, name: str, value: Tensor) -> None:
+        first = self.first.get(name, name)
+        self.given.add(first)
+        if name not in self.first and name not in self.all_buffers:
+            self.report.unknown.append(name)
+        entry, buffer = self._held(name)
+        if entry is not None:
+            shape = entry.shape
+        elif buffer is not None:
+            shape = tuple(buffer.shape)
+        else:
+            return  # another stage's
+        if not self._fits(name, value, shape, is_weight=entry is not None):
+            return
+        found = crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        if self.report.sums.setdefault(first, found) != found:
+            self.report.wrong.append(f"{name!r} has other values than the name that it is tied to")
+
+    def _fits(self, name: str, value: Tensor, shape: tuple[int, ...], *, is_weight: bool) -> bool:
+        if not isinstance(value, Tensor):
+            self.report.wrong.append(f"{name!r} is a {type(value).__name__}, no tensor")
+        elif tuple(value.shape) != shape:
+            self.report.wrong.append(f"{name!r} is {list(value.shape)} and not {list(shape)}")
+        elif is_weight and not value.is_floating_point():
+            self.report.wrong.append(f"{name!r} is {value.dtype}, no floating-point numbers")
+        elif value.is_meta:
+            self.report.wrong.append(f"{name!r} is on meta and has no values")
+        else:
+            return True
+        return False

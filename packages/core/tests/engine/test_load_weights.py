@@ -1,0 +1,209 @@
+"""Weights that are written after assembly are what the next step starts from, in every precision and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.shards import wholes
+from sley_core.errors import RunError, SleyError
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.runs import weights
+
+PRECISIONS = ["fp32", "bf16", "fp16"]
+
+
+def given(run: Run) -> dict[str, torch.Tensor]:
+    """Other weights for the whole model, which bf16 cannot hold."""
+    generator = torch.Generator().manual_seed(1)
+    return {entry.name: torch.randn(entry.shape, generator=generator) for entry in run.book}
+
+
+def masters(run: Run) -> dict[str, torch.Tensor]:
+    return {stepped.name: stepped.parameter.detach().clone() for stepped in run.stepper.update.masters.stepped}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_loaded_weights_are_exact_and_stay(alone, small, precision):
+    with alone(small(precision__compute=precision, optimizer__lr=1e-30)) as run:
+        run.step()
+        state = given(run)
+        assert run.load_weights(state) == ([], [])
+        stepped = masters(run)
+        for name, value in state.items():
+            assert torch.equal(stepped[name].double(), value.double()), "masters hold every digit"
+            assert torch.equal(run.book[name].parameter.float(), value.to(run.book[name].parameter.dtype).float())
+        before = weights(run)
+        run.step()
+        after = weights(run)
+        assert all(torch.equal(before[name], after[name]) for name in state)
+        assert all(torch.equal(stepped[name], value) for name, value in masters(run).items())
+
+
+def write_in_place(run: Run) -> None:
+    with torch.no_grad():
+        for layer in run.layers:
+            for parameter in layer.module.parameters():
+                parameter.copy_(torch.full_like(parameter, 0.5))
+
+
+def write_detached(run: Run) -> None:
+    for entry in run.book:
+        entry.parameter.detach().fill_(0.5)
+
+
+def set_data(run: Run) -> None:
+    for entry in run.book:
+        entry.parameter.data = torch.full_like(entry.parameter, 0.5)
+
+
+def load_state_dict(run: Run) -> None:
+    for layer in run.layers:
+        layer.module.load_state_dict({name: torch.full_like(v, 0.5) for name, v in layer.module.state_dict().items()})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_written_between_steps_is_not_undone(alone, small, precision):
+    with alone(small(precision__compute=precision, optimizer__lr=1e-6)) as run:
+        for write in (write_in_place, write_detached, set_data, load_state_dict):
+            write(run)
+            run.step()
+            for entry in run.book:
+                torch.testing.assert_close(entry.parameter.float(), torch.full(entry.shape, 0.5), rtol=0, atol=1e-3)
+            for value in masters(run).values():
+                torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=1e-4)
+            run.load_weights(given(run))
+            run.step()
+
+
+def test_masters_of_what_was_not_written_keep_their_digits(alone, small):
+    with alone(small(precision__compute="bf16", optimizer__lr=1e-30)) as run:
+        run.step()
+        before = masters(run)
+        name = "blocks.0.norm.weight"
+        with torch.no_grad():
+            for entry in run.book:
+                entry.parameter.view(-1)[0] = 0.75
+        run.step()
+        after = masters(run)
+        assert after[name][0] == 0.75
+        for key, value in before.items():
+            torch.testing.assert_close(after[key].view(-1)[1:], value.view(-1)[1:], rtol=0, atol=1e-20)
+
+
+def test_loading_equals_a_plain_loop_that_loads(alone, small):
+    """Two steps from weights that were loaded after one step, with an optimizer that remembers nothing."""
+    with alone(small(optimizer={"use": "core.sgd", "lr": 0.1})) as run:
+        run.step()
+        state = given(run)
+        run.load_weights(state)
+        first = run.step()["loss"]
+    with alone(small(optimizer={"use": "core.sgd", "lr": 0.1})) as other:
+        other.feed.next()
+        with torch.no_grad():
+            for entry in other.book:
+                entry.parameter.copy_(state[entry.name])
+        batch = other.feed.next()
+        hidden = other.layers[0].module(batch["tokens"])
+        for layer in other.layers[1:]:
+            hidden = layer.module(hidden)
+        loss = torch.nn.functional.cross_entropy(hidden.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    assert first == pytest.approx(loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_what_does_not_fit_is_refused_by_name(alone, small, as_pairs):
+    with alone(small(precision__compute="bf16")) as run:
+        before = weights(run)
+        state = given(run)
+        name = run.book.names[0]
+
+        def load(state: dict[str, Any], **options: Any) -> Any:
+            return run.load_weights(state.items() if as_pairs else state, **options)
+
+        for wrong, says in [
+            ({key: value for key, value in state.items() if key != name}, rf"'{name}' is missing"),
+            (state | {"elsewhere.weight": torch.zeros(1)}, "'elsewhere.weight' is unknown"),
+            (state | {name: torch.zeros(2, 2)}, rf"'{name}' is \[2, 2\] and not \["),
+            (state | {name: state[name].int()}, rf"'{name}' is torch.int32"),
+            (state | {name: state[name].to("meta")}, rf"'{name}' is on meta"),
+        ]:
+            with pytest.raises(RunError, match=says) as raised:
+                load(wrong)
+            assert raised.value.diagnostics[0].code == "weights-mismatch"
+            if not as_pairs:
+                assert all(torch.equal(value, before[key]) for key, value in weights(run).items())
+        part = {name: state[name], "elsewhere.weight": torch.zeros(1)}
+        assert load(part, strict=False) == (run.book.names[1:], ["elsewhere.weight"])
+        assert torch.equal(masters(run)[name], state[name])
+
+        def broken() -> Any:
+            yield name, state[name]
+            raise OSError("the file ends here")
+
+        with pytest.raises(RunError, match="reading the weights failed: OSError: the file ends here"):
+            run.load_weights(broken())
+
+
+def test_it_is_refused_in_the_middle_of_a_step_and_after_the_end(alone, small):
+    class During:
+        def begin_step(self, step: Any) -> None:
+            run.load_weights({})
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    with alone(small()) as run:
+        run.stepper.handlers.append(During())
+        with pytest.raises(RunError, match="in the middle of a step"):
+            run.step()
+        run.stepper.handlers.clear()
+        run.step()
+    with pytest.raises(RunError, match="closed"):
+        run.load_weights({})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_another_object_in_the_place_of_a_parameter_is_refused_by_name(alone, small, precision):
+    with alone(small(precision__compute=precision)) as run:
+        run.step()
+        norm = run.layers[1].module.norm
+        norm.weight = nn.Parameter(torch.zeros_like(norm.weight))
+        with pytest.raises(SleyError, match=r"blocks.0.norm.weight"):
+            run.step()
+
+
+def load_on_ranks(tables, folder, differ):
+    """Rows and weights of a run that loads, and the code of the error where the last rank is given other values."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        state = given(run)
+        name = run.book.names[0]
+        code = None
+        if differ:
+            try:
+                run.load_weights(state | {name: state[name] + world.rank})
+            except RunError as error:
+                code = error.diagnostics[0].code
+        run.load_weights(state)
+        row = run.step()
+        found = wholes({entry: entry.parameter for entry in run.book}, run.groups)
+        return code, row["loss"], {entry.name: value for entry, value in found.items()}
+
+
+def test_replicas_load_alike_or_are_told(ranks, own, small):
+    tables = small(precision__compute="bf16", optimizer__lr=1e-3)
+    with World.alone("cpu"):
+        _, loss, values = load_on_ranks(tables, own, differ=False)
+    for code, rank_loss, found in ranks(2)(load_on_ranks, tables, own, True):
+        assert code == "weights-differ"
+        assert rank_loss == pytest.approx(loss, rel=2**-7)
+        for name, value in values.items():
+            torch.testing.assert_close(found[name], value, rtol=2**-6, atol=2**-6)
