@@ -1,4 +1,4 @@
-"""Models of transformers, read from their files in a factory, start at transformers' own loss in every layout; with LoRA too."""
+"""Models of transformers, read from their files in a factory, start at transformers' own loss in every layout; so with LoRA."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def their_loss(folder: Path) -> float:
     return float(found.loss)
 
 
-def test_a_run_starts_at_transformers_loss_in_every_layout(ranks: Any, saved: dict[str, Path], monkeypatch: Any) -> None:
+def test_a_run_starts_at_transformers_loss_in_every_layout(
+    ranks: Any, saved: dict[str, Path], monkeypatch: Any
+) -> None:
     pytest.importorskip("peft")
     monkeypatch.syspath_prepend(MODELS)
     cases = [(saved[kind], rank) for kind in ("llama", "qwen2", "gpt_neox") for rank in (0, 4)]
