@@ -65,7 +65,7 @@ def test_nothing_runs_that_the_plan_does_not_name(small):
     [
         ({"bucket_mb": 0.0}, "out-of-range", "above 0"),
         ({"reduction": "fp16"}, "wrong-value", '"same" or "bf16"'),
-        ({"start": "hope"}, "wrong-value", '"broadcast", "check" or "trust"'),
+        ({"start": "hope"}, "wrong-value", '"check" or "broadcast"'),
         ({"use": "dp.powersgd", "rank": 0}, "out-of-range", "at least 1"),
         ({"use": "dp.powersgd", "reduction": "bf16"}, "unknown-key", "is not a key of `dp.powersgd`"),
         ({"use": "dp.buckets"}, "unknown-record", "has no"),

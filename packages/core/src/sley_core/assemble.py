@@ -30,6 +30,7 @@ from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
+from sley_core.engine.first_values import check_first_values
 from sley_core.engine.load import WeightLoader
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
@@ -261,6 +262,7 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
         shuffle=data.shuffle,
         check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
     )
+    run.stepper.agreement.first = partial(check_first_values, run, model.per_rank_buffers)
     run.check_first_step = BufferWatch(run.layers, model.per_rank_buffers).check
     if plan.evaluation is None:
         return

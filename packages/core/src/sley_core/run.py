@@ -283,7 +283,7 @@ class Run(AbstractContextManager["Run"]):
             self.timeline.before_step(number, num_micros)
         with self.world.device.random_state_kept(), self._stepping():
             own = self.slices(batch) if isinstance(batch, Mapping) else [self.slices(part) for part in batch]
-            totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked)
+            totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked, whole=batch)
         if self.num_steps_done == 0:
             self.check_first_step()
             self.check_first_step = _nothing

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import sley_core.engine.stepper
-from sley_core.comm.groups import Group
+from sley_core.comm.groups import Group, Groups
 from sley_core.engine.weight import BatchWeight
 from sley_core.testing.runs import assert_parity, record
 
@@ -33,7 +33,8 @@ def reduce_over_the_wrong_group(run):
     made = [dist.new_group(pair) for pair in pairs]
     at = run.world.rank // 2
     (handler,) = run.stepper.handlers
-    handler._groups = dict(run.groups) | {"pairs": Group("pairs", pairs[at], run.world.rank, {"main": made[at]})}
+    wrong = Group("pairs", pairs[at], run.world.rank, {"main": made[at]})
+    handler._groups = run.groups = Groups({**run.groups, "pairs": wrong})
     run.book[ENTRY].reduce_group = "pairs"
 
 
@@ -59,8 +60,8 @@ def weigh_each_rank_for_itself(run):
     """A mean of means: ranks whose labels count less weigh as much as the others."""
 
     class Local(BatchWeight):
-        def __init__(self, local, group, *rest):
-            super().__init__(group.size * local, Group("own", (group.rank,), group.rank, {}), *rest)
+        def __init__(self, local, total, *rest):
+            super().__init__(local, lambda: run.world.size * local, *rest)
 
     sley_core.engine.stepper.BatchWeight = Local
 
@@ -78,7 +79,8 @@ def forget_the_first_micro_batch(run):
 
 
 def start_elsewhere(run):
-    """One rank's weight differs in its last bit."""
+    """One rank's weight differs in its last bit, and nobody compares."""
+    run.stepper.agreement.first = None
     if run.world.rank == run.world.size - 1:
         value = run.book[ENTRY].parameter.data.view(-1)
         value[0] = value[0].nextafter(value[0] + 1)

@@ -16,8 +16,8 @@ class ReducerConfig(Table):
     bucket_mb: PositiveFloat = 25.0
     """MiB of gradients per bucket; a parameter that is larger has one of its own."""
 
-    start: Literal["broadcast", "check", "trust"] = "broadcast"
-    """Before the first step: give every replica the first one's weights and buffers, compare them, or neither."""
+    start: Literal["check", "broadcast"] = "check"
+    """Replicas that do not start equal: refused before the first step, or given the first one's weights and buffers."""
 
 
 class BucketedConfig(ReducerConfig):

@@ -22,7 +22,7 @@ from sley_core.engine.flat import ALIGNMENT_BYTES
 from sley_core.engine.store import Layout
 from sley_core.protocols import GradientHandler
 from sley_dp.buckets import fill
-from sley_dp.replicas import broadcast_values, check_values
+from sley_dp.replicas import broadcast_values
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
@@ -59,11 +59,8 @@ class BucketReducer(GradientHandler):
         self._store = run.store
         self._groups = run.groups
         self._store.lay_out(self._plan)
-        if not run.world.is_fake:
-            if self._start == "broadcast":
-                broadcast_values(run)
-            elif self._start == "check":
-                check_values(run)
+        if self._start == "broadcast" and not run.world.is_fake:
+            broadcast_values(run)
 
     def begin_step(self, step: StepState) -> None:
         self.sums.forget()
@@ -118,9 +115,12 @@ class BucketReducer(GradientHandler):
         return -(-entry.numel * self._store.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def _agreed_order(self) -> list[Entry]:
-        """What the first rank of the stage saw; entries that no gradient reached there come last."""
+        """What the first rank of the stage saw; entries that no gradient reached there come last, frozen ones too.
+
+        So it is as long on all ranks, even where they have not frozen the same, which they are told of only now.
+        """
         seen = self._store.seen_order
-        unseen = [entry for entry in self._store.entries if entry not in set(seen)]
+        unseen = [entry for entry in self._run.book if entry not in set(seen)]
         indices = torch.tensor([entry.index for entry in [*seen, *unseen]], device=self._run.world.device.torch_device)
         # The stage's ranks hold the same entries; all of them come here at the start of their second step.
         broadcast(indices, self._groups["stage"], what="the order of gradients").wait()

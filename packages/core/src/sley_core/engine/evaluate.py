@@ -10,6 +10,7 @@ import torch
 
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
+from sley_core.engine.agreement import Agreement
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
@@ -68,6 +69,7 @@ class Evaluation:
                 part.training = was
 
     def _measure(self) -> float:
+        Agreement(self.groups).begin("an evaluation").check()
         self.feed.restore({"samples": 0})
         state = StepState()
         totals = torch.zeros(2, dtype=torch.float64)

@@ -5,7 +5,7 @@ Nobody else counts: store, handlers, communicators and offload read it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,7 +43,8 @@ class StepState:
 
     step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the place of the
     first of them among those of all ranks. was_taken: whether weights moved in the step that ended last; not if its loss or a
-    gradient was no number, so that nothing that was kept of these gradients is of use.
+    gradient was no number, so that nothing that was kept of these gradients is of use. after_first: called once, when the
+    first action is over.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class StepState:
         self.first_micro = 0
         self.was_taken = True
         self.action: Action | None = None
+        self.after_first: Callable[[], None] | None = None
         self._last: dict[int, Action] = {}
         self._done: frozenset[int] = frozenset()
         self._settled: frozenset[int] | None = None
@@ -62,6 +64,7 @@ class StepState:
         self.num_micros = num_micros
         self.first_micro = first_micro
         self.action = None
+        self.after_first = None
         self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
         self._done = frozenset()
         self._settled = None
@@ -80,6 +83,9 @@ class StepState:
             self._done |= {action.chunk}
         self.action = None
         self._settled = None
+        if self.after_first is not None:
+            after, self.after_first = self.after_first, None
+            after()
 
     def gradients_final(self, chunks: frozenset[int]) -> bool:
         """Whether the running action is the last of this step that can add to a gradient of all `chunks`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.actions.action import actions_of
 from sley_core.data.cut import parts
+from sley_core.engine.agreement import Agreement
 from sley_core.engine.totals import PendingTotals
 from sley_core.engine.weight import BatchWeight
 from sley_core.errors import closed
@@ -54,15 +55,18 @@ class Stepper:
         self.state: StepState = store.state
         self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
+        self.agreement = Agreement(groups, store)
         if handlers:
             store.on_ready.append(self._gradient_ready)
             store.on_chunk_done.append(self._chunk_done)
 
-    def step(self, step: int, batch: HostBatch, num_micros: int, *, stop: bool = False) -> PendingTotals:
+    def step(
+        self, step: int, batch: HostBatch, num_micros: int, *, stop: bool = False, whole: HostBatch | None = None
+    ) -> PendingTotals:
         """Trains on `batch`, this rank's samples on the host, as `num_micros` micro-batches of one size.
 
-        step: counts from 0. stop: this rank's vote to stop after the step. After an exception the next call starts
-        clean.
+        step: counts from 0. stop: this rank's vote to stop after the step. whole: the batch before it was sliced, which ranks
+        compare. After an exception the next call starts clean.
         """
         if self.is_closed:
             raise closed("stepper")
@@ -73,6 +77,11 @@ class Stepper:
         for handler in self.handlers:
             handler.begin_step(self.state)
         weight = self._weight(batch)
+        self.agreement.begin(f"step {step + 1}", num_micros, whole, weight.local if weight else 0.0)
+        if self.agreement.may_wait:
+            self.state.after_first = self.agreement.check
+        else:
+            self.agreement.check()
         loss = self.executor.train(steps, batch, self.state, self.store, weight)
         for handler in self.handlers:
             handler.finish_step(self.state)
@@ -83,13 +92,16 @@ class Stepper:
         return PendingTotals(totals, self.device)
 
     def _weight(self, batch: HostBatch) -> BatchWeight | None:
-        """Starts to sum the loss weight of the global batch, where the model ends: only there is it needed."""
+        """The loss weight of the global batch, where the model ends: only there is it needed."""
         if not self.executor.has_loss:
             return None
-        # The last stage's ranks hold all samples of the global batch between them.
         scale = self.update.scale.value if self.update.scale else 1.0
         local = sum(self.executor.loss.weight(part) for part in parts(batch))
-        return BatchWeight(local, self.groups["stage"], self.device, scale)
+        return BatchWeight(local, self._global_weight, scale)
+
+    def _global_weight(self) -> float:
+        self.agreement.check()
+        return self.agreement.weight
 
     def close(self) -> None:
         """Lets go of the model and of the handlers, once; no step is taken after it."""

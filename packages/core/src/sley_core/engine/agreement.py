@@ -1,0 +1,201 @@
+"""What ranks must do alike in a step, compared before the first gradient travels: who did not change cannot know who did.
+
+    begin ──> first action of the step ──> check ──> everything else
+      └── one small sum over all ranks, on the hosts, beside that action; the loss weight of the batch is in it
+
+Frozen parameters decide what is summed with what, micro-batches decide how many messages come, a batch decides how long they
+are; a sum of other things is a wrong number or the end of the process (gloo), and a message that nobody sends is a hang. So
+every rank adds to one sum, for each of its groups, its own view of a fact times -1, and the group's first rank its view times
+the group's size: that is 0 where all agree, whatever the groups are. Where it is not, all ranks see it, gather their views, and
+raise the same error. Where ranks wait for each other in the first action already, the check comes before it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import Pending, all_reduce, gather_objects
+from sley_core.comm.marks import checksum
+from sley_core.data.cut import AnyBatch, parts
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Groups
+    from sley_core.engine.store import GradientStore
+
+NEXT, TRAINED, MICROS, BATCH = range(4)
+_WEIGHT = 4
+_SIZE = 6
+"""Of the sum, float64, in which facts are whole numbers below 2^53; other exchanges of the same ranks have other lengths."""
+
+_SEEN_BYTES = 1 << 12
+"""Of each field of a batch, at its beginning and at its end."""
+
+_HINTS = {
+    NEXT: "all ranks call the same methods of a run in the same order; was an error caught on some of them?",
+    TRAINED: "freeze and unfreeze parameters on all ranks alike, between two steps",
+    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other",
+    BATCH: "all stages of a pipeline, and all ranks that share a sequence, get the same samples: rows `run.rows` of a batch",
+}
+
+View = tuple[Hashable, int]
+"""What a rank thinks of a fact, and a checksum of it."""
+
+
+class Agreement:
+    """Of the ranks of `groups`. store: whose entries are trained; without one, nothing is.
+
+    first: what is to be compared once, before the first step. weight: of the global batch, once `check` has returned.
+    """
+
+    def __init__(self, groups: Groups, store: GradientStore | None = None) -> None:
+        self.groups = groups
+        self.store = store
+        self.first: Callable[[], None] | None = None
+        self.weight = 0.0
+        self._everyone = groups["control"]
+        self._facts: list[dict[str, View]] = []
+        self._layout = -1
+        self._trained: dict[str, View] = {}
+        self._sum = torch.zeros(_SIZE, dtype=torch.float64)
+        self._pending: Pending | None = None
+
+    def begin(self, what: str, num_micros: int = 0, batch: AnyBatch | None = None, weight: float = 0.0) -> Agreement:
+        """Starts to compare; every rank calls it, and `check` after it. what: the words for what all ranks begin now.
+
+        batch: this rank's samples, whole sequences, on the host. weight: this rank's share of the loss weight, where the model
+        ends; all samples of the global batch lie on the ranks of one stage.
+        """
+        self.weight = weight
+        if self.first is not None:
+            self.first()
+            self.first = None
+        if self._everyone.size == 1:
+            return self
+        self._facts = [
+            {"all": (what, checksum([what]))},
+            self._entries(),
+            dict.fromkeys(("model", "sp"), (num_micros, num_micros)),
+            {} if batch is None else self._samples(batch),
+        ]
+        self._sum = torch.zeros(_SIZE, dtype=torch.float64)
+        for at, fact in enumerate(self._facts):
+            self._sum[at] = sum(self._term(axis, number) for axis, (_, number) in fact.items())
+        self._sum[_WEIGHT] = weight
+        # All ranks, on the host; every step and every evaluation begins with it.
+        self._pending = all_reduce(self._sum, self._everyone, what=f"what all ranks agree on before {what}")
+        return self
+
+    def check(self) -> None:
+        """Raises RunError `ranks-differ` on all ranks alike, naming what differs and where."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        if self._sum[:_WEIGHT].any():
+            raise self._differing()
+        self.weight = float(self._sum[_WEIGHT])
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether `check` may come after the first action: that waits for no other rank, on any."""
+        return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
+
+    def _term(self, axis: str, number: int) -> int:
+        group = self.groups[axis]
+        return number * (group.size - 1 if group.ranks[0] == group.rank else -1)
+
+    def _entries(self) -> dict[str, View]:
+        """Which entries are trained, in which order they lie, by the group whose ranks must agree; once per layout."""
+        if self.store is not None and self._layout != self.store.num_layouts:
+            self._layout = self.store.num_layouts
+            names = tuple(entry.name for entry in self.store.entries)
+            lengths = (str(buffer.data.numel()) for buffer in self.store.buffers)
+            self._trained = {"stage": (names, checksum([*names, *lengths]))}
+            ties: dict[str, list[str]] = {
+                entry.tie_group: [] for entry in self.store.book if entry.tie_group is not None
+            }
+            for entry in self.store.book:
+                if entry.tie_group is not None and entry in self.store:
+                    ties[entry.tie_group].append(entry.name)
+            self._trained |= {axis: (tuple(sorted(tied)), checksum(sorted(tied))) for axis, tied in ties.items()}
+        return self._trained
+
+    def _samples(self, batch: AnyBatch) -> dict[str, View]:
+        axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
+        if not axes:
+            return {}
+        seen = tuple(f"{name} {_described(value)}" for part in parts(batch) for name, value in sorted(part.items()))
+        number = checksum(seen)
+        for part in parts(batch):
+            for _, value in sorted(part.items()):
+                number = zlib.crc32(_seen(value), number)
+        return dict.fromkeys(axes, (seen, number))
+
+    def _differing(self) -> RunError:
+        """The error; a collective, on `control`, to which all ranks come: they have seen the same sum."""
+        views = gather_objects(self._views(), self._everyone, what="what ranks do differently")
+        for fact, differ in enumerate(self._sum[:_WEIGHT].tolist()):
+            if not differ:
+                continue
+            for label in dict.fromkeys(label for view in views for label in view[fact]):
+                by_rank = zip(self._everyone.ranks, views, strict=True)
+                found = {rank: view[fact][label] for rank, view in by_rank if label in view[fact]}
+                if len(set(found.values())) > 1:
+                    return RunError("ranks-differ", _message(fact, found), hint=_HINTS[fact])
+        raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
+
+    def _views(self) -> list[dict[str, View]]:
+        """By the label of each of this rank's groups."""
+        return [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
+
+
+def _message(fact: int, found: Mapping[int, View]) -> str:
+    """What the odd rank does, and what a rank like the most does."""
+    usual, _ = Counter(found.values()).most_common(1)[0]
+    other = next(rank for rank, view in found.items() if view == usual)
+    odd = next(rank for rank, view in found.items() if view != usual)
+    (mine, _), (theirs, _) = found[odd], usual
+    match fact:
+        case 1:
+            return _of_entries(odd, mine, other, theirs)
+        case 2:
+            return f"rank {odd} runs {mine} micro-batches in this step, rank {other} {theirs}"
+        case 3 if mine != theirs:
+            here, there = next(_pairs(mine, theirs))
+            return f"rank {odd} was given the batch field {here}, rank {other} {there}"
+        case 3:
+            return f"rank {odd} was given other samples than rank {other}"
+    return f"rank {odd} begins {mine}, rank {other} {theirs}"
+
+
+def _of_entries(odd: int, mine: Any, other: int, theirs: Any) -> str:
+    differing = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
+    if not differing:
+        return f"rank {odd} reduces its gradients in another order, or in other buffers, than rank {other}"
+    trains, freezes = (odd, other) if differing[0] in mine else (other, odd)
+    more = f" (and {len(differing) - 1} more parameters differ)" if len(differing) > 1 else ""
+    return f"{differing[0]} is trained on rank {trains} and frozen on rank {freezes}{more}"
+
+
+def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[str, str]]:
+    longest = max(len(mine), len(theirs))
+    for at in range(longest):
+        here, there = (some[at] if at < len(some) else "none" for some in (mine, theirs))
+        if here != there:
+            yield here, there
+
+
+def _described(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _seen(value: Tensor) -> bytes:
+    data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    return bytes(data[:_SEEN_BYTES].numpy()) + bytes(data[-_SEEN_BYTES:].numpy())

@@ -1,0 +1,90 @@
+"""Copies of a weight or buffer start equal, or the run says which do not: replicas that differ are trained apart for ever.
+
+Compared once, before the first step, by every rank that holds a copy, whatever reduces its gradients: parameters over their
+reduce group and, where several stages hold one, over its tie group; buffers over the stage. A model draws alike on all ranks if
+it draws from torch's generator; numpy's, or one of its own, has another state on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import all_gather, all_reduce
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+    from sley_core.run import Run
+
+CHUNK_WORDS = 1 << 20
+"""How many words of 8 bytes are fingerprinted at a time: the working memory is a few times that."""
+
+SHOWN = 3
+_ODD = 2654435761
+
+
+def check_first_values(run: Run, per_rank_buffers: Sequence[str] = ()) -> None:
+    """Raises RunError `ranks-differ` on every rank of a group alike, naming the values that are not equal, and where.
+
+    per_rank_buffers: patterns of the buffers that each rank may have for itself.
+    """
+    by_axis: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, value, axis in _copies(run, per_rank_buffers):
+        by_axis.setdefault(axis, []).append((name, value))
+    # The stage's ranks hold the same entries, and so do a tie's; groups are taken in one order, which no two of them cross.
+    for axis in sorted(by_axis):
+        names = [name for name, _ in by_axis[axis]]
+        prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
+        _compare(names, prints, run.groups[axis])
+
+
+def fingerprint(value: Tensor) -> Tensor:
+    """An int64 scalar from the bytes and their places: equal for equal values, different for almost all others."""
+    data = value.contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words = data[:whole].clone().view(torch.int64) if data.data_ptr() % 8 else data[:whole].view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=value.device)
+    for start in range(0, words.numel(), CHUNK_WORDS):
+        chunk = words[start : start + CHUNK_WORDS]
+        places = torch.arange(start + 1, start + 1 + chunk.numel(), device=value.device)
+        total += ((chunk + 1) * (places * _ODD | 1)).sum()
+    rest = data[whole:].to(torch.int64)
+    return total + ((rest + 1) * (torch.arange(1, 1 + rest.numel(), device=value.device) * _ODD | 1)).sum()
+
+
+def _copies(run: Run, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
+    """What other ranks have too: its name, its value and the axis of those ranks, in the order of the book."""
+    for entry in sorted(run.book, key=lambda entry: entry.name):
+        for axis in (entry.reduce_group, entry.tie_group):
+            if axis is not None and run.groups[axis].size > 1 and entry.numel:
+                yield entry.name, entry.parameter.detach(), axis
+    for layer in run.layers if run.groups["stage"].size > 1 else ():
+        for name, buffer in layer.module.named_buffers(layer.name):
+            if buffer.numel() and not any(fnmatchcase(name, pattern) for pattern in per_rank_buffers):
+                yield name, buffer, "stage"
+
+
+def _compare(names: list[str], prints: Tensor, group: Group) -> None:
+    """Over `group`, whose ranks have fingerprints of the same names."""
+    extremes = torch.stack([prints, ~prints])
+    all_reduce(extremes, group, "max", what="the fingerprints of first values").wait()
+    is_odd = extremes[0] != ~extremes[1]
+    if not is_odd.any():
+        return
+    differing = [name for name, odd in zip(names, is_odd.tolist(), strict=True) if odd]
+    own = prints[is_odd][:1].contiguous()
+    every = own.new_empty(group.size)
+    all_gather(every, own, group, what="the fingerprints that differ").wait()
+    other = next(rank for rank, one in zip(group.ranks, every.tolist(), strict=True) if one != int(every[0]))
+    more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+    raise RunError(
+        "ranks-differ",
+        f"first values differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}",
+        hint="let the model draw from torch's generator alone, and load weights on every rank"
+        ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)',
+    )

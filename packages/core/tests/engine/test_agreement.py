@@ -1,0 +1,110 @@
+"""Ranks that do not do alike what they must do alike: one error on all of them, that says who does what, before any sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.first_values import CHUNK_WORDS, fingerprint
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.runs import record, same_on_all
+
+Change = Callable[[Run, bool], Any]
+
+
+def freeze(*names: str) -> Change:
+    """On one rank only: what is trained there is frozen, and the other way round."""
+
+    def change(run: Run, is_odd: bool) -> None:
+        for name in names if is_odd else ():
+            parameter = run.book[name].parameter
+            parameter.requires_grad_(not parameter.requires_grad)
+
+    return change
+
+
+def other_value(run: Run, is_odd: bool) -> None:
+    if is_odd:
+        with torch.no_grad():
+            run.book["blocks.1.inner.weight"].parameter[0, 0] += 1e-9
+
+
+def evaluates(run: Run, is_odd: bool) -> None:
+    if is_odd:
+        run.evaluate()
+
+
+def differing(tables: dict[str, Any], folder: Path) -> list[str]:
+    """What each case says on this rank, the one before it over; and that a run goes on where all ranks change alike."""
+    said = []
+    cases: list[tuple[int, Change]] = [
+        (0, freeze("head.bias")),
+        (1, freeze("head.bias", "blocks.0.inner.weight")),
+        (1, freeze(*(f"blocks.{at}.inner.weight" for at in range(4)))),
+        (0, other_value),
+        (1, evaluates),
+    ]
+    with World.join("cpu") as world:
+        for num_steps, change in cases:
+            with assemble(plan_from_dict(tables, folder), world) as run:
+                for _ in range(num_steps):
+                    run.step()
+                before = [entry.parameter.detach().clone() for entry in run.book]
+                with pytest.raises(RunError) as caught:  # noqa: PT012
+                    change(run, world.rank == world.size - 1)
+                    run.step()
+                if change is not other_value:
+                    assert all(torch.equal(was, entry.parameter) for was, entry in zip(before, run.book, strict=True))
+                said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_differ_are_told_alike(ranks, small, own, size):
+    tables = small(batch__global_size=6, evaluation={"every": 10, "steps": 1}, parallel={"dp": size})
+    found = ranks(size)(differing, tables, own)
+    assert all(said == found[0] for said in found)
+    odd = size - 1
+    frozen, two, four, value, evaluated = found[0]
+    assert all("ranks-differ" in said for said in found[0])
+    assert f"head.bias is trained on rank 0 and frozen on rank {odd}\n" in frozen
+    assert "(and 1 more parameters differ)" in two
+    assert "(and 3 more parameters differ)" in four
+    assert f"first values differ between rank 0 and rank {odd}: blocks.1.inner.weight\n" in value
+    assert f"rank {odd} begins an evaluation, rank 0 step 2" in evaluated
+
+
+def alike(run: Run) -> None:
+    run.book["blocks.2.inner.weight"].parameter.requires_grad_(False)
+
+
+def test_what_all_ranks_freeze_is_no_difference(ranks, small, own):
+    """And costs no bit."""
+    (alone,) = ranks(1)(record, small(parallel={"dp": 1}), 3, folder=own, prepare=alike)
+    both = ranks(2)(record, small(parallel={"dp": 2}), 3, folder=own, prepare=alike)
+    same_on_all(both)
+    assert_same_bits(alone.first, both[1].first)
+    assert_close_gradients(alone.weights, both[1].weights, 1e-10)
+
+
+def test_a_fingerprint_sees_values_and_places():
+    """Over more than one chunk; equal values in other memory have the same."""
+    values = torch.randn(CHUNK_WORDS * 2 + 101, generator=torch.Generator().manual_seed(0))
+    swapped = values.clone()
+    swapped[[0, -1]] = swapped[[-1, 0]]
+    changed = values.clone()
+    changed[-1] = -changed[-1]
+    assert fingerprint(values) == fingerprint(values.clone())
+    assert len({int(fingerprint(value)) for value in (values, swapped, changed)}) == 3
+    assert fingerprint(values[:-1].view(-1, 4)[:, :2]) == fingerprint(values[:-1].view(-1, 4)[:, :2].clone())
+    assert fingerprint(values[1:8]) == fingerprint(values[1:8].clone()), "wherever it begins"
+    assert fingerprint(torch.ones(3, dtype=torch.bool)) != fingerprint(torch.ones(4, dtype=torch.bool))
