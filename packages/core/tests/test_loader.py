@@ -143,7 +143,7 @@ def test_an_argument_of_a_newer_core(install: Install) -> None:
     found = fault_of("zeta")
     assert found.code == "plugin-argument"
     assert "plugin `zeta` (sley-zeta 1.0): its `sley_process_groups` wants `devices`" in found.message
-    assert "gives `topology`" in found.message
+    assert "gives `plan`, `topology`" in found.message
     assert found.hint
     assert "newer core" in found.hint
 

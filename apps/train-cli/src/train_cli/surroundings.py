@@ -1,4 +1,4 @@
-"""The environment in which local ranks run: who launched them, threads, loopback, and malloc.
+"""The environment in which local ranks run: who launched them, threads and loopback.
 
 What the user has set is left as it is, except that a local run never talks beyond loopback.
 """
@@ -12,16 +12,12 @@ from contextlib import contextmanager
 
 from train_cli.lifeline import LAUNCHER
 
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-"""Bytes. glibc keeps blocks up to these instead of returning them to the kernel after each use: page faults per step
-fall from thousands to about a hundred."""
-
 
 def of_ranks(num_ranks: int, environ: Mapping[str, str], launcher: int) -> dict[str, str]:
     """The variables that `num_ranks` ranks get beyond `environ`; `launcher` is the process that they die with."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     threads = max(1, num_cores() // num_ranks)
-    defaults = {"OMP_NUM_THREADS": str(threads), **_MALLOC}
+    defaults = {"OMP_NUM_THREADS": str(threads)}
     return {
         LAUNCHER: str(launcher),
         "GLOO_SOCKET_IFNAME": loopback,

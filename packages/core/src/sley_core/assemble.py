@@ -7,19 +7,17 @@ checks ──> layers on meta, ties ──> groups, agree ──> book closed �
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_core.comm.agree import agree
 from sley_core.comm.groups import Groups
+from sley_core.comm.heap import keep_freed_memory
 from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset, samples_per_epoch
+from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.data.slices import POSITIONS, Slices, sliced_info
 from sley_core.data.vocabulary import check_tokens
@@ -36,13 +34,14 @@ from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
-from sley_core.engine.stage import Stage, stage_of, tie_groups
+from sley_core.engine.stage import Stage, stage_of
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore, by_reduce_group, loose
 from sley_core.engine.timeline import StepTimeline
 from sley_core.engine.update import Update
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import PlanError
+from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
@@ -51,7 +50,6 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import frozen, parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.plan.write import digested
 from sley_core.records import ScheduleRecord
 from sley_core.run import Run
 
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.plan.plan import Plan
     from sley_core.protocols import GradientHandler, SchedulerHook, SequenceAttention, StageLink, WeightCommunicator
-    from sley_core.topology import GroupEntry, Topology
+    from sley_core.topology import Topology
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,16 +73,15 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     """
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
+    if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu":
+        keep_freed_memory()
     topology = plan.topology(world.size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
     sizes = model.num_parameters()
     costs, notes = _layer_costs(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
-    extra = tie_groups(stage, topology)
-    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=plan.parallel.host_memory)
-    if not world.is_fake:
-        _agree(plan, [*topology.groups(), *extra], groups, dataset)
+    groups = join(plan, world, topology, model, stage, dataset)
     attention: SequenceAttention | None = None
     if plan.sequence is not None and topology.sp > 1:
         attention = plan.sequence.build(groups["sp"])
@@ -294,22 +291,3 @@ def _open_outputs(plan: Plan, run: Run, folder: Path) -> None:
     if plan.profile is not None:
         first, last = plan.profile.steps
         run.profiler = StepProfiler(first, last, folder, run.world.rank, run.world.device)
-
-
-def _agree(plan: Plan, table: Sequence[GroupEntry], groups: Groups, dataset: AnyDataset) -> None:
-    try:
-        num_samples = samples_per_epoch(dataset, plan.data.config)
-    except SleyError as error:
-        raise plan.located(error) from error.__cause__
-    facts = {
-        "the plan": plan.digest,
-        "torch": torch.__version__,
-        "the group table": sha256("\n".join(entry.label for entry in table).encode()).hexdigest(),
-        "samples per epoch:": str(num_samples),
-    }
-    facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(
-        facts,
-        groups["control"],
-        {"the plan": partial(digested, plan)},
-    )

@@ -248,24 +248,6 @@ def sley_memory_pools() -> Iterable[records.MemoryPoolRecord]:  # type: ignore[e
 
 
 @hookspec
-def sley_offload_managers() -> Iterable[records.OffloadManagerRecord]:  # type: ignore[empty-body]
-    """Managers that move a part of a run's memory to the host and back.
-
-    `build(config) -> OffloadManager`.
-
-    Called: when the plan is resolved
-    Ranks: all
-    May communicate: no
-    Returns: records, or nothing to stay out
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_offload_managers():
-            return [OffloadManagerRecord(name="disk", config=DiskConfig, build="my_plugin.disk:Disk")]
-    """
-
-
-@hookspec
 def sley_activation_policies() -> Iterable[records.ActivationPolicyRecord]:  # type: ignore[empty-body]
     """Policies that decide what a layer keeps for its backward.
 
@@ -302,17 +284,19 @@ def sley_metrics_writers() -> Iterable[records.MetricsWriterRecord]:  # type: ig
 
 
 @hookspec
-def sley_process_groups(topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
+def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
     """Extra groups, as rank lists. Core makes them on all ranks in plan order; a plugin never calls `new_group`.
 
-    Called: when the topology is known
+    `run.groups[name]` is this rank's; a rank that is in no list has a group of itself alone.
+
+    Called: when the topology is known and the model is built on meta
     Ranks: all, with equal results
     May communicate: no
     Returns: records, or nothing to stay out
     Since: core 0.1
     Example:
         @hookimpl
-        def sley_process_groups(topology):
+        def sley_process_groups(plan, topology):
             half = topology.world // 2
             return [ProcessGroupRecord("halves", (tuple(range(half)), tuple(range(half, topology.world))))]
     """
@@ -332,22 +316,6 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
         def sley_check_plan(plan, topology):
             if plan.batch.micro_size % 2:
                 yield Problem(("batch", "micro_size"), "an even number is needed", hint="try 2")
-    """
-
-
-@hookspec
-def sley_estimate(plan: Plan, topology: Topology) -> Iterable[records.Estimate]:  # type: ignore[empty-body]
-    """Bytes that ranks will hold, before anything is allocated.
-
-    Called: by `train-cli show`
-    Ranks: none; no process runs
-    May communicate: no
-    Returns: estimates, or nothing
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_estimate(plan, topology):
-            return [Estimate(rank, "staging buffer", 1 << 20) for rank in range(topology.world)]
     """
 
 

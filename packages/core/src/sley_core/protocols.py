@@ -199,16 +199,6 @@ class MemoryPool(Protocol):
     def trim(self) -> int: ...
 
 
-class OffloadManager(Protocol):
-    """Moves one part of a run's memory to the host and back."""
-
-    def offload(self) -> None: ...
-    def onload(self) -> None: ...
-    @property
-    def state(self) -> str: ...
-    def report(self) -> Mapping[str, float]: ...
-
-
 class ActivationPolicy(Protocol):
     """Decides what a layer keeps between its forward and its backward."""
 

@@ -135,10 +135,6 @@ class MemoryPoolRecord(Record):
     """`build(config) -> MemoryPool`."""
 
 
-class OffloadManagerRecord(Record):
-    """`build(config) -> OffloadManager`."""
-
-
 class ActivationPolicyRecord(Record):
     """`build(config, layer_names) -> ActivationPolicy`."""
 
@@ -164,12 +160,3 @@ class Problem:
     message: str
     hint: str | None = None
     code: str = "plan-invalid"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What `sley_estimate` yields: bytes that `rank` will hold for `what`."""
-
-    rank: int
-    what: str
-    num_bytes: int

@@ -27,6 +27,9 @@ LANES = {"pp": ("up", "down"), "wp": ("gather", "reduce")}
 
 DEFAULT_LANE = "main"
 
+TIE = "tie["
+"""How the name of a tie's axis begins; only the ranks that hold it have a group."""
+
 
 @dataclass(frozen=True)
 class Coordinates:

@@ -109,7 +109,6 @@ def test_kinds_have_names() -> None:
         "weight communicator",
         "sequence attention",
         "memory pool",
-        "offload manager",
         "activation policy",
         "metrics writer",
     ]

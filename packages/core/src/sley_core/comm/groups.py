@@ -5,7 +5,7 @@ Nothing runs on the default group after start-up, and nobody else calls `new_gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sley_core.comm.host_memory import HostMemory
 from sley_core.errors import RunError
-from sley_core.topology import AXES, DEFAULT_LANE, LANES, GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_LANE, LANES, TIE, GroupEntry, Topology
 
 SHARED = "shared"
 """The memory, beside those of the lanes, of what stays readable for a whole step: however many exchanges come in between,
@@ -87,7 +87,7 @@ def make_groups(
     *,
     backend: str,
     timeout: timedelta,
-    extra: Iterable[GroupEntry] = (),
+    extra: Sequence[GroupEntry] = (),
     reads_memory: bool = False,
 ) -> Groups:
     """Joins every line of the table that names `rank`; every rank of the world calls this once, with equal tables.
@@ -98,6 +98,7 @@ def make_groups(
 
     reads_memory: whether ranks may read each other's memory, where they can; only for tensors on the host, so never beside
     another backend than gloo. Opened here for ranks that share weights.
+    extra: a rank that is in none of the lines of a plugin's axis has a group of its own there.
     backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
     communicator: what runs on them is issued in one order by all members anyway.
     Raises RunError `group-failed` where a member does not come within `timeout`.
@@ -121,7 +122,7 @@ def make_groups(
         assert (joined is not None) == is_member, f"rank {rank} of {entry.label}: {joined}"
         if joined is not None:
             lanes.setdefault(entry.axis, {})[entry.lane] = joined
-    for axis in AXES:
+    for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE))):
         members.setdefault(axis, (rank,))
     groups = Groups(
         {axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()},

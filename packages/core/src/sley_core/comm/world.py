@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, first_line, make_groups
-from sley_core.comm.heap import keep_freed_memory
 from sley_core.comm.texts import value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
@@ -40,10 +39,6 @@ class World(AbstractContextManager["World"]):
     device: Device
     owns_default_group: bool = False
     made: list[Groups] = field(default_factory=list, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.device.torch_device.type == "cpu":
-            keep_freed_memory()
 
     @classmethod
     def alone(cls, device: str = "auto") -> World:

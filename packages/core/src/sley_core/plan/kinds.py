@@ -26,7 +26,6 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "weight_communicators": records.WeightCommunicatorRecord,
     "sequence_attentions": records.SequenceAttentionRecord,
     "memory_pools": records.MemoryPoolRecord,
-    "offload_managers": records.OffloadManagerRecord,
     "activation_policies": records.ActivationPolicyRecord,
     "metrics_writers": records.MetricsWriterRecord,
 }

@@ -52,6 +52,9 @@ class RunTable(Table):
     log_every: Positive = 10
     """Steps between two lines of progress where no progress bar can be drawn."""
 
+    keep_freed_memory: bool = True
+    """On the CPU, what the process frees stays with it, for the next step: of all its code, and for good; glibc only."""
+
 
 class BatchTable(Table):
     """How many samples a step sees. `global_size = dp x micro_size x accumulation`."""

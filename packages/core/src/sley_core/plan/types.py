@@ -26,7 +26,6 @@ RecordKind = Literal[
     "weight_communicators",
     "sequence_attentions",
     "memory_pools",
-    "offload_managers",
     "activation_policies",
     "metrics_writers",
 ]
