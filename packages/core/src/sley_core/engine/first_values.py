@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import all_gather, all_reduce
+from sley_core.comm.collectives import all_gather, all_reduce, gather_objects
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -29,18 +29,27 @@ _ODD = 2654435761
 
 
 def check_first_values(run: Run, per_rank_buffers: Sequence[str] = ()) -> None:
-    """Raises RunError `ranks-differ` on every rank of a group alike, naming the values that are not equal, and where.
+    """Raises RunError `ranks-differ` on all ranks of the run alike, naming the values that are not equal, and where.
 
     per_rank_buffers: patterns of the buffers that each rank may have for itself.
     """
     by_axis: dict[str, list[tuple[str, Tensor]]] = {}
     for name, value, axis in _copies(run, per_rank_buffers):
         by_axis.setdefault(axis, []).append((name, value))
+    faults = []
     # The stage's ranks hold the same entries, and so do a tie's; groups are taken in one order, which no two of them cross.
     for axis in sorted(by_axis):
         names = [name for name, _ in by_axis[axis]]
         prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
-        _compare(names, prints, run.groups[axis])
+        faults.append(_differing(names, prints, run.groups[axis]))
+    # Ranks of other groups would wait for those that stop.
+    everyone = gather_objects(faults, run.groups["control"], what="first values that differ")
+    if fault := next((fault for found in everyone for fault in found if fault), ""):
+        hint = (
+            "let the model draw from torch's generator alone, and load weights on every rank"
+            ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)'
+        )
+        raise RunError("ranks-differ", fault, hint=hint)
 
 
 def fingerprint(value: Tensor) -> Tensor:
@@ -69,22 +78,17 @@ def _copies(run: Run, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Te
                 yield name, buffer, "stage"
 
 
-def _compare(names: list[str], prints: Tensor, group: Group) -> None:
-    """Over `group`, whose ranks have fingerprints of the same names."""
+def _differing(names: list[str], prints: Tensor, group: Group) -> str:
+    """What differs over `group`, whose ranks have fingerprints of the same names; "" where nothing does."""
     extremes = torch.stack([prints, ~prints])
     all_reduce(extremes, group, "max", what="the fingerprints of first values").wait()
     is_odd = extremes[0] != ~extremes[1]
     if not is_odd.any():
-        return
+        return ""
     differing = [name for name, odd in zip(names, is_odd.tolist(), strict=True) if odd]
     own = prints[is_odd][:1].contiguous()
     every = own.new_empty(group.size)
     all_gather(every, own, group, what="the fingerprints that differ").wait()
     other = next(rank for rank, one in zip(group.ranks, every.tolist(), strict=True) if one != int(every[0]))
     more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-    raise RunError(
-        "ranks-differ",
-        f"first values differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}",
-        hint="let the model draw from torch's generator alone, and load weights on every rank"
-        ' (or `start = "broadcast"` of `dp.bucketed`: the first rank\'s)',
-    )
+    return f"first values differ between rank {group.ranks[0]} and rank {other}: {', '.join(differing[:SHOWN])}{more}"
