@@ -46,6 +46,45 @@ def test_check_of_the_model(cli: Cli, own_model: Callable[[str], Path]) -> None:
     assert "error[model-factory]" in result.err
 
 
+PASSES_A_NUMBER = """
+    from torch import nn
+
+    class Embed(nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    class Counts(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden), {"times": self.times}
+
+        times = 3
+
+    class Head(nn.Linear):
+        def forward(self, state):
+            return super().forward(state[0])
+
+    def layers(data):
+        return [("embed", Embed(data.vocab_size, 8)), ("counts", Counts(8, 8)), ("head", Head(8, data.vocab_size))]
+"""
+
+
+@pytest.mark.parametrize(("parts", "code"), [("[2, 1]", 3), ("[1, 2]", 0)])
+def test_check_of_what_crosses_between_stages(
+    cli: Cli, own_model: Callable[[str], Path], parts: str, code: int
+) -> None:
+    """A number between two layers of one stage is no matter; one that would have to be sent is told with its layer."""
+    path = own_model(PASSES_A_NUMBER)
+    pipeline = ["--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", 'pipeline.use="pp.gpipe"']
+    pipeline += ["--set", 'partition.use="pp.explicit"', "--set", f"partition.layers={parts}"]
+    result = cli("check", path, "--model", *pipeline)
+    assert result.code == code, result.err
+    assert ("error[boundary-type]" in result.err) == (code == 3)
+    assert "was not looked at" not in result.err
+    if code:
+        assert "the output of the layer 'counts' holds a value of type int" in result.err
+        assert "plan.toml:" in result.err
+
+
 # -- show --------------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+import sley_pp.link
 from sley_core.errors import RunError
 from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.runs import record
@@ -214,7 +215,9 @@ def test_ragged_micro_batches_on_replicas(ranks, folder):
     assert_equal(reference, ranks(4)(record, tables, 3, folder=folder, batches=steps))
 
 
-def mismatch(tables, folder):
+def mismatch(tables, folder, apart):
+    if apart:
+        sley_pp.link.heads_are_apart = lambda device: True
     start_s = time.monotonic()
     try:
         record(tables, 1, folder=folder)
@@ -223,8 +226,14 @@ def mismatch(tables, folder):
     return None
 
 
-def test_a_mismatch_is_told_on_both_sides(ranks, folder):
-    sender, receiver = ranks(2, 30)(mismatch, plan("moody", 2), folder)
+@pytest.mark.parametrize(
+    ("device", "apart"), [("cpu", False), ("cpu", True), pytest.param("cuda", False, marks=pytest.mark.gpu)]
+)
+def test_a_mismatch_is_told_on_both_sides(ranks, folder, device, apart):
+    """Before anything is computed of it: heads lie in front of their tensors, or travel on the host."""
+    tables = plan("moody", 2)
+    tables["run"]["device"] = device
+    sender, receiver = ranks(2, 30)(mismatch, tables, folder, apart)
     for code, message, seconds in (sender, receiver):
         assert code == "boundary-mismatch"
         assert seconds < 10

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from sley_core.assemble import assemble, draft_model
+from sley_core.assemble import DTYPES, assemble, draft_model
 from sley_core.comm.world import World
+from sley_core.engine.boundary_check import check_boundaries
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.plan.plan import Plan
@@ -21,7 +22,8 @@ def check_model(plan: Plan, world: int) -> list[str]:
     Returns how many parameters the model has, and what a run would do otherwise.
 
     Raises PlanError or PluginError as `assemble` does, and PlanError "model-init" for a parameter that nobody
-    initialises and RunError "no-device", which a run would find out only in its ranks.
+    initialises, PlanError "boundary-type" for a layer whose output cannot be sent to the next stage, and RunError
+    "no-device", which a run would find out only in its ranks.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = '`device = "auto"` takes what there is'
@@ -32,7 +34,10 @@ def check_model(plan: Plan, world: int) -> list[str]:
             with assemble(plan, fake) as run:
                 notes = [parameters(run.num_parameters, run.num_trained), *run.notes]
                 dataset = run.dataset
-            check_first_values(draft_model(plan, dataset.info))
+            model = draft_model(plan, dataset.info)
+            check_first_values(model)
+            dtype = DTYPES[plan.precision.compute]
+            notes += filter(None, [check_boundaries(plan, plan.topology(world), model, dataset, dtype)])
             # Ranks are processes of their own, and open it again: what it holds, such as workers, is not to stay with them.
             if world > 1 and callable(close := getattr(dataset, "close", None)):
                 close()
