@@ -1,103 +1,54 @@
-"""The loop that everybody writes by hand, as an oracle: torch's autograd and optimizer over the same layers, no engine.
+"""A recorded run beside the loop by hand of `testing.plain`, over the same batches: one call for the tests of a layout.
 
-reference = record(tables, 3, batches=batches)                            # any layout of the plan
-assert_by_hand(reference, model(info), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
-
-It shares the first weights and the samples with the run that it judges, and nothing else.
+found = record(tables, 3, batches=batches)                                # any layout of the plan
+assert_by_hand(found, layers(info), batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sley_core.losses.config import CrossEntropyConfig
+from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.plain import PlainLoop, assert_step
 from sley_core.testing.runs import Recorded
-
-Batch = Mapping[str, Tensor]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-LossSum = Callable[[Any, Batch], Tensor]
-
-
-def cross_entropies(logits: Tensor, batch: Batch) -> Tensor:
-    """The sum over the labels that count."""
-    return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
-
-
-def labels_that_count(batch: Batch) -> float:
-    """By what that sum is divided."""
-    return float((batch["labels"] != -100).sum())
-
-
-def trained_by_hand(
-    named: Sequence[tuple[str, nn.Module]],
-    first: Mapping[str, Tensor],
-    batches: Sequence[Batch],
-    make_optimizer: MakeOptimizer,
-    *,
-    micro_size: int,
-    loss: LossSum = cross_entropies,
-    weight: Callable[[Batch], float] = labels_that_count,
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss of each step, one batch each in micro-batches of `micro_size` samples, and the weights after the last.
-
-    named: fresh layers. first: what their parameters and buffers start from, by name; its dtype is theirs.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, module in named:
-        module.to(next(iter(first.values())).dtype)
-        tensors |= dict(module.named_parameters(name)) | dict(module.named_buffers(name))
-    with torch.no_grad():
-        for name, value in first.items():
-            tensors[name].copy_(value)
-    parameters = [one for one in tensors.values() if isinstance(one, nn.Parameter) and one.requires_grad]
-    optimizer = make_optimizer(list(dict.fromkeys(parameters)))
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        total = weight(batch)
-        size = len(next(iter(batch.values())))
-        losses.append(0.0)
-        for at in range(0, size, micro_size):
-            part = {name: value[at : at + micro_size] for name, value in batch.items()}
-            value = loss(called([module for _, module in named], part), part) / total
-            value.backward()  # type: ignore[no-untyped-call]  # torch's
-            losses[-1] += value.item()
-        optimizer.step()
-    return losses, {name: tensors[name].detach().clone() for name in first}
-
-
-def called(modules: Sequence[nn.Module], batch: Batch) -> Any:
-    """The output of the last module; each is called with that of the one before, and the fields that its forward names."""
-    args: tuple[Any, ...] = ()
-    for module in modules:
-        names = inspect.signature(module.forward).parameters
-        args = (module(*args, **{name: batch[name] for name in batch if name in names}),)
-    (output,) = args
-    return output
 
 
 def assert_by_hand(
     recorded: Recorded,
-    named: Sequence[tuple[str, nn.Module]],
-    batches: Sequence[Batch],
-    make_optimizer: MakeOptimizer,
+    named: list[tuple[str, nn.Module]],
+    batches: Sequence[Mapping[str, Tensor]],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     *,
     micro_size: int,
-    tolerance: float = 1e-10,
     first: Mapping[str, Tensor] | None = None,
+    tolerance: float = 1e-9,
 ) -> None:
-    """What `recorded` saw are the losses and the weights of the loop by hand, relative.
+    """What `recorded` saw of `batches`, one a step, are loss, norm, gradients and weights of the loop by hand, relative.
 
-    first: of the whole model, where `recorded` holds a part of it.
+    named: fresh layers, which get the dtype of the run's. first: the weights of the whole model at the start, where
+    `recorded` holds a part of it.
     """
     start = recorded.first if first is None else first
-    losses, weights = trained_by_hand(named, start, batches, make_optimizer, micro_size=micro_size)
-    for number, (row, wanted) in enumerate(zip(recorded.rows, losses, strict=True), start=1):
-        assert abs(row["loss"] - wanted) <= tolerance * abs(wanted), f"step {number}: loss {row['loss']}, not {wanted}"
+    for _, module in named:
+        module.to(next(iter(start.values())).dtype)
+    loop = PlainLoop(
+        named,
+        CrossEntropy(CrossEntropyConfig()),
+        optimizer=lambda parameters: make_optimizer(
+            [parameter for _, parameter in parameters if parameter.requires_grad]
+        ),
+    )
+    loop.load(start)
+    for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
+        size = len(next(iter(batch.values())))
+        micros = [
+            {name: value[at : at + micro_size] for name, value in batch.items()} for at in range(0, size, micro_size)
+        ]
+        assert_step(loop.step(micros), row, gradients, {}, tolerance)
+    weights = loop.weights
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
