@@ -25,10 +25,11 @@ def test_every_rank_scores_its_classes(check):
 
 
 def test_ignored_labels_and_smoothing(check):
-    """A20; in `pad` every sample ends in labels that are ignored."""
+    """A20; in `pad` every sample ends in labels that are ignored, also where the loss has another number for these."""
     padded = {"data__documents": "pad"}
     smooth = {"loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
-    check(2, [(2, 2, padded), (2, 2, smooth), (2, 2, padded | smooth)])
+    other = {"loss": {"use": "core.cross_entropy", "ignore_index": 32}}
+    check(2, [(2, 2, padded), (2, 2, smooth), (2, 2, padded | smooth), (2, 2, padded | other)])
 
 
 def test_recomputation_and_modules(check):

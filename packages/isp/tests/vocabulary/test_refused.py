@@ -59,3 +59,18 @@ def test_logits_that_are_not_returned_as_they_are(ranks, own, sharded, change, w
     for said in ranks(2)(steps, sharded(2, weights=SHARED, model=model, **OWN_DATA), own):
         assert said.startswith("error[logits-split]")
         assert f"`{what}` of logits of which no rank has all" in said
+
+
+def first_steps(plans: list[dict[str, Any]], folder: Any) -> list[str]:
+    return [steps(tables, folder) for tables in plans]
+
+
+def test_a_class_that_there_is_not_is_the_same_error_in_every_layout(ranks, own, sharded):
+    """Whole, gathered or shared: the field and the value, before anything is sent."""
+    changes = {"data": {"factory": "scored:Beyond"}, "model": {"factory": "scored:layers"}}
+    alone = steps(sharded(1, 1, **changes), own)
+    assert "label-out-of-range" in alone
+    assert "the field `labels` has the class 5, but the model's logits have 4: 0 to 3" in alone
+    plans = [sharded(2, weights={"head": head}, **changes) for head in ("gather", "vocabulary")]
+    for said in ranks(2)(first_steps, plans, own):
+        assert said == [alone, alone]
