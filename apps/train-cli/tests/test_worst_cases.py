@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -87,31 +88,48 @@ def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_mod
     assert time.monotonic() - begin < 60
 
 
+LAYERED = """
+    import os, signal
+    from torch import nn
+
+    class Embed(nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    class Last(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            Last.calls += self.training
+            if Last.calls == 3 and os.environ["RANK"] == os.environ["CULPRIT"]:
+                {action}
+            return super().forward(x)
+
+    def layers():
+        return [Embed(256, 8), *(Last(8, 8) for _ in range(6)), nn.Linear(8, 256)]
+"""
+
+LAYOUTS = [
+    ("parallel.dp=4",),
+    ("parallel.dp=2", "parallel.pp=2", 'pipeline={use="pp.one_f_one_b"}'),
+    ("parallel.dp=1", "parallel.pp=4", 'pipeline={use="pp.zero_bubble_h1"}'),
+    ("parallel.dp=4", "parallel.wp=2", 'weights={use="isp.communicator"}'),
+]
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", [{"dp": 4}, {"dp": 2, "pp": 2}, {"pp": 4}, {"wp": 2, "dp": "auto"}])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["dp", "dp-pp", "pp", "wp"])
 @pytest.mark.parametrize("action", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)", "exit(7)", "[][1]"])
 def test_the_culprit_is_named_in_every_layout(
-    start: Start, own_model: Own, layout: dict[str, Any], action: str
+    start: Start, own_model: Own, layout: tuple[str, ...], action: str
 ) -> None:
-    """Whoever takes the second forward on the last rank."""
-    size = 2 if "wp" in layout else 4
-    sets = [f"parallel.{axis}={json.dumps(ranks)}" for axis, ranks in {"dp": 1, **layout}.items()]
-    body = doing(f"rank == {size - 1} and self.calls == 2 and {action}")
-    body = body.replace("def forward(self, tokens)", "def forward(self, x)").replace(
-        "self.embed(tokens)", "self.embed(x)"
-    )
-    body = body.replace("return [Tiny()]", "return [nn.Embedding(256, 8), *(Last() for _ in range(3))]")
-    body += """
-    class Last(Tiny):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Linear(8, 8)
-    """
-    nproc = ("--nproc", str(size))
-    result = start("run", own_model(body), *nproc, *(part for each in sets for part in ("--set", each))).finish(90)
+    """Drawn by the case: some rank in some step, while others compute, wait or exchange."""
+    culprit = random.Random(f"{layout} {action}").randrange(4)
+    sets = (part for each in layout for part in ("--set", each))
+    result = start("run", own_model(LAYERED.format(action=action)), *sets, CULPRIT=str(culprit)).finish(150)
     assert result.code == 1
     (told,) = errors(result.err)
-    assert f"rank {size - 1} of {size}" in told
+    assert f"rank {culprit} of 4" in told
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------
