@@ -67,7 +67,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
     outcome: Outcome = "failed"
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
     try:
-        say(opening(_facts(run), run.plan, _memory(run)))
+        say("\n".join((opening(_facts(run), run.plan, _memory(run)), *run.notes)))
         with reporter:
             run.listeners.append(reporter)
             stopping.working(run.stop)

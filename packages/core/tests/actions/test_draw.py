@@ -84,8 +84,18 @@ def test_svg_has_a_box_for_each_action_with_its_times(two_stages):
     assert box.findtext(f"{space}title") == "B0.0 on stage 0, 4 s to 6 s"
     rect = box.find(f"{space}rect")
     assert rect is not None
-    assert float(rect.get("x", 0)) == pytest.approx(70 + 4 * 800 / 12, abs=0.01)
-    assert float(rect.get("width", 0)) == pytest.approx(2 * 800 / 12, abs=0.01)
+    assert float(rect.get("x", 0)) == pytest.approx(110 + 4 * 760 / 12, abs=0.01)
+    assert float(rect.get("width", 0)) == pytest.approx(2 * 760 / 12, abs=0.01)
+
+
+def test_svg_says_how_long_how_idle_and_which_colour_is_what(two_stages):
+    space = "{http://www.w3.org/2000/svg}"
+    words = [text.text for text in ElementTree.fromstring(draw_svg({"predicted": two_stages})).iter(f"{space}text")]
+    assert {"0 ms", "1.2e+04 ms", "F forward", "B backward"} <= set(words)
+    assert "W weight gradients" not in words
+    assert [word for word in words if "idle" in word] == [
+        f"stage {stage}, {two_stages.idle(stage):.0%} idle" for stage in range(2)
+    ]
 
 
 def test_a_trace_has_every_action_under_its_timeline_and_stage(two_stages):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 from sley_core.actions.action import Kind
-from sley_core.actions.draw import label
+from sley_core.actions.draw import NAMES, label
 from sley_core.actions.timeline import Span, Timeline
 
 COLOURS = {
@@ -18,15 +18,21 @@ COLOURS = {
 }
 """Of the first chunk, and of the others."""
 
-ROW, GAP, TITLE, LEFT = 22, 4, 24, 70
-"""Pixels: of a stage's row, between rows, of a title, of the stages' names."""
+ROW, GAP, TITLE, LEFT = 22, 4, 24, 110
+"""Pixels: of a stage's row, between rows, of a title, of the stages' names with their idle share."""
+
+NUM_TICKS = 5
+"""Times that are written below the pictures, the first of them 0."""
 
 LETTER = 7
 """Pixels that a letter of a label takes: one without room is left out."""
 
 
 def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
-    """A picture `width` pixels wide of `timelines`, each under its title. Pointing at an action says what it is and when."""
+    """A picture `width` pixels wide of `timelines`, each under its title, with times and what colours mean below.
+
+    Pointing at an action says what it is and when.
+    """
     longest = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
     scale = (width - LEFT) / longest if longest > 0 else 0.0
     body: list[str] = []
@@ -37,16 +43,38 @@ def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
         for stage in range(timeline.stages):
             body += _row(timeline, stage, top, scale)
             top += ROW + GAP
+    if scale:
+        body += _ticks(longest, top, scale)
+        body += _legend(timelines.values(), top + TITLE)
+        top += 2 * TITLE
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" font-family="sans-serif" font-size="11">'
     return "\n".join([head, *body, "</svg>"]) + "\n"
 
 
 def _row(timeline: Timeline, stage: int, top: int, scale: float) -> Iterator[str]:
     length = timeline.makespan_s * scale
-    yield f'<text x="0" y="{top + ROW - 7}">stage {stage}</text>'
+    yield f'<text x="0" y="{top + ROW - 7}">stage {stage}, {timeline.idle(stage):.0%} idle</text>'
     yield f'<rect x="{LEFT}" y="{top}" width="{length:.2f}" height="{ROW}" fill="#f2f2f2"/>'
     for span in timeline.of_stage(stage):
         yield _box(span, top, scale)
+
+
+def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
+    for number in range(NUM_TICKS):
+        time_s = longest_s * number / (NUM_TICKS - 1)
+        anchor = "end" if number == NUM_TICKS - 1 else "start"
+        x = LEFT + time_s * scale
+        yield f'<text x="{x:.2f}" y="{top + TITLE - 10}" text-anchor="{anchor}">{time_s * 1e3:.4g} ms</text>'
+
+
+def _legend(timelines: Iterable[Timeline], top: int) -> Iterator[str]:
+    kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
+    x = LEFT
+    for kind, name in NAMES.items():
+        if kind in kinds:
+            yield f'<rect x="{x}" y="{top + 2}" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
+            yield f'<text x="{x + 18}" y="{top + 12}">{name}</text>'
+            x += 18 + LETTER * (len(name) + 3)
 
 
 def _box(span: Span, top: int, scale: float) -> str:
