@@ -42,7 +42,7 @@ def check_step(run: Run, number: int, result: StepResult, totals: PendingTotals,
     is_latest = run.num_steps_done + 1 == number
     own = Seen(float(totals.own_loss), _first_bad(run.store) if is_latest else None, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step.
-    seen = gather_objects(own, run.groups["control"], what="what is no number")
+    seen = [Seen(*one) for one in gather_objects(own, run.groups["control"], what="what is no number")]  # it sends JSON
     if result.is_finite:
         raise RunError(
             "nothing-counts",
