@@ -31,7 +31,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def sley_models() -> Iterable[records.ModelRecord]:  # type: ignore[empty-body]
     """Models that `[model] use` can name.
 
-    `build(config, data: DataInfo) -> layers`; parameters go to meta as they are registered, buffers keep their values.
+    `build(config, data: DataInfo) -> layers`. Parameters take no memory while it runs; what it writes to them is written
+    again on the ranks that own them, buffers keep their values.
 
     Called: when the plan is resolved
     Ranks: all
