@@ -90,9 +90,9 @@ class Watch(SchedulerHook):
         queue = run.stepper.executor.queue
         put = queue.put
 
-        def watched_put(work):
+        def watched_put(work, *of):
             self.queued[queue._open].add(work)
-            put(work)
+            put(work, *of)
 
         queue.put = watched_put
         run.stepper.executor.hooks.append(self)
