@@ -22,7 +22,7 @@ TOKENS = (128, 512, 2048)
 WORLDS = (2, 4)
 TIME_TARGET = {128: 0.65, 512: 0.82}
 REMOVED_TARGET = 0.60
-BUCKETED = [{"use": "dp.bucketed", "start": "trust"}]
+BUCKETED = [{"use": "dp.bucketed"}]
 EACH = [{"use": "core.each"}]
 VARIANTS: dict[str, dict[str, Any]] = {
     "isp": {},

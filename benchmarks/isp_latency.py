@@ -98,7 +98,7 @@ def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int,
     tables = plan(
         SHAPE,
         1,
-        [{"use": "dp.bucketed", "start": "trust"}],
+        [{"use": "dp.bucketed"}],
         parallel={"wp": dist.get_world_size()},
         weights={"use": "isp.communicator"},
         activations={"use": "core.recompute", "fraction": fraction},
