@@ -1,0 +1,155 @@
+"""Drawn models in drawn layouts have the numbers of a plain PyTorch loop, or are refused by name where they may be.
+
+A failure prints its case; `python apps/train-cli/tests/drawn/replay.py NUMBER` shows it again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
+OWN = Path(__file__).parent / "own"
+SAMPLE = {1: 8, 2: 12, 3: 2, 4: 6}
+"""How many of CI's cases take how many ranks."""
+CAMPAIGN = 20
+"""Into how many parts the 2,000 draws are cut, each of numbers of its own."""
+
+Check = Callable[..., Counter[str]]
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalogue, the drawing and the judging are on the path, in ranks too."""
+    monkeypatch.syspath_prepend(OWN)
+
+
+@pytest.fixture
+def check(ranks: Any, own: None, tmp_path: Path) -> Check:
+    """`check(numbers, world)` draws and judges these cases, fails with those that are wrong, and counts the verdicts."""
+    from drawn_batches import judge, valid
+    from drawn_cases import describe
+
+    def check(numbers: Iterable[int], world: int | None = None) -> Counter[str]:
+        cases = [valid(number, tmp_path, world) for number in numbers]
+        verdicts = {}
+        for size in sorted({case.world for case in cases}):
+            verdicts |= judge(ranks, [case for case in cases if case.world == size], tmp_path)
+        wrong = [case for case in cases if verdicts[case.seed].how == "wrong"]
+        told = "\n\n".join(f"{describe(case)}\n  => {verdicts[case.seed].why}" for case in wrong)
+        assert not wrong, f"{len(wrong)} of {len(cases)} cases are wrong\n{told}"
+        return Counter(verdict.how for verdict in verdicts.values())
+
+    return check
+
+
+@pytest.mark.parametrize("world", SAMPLE)
+def test_a_fixed_sample_equals_a_plain_loop(check, world):
+    assert check(range(SAMPLE[world]), world)["equal"] >= SAMPLE[world] / 2
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(CAMPAIGN))
+def test_two_thousand_draws_equal_a_plain_loop(check, part):
+    first = random.SystemRandom().randrange(10**6) * 1000
+    print(f"numbers {first} to {first + 99}")
+    found = check(range(first, first + 100))
+    print(dict(found))
+    assert found["equal"] > 80
+
+
+def test_a_number_stands_for_one_case_and_all_features_are_drawn(own):
+    """In a few hundred draws: every body, form, schedule, first value, optimizer, loss and option."""
+    from drawn_cases import STARTS, describe, draw
+    from drawn_catalogue import BODIES
+    from drawn_forms import FORMS
+    from drawn_layouts import SCHEDULES
+
+    cases = [draw(number) for number in range(400)]
+    assert [describe(case) for case in cases] == [describe(draw(number)) for number in range(400)]
+    text = "\n".join(map(describe, cases))
+    for feature in (
+        *(f"body={body}" for body in BODIES),
+        *(f"give={form}" for form in FORMS),
+        *(f"start={start}" for start in STARTS if start),
+        *(f"carry={carry}" for carry in ("kept", "input", "made", "sent")),
+        *(f'"{schedule}"' for schedule in SCHEDULES),
+        *(f'"{axis}": 2' for axis in ("dp", "pp", "sp", "wp")),
+        *("core.sgd", "core.adamw", "NAdam", "clip_norm", "Squares", "WithSize", "dp.bucketed", "core.recompute"),
+        *('"direct"', '"vocabulary"', '"hidden"', '"ties"', '"shared"', '"frozen"'),
+        *('"freeze"', '"thaw"', '"halve"', '"listed"', '"evaluates"', '"host_memory": false'),
+    ):
+        assert feature in text, f"{feature} is never drawn"
+
+
+@pytest.fixture
+def small(own: None) -> Any:
+    """A case on any number of ranks: two blocks, of which the first has the body and hands on in the form that are given."""
+    from drawn_cases import Case, Step
+
+    def small(seed: int, world: int = 1, body: str = "feed", form: str = "tensor", refusals: str = "") -> Any:
+        layers = [
+            {"body": body, "take": "tensor", "give": form, "carry": "made", "start": ""},
+            {"body": "linear", "take": form, "give": "tensor", "carry": "made", "start": ""},
+        ]
+        model = {"width": 4, "layers": layers, "ties": [], "shared": [], "frozen": []}
+        model |= {"embed": {"give": "tensor", "padding": False, "positions": False}}
+        model |= {"head": {"take": "tensor", "bias": True, "aux": False}}
+        training = {
+            "loss": {"use": "core.cross_entropy", "label_smoothing": 0.0},
+            "optimizer": {"use": "core.adamw", "lr": 0.01, "eps": 1e-6},
+            "learning_rate": {"warmup_steps": 0},
+        }
+        tables = {"batch": {"global_size": 4, "micro_size": 2}, "parallel": {"dp": 1, "pp": world}}
+        tables |= {"precision": {"compute": "fp64"}}
+        tables |= {"pipeline": {"use": "pp.one_f_one_b"}} if world > 1 else {}
+        steps = [Step([3, 3], evaluates=True), Step([2, 2])]
+        return Case(seed, world, model, training, tables, steps, "", frozenset(refusals.split()))
+
+    return small
+
+
+def test_any_number_that_is_off_by_little_is_seen(small, tmp_path):
+    from drawn_runs import compare, see
+
+    case = small(5)
+    seen = see(case, tmp_path)
+    compare(case, [seen])
+    for part, key in (
+        (seen.rows[1], "loss"),
+        (seen.rows[0], "grad_norm"),
+        (seen.gradients[1], "blocks.0.body.up.weight"),
+        (seen.weights[0], "blocks.0.body.up.bias"),
+        (seen.first, "blocks.0.body.norm.weight"),
+    ):
+        kept = part[key]
+        part[key] = kept * (1 + 1e-7)
+        with pytest.raises(AssertionError, match=key.replace(".", r"\.")):
+            compare(case, [seen])
+        part[key] = kept
+    seen.held_out[0] *= 1 + 1e-7
+    with pytest.raises(AssertionError, match="held-out"):
+        compare(case, [seen])
+
+
+def test_a_case_that_fails_poisons_no_other(ranks, small, tmp_path):
+    """An error that no case allows, and one that this case allows, before one that is right."""
+    from drawn_batches import Verdict, judge
+
+    cases = [
+        small(1, 2, body="raises", refusals="boundary-type"),
+        small(2, 2, form="unsendable", refusals="boundary-type"),
+        small(3, 2),
+    ]
+    found = judge(ranks, cases, tmp_path)
+    assert found[1].how == "wrong"
+    assert "ValueError: on purpose" in found[1].why
+    assert found[2] == Verdict("refused", "boundary-type")
+    assert found[3] == Verdict("equal")
