@@ -8,7 +8,7 @@ values would go on being others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -114,7 +114,8 @@ class _Loading:
             self.report.wrong += [f"{name!r} is missing" for name in missing]
             self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
         # over all ranks: every one comes here, whatever it found
-        everyone = gather_objects((self.report, missing), control, what="what ranks say of the weights")
+        said = gather_objects([asdict(self.report), missing], control, what="what ranks say of the weights")
+        everyone = [(_Report(**report), names) for report, names in said]
         wrong = list(dict.fromkeys(line for report, _ in everyone for line in report.wrong))
         if wrong:
             more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
