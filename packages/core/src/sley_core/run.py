@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from sley_core.data.cut import count_micros, parts
 from sley_core.engine.not_finite import check_step
 from sley_core.errors import KeyPath, RunError, UsageError, closed
+from sley_core.metrics.parts import bytes_of, counts_of
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
-from sley_core.protocols import Counts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from sley_core.engine.totals import PendingTotals
     from sley_core.metrics.throughput import Meter
     from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Component, Plan
+    from sley_core.plan.plan import Plan
     from sley_core.protocols import MetricsWriter, SequenceAttention
     from sley_core.topology import Topology
 
@@ -197,34 +197,12 @@ class Run(AbstractContextManager["Run"]):
     @property
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
-        states = self.stepper.update.optimizer.state.values()
-        tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
-        return {
-            "parameters": sum(entry.numel * entry.parameter.element_size() for entry in self.book),
-            "masters": self.stepper.update.masters.num_bytes,
-            "gradients": self.store.num_bytes,
-            "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        }
+        return bytes_of(self)
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
-        """What the parts of this rank's run have counted, by the name in the plan: those that are `protocols.Counts`.
-
-        A name that the plan lists twice is followed by its number.
-        """
-        plan, stepper = self.plan, self.stepper
-        parts: list[tuple[Component | None, object]] = [
-            (plan.weights, stepper.executor.weights),
-            *zip(plan.gradient_handlers, stepper.handlers, strict=True),
-            *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
-            (plan.activations, self.caller.policy),
-        ]
-        found: dict[str, dict[str, float]] = {}
-        for component, part in parts:
-            if component is not None and isinstance(part, Counts):
-                same = sum(name.split(" ")[0] == component.name for name in found)
-                found[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
-        return found
+        """What the parts of this rank's run have counted, by the name in the plan: those that are `protocols.Counts`."""
+        return counts_of(self)
 
     def close(self) -> None:
         """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it.

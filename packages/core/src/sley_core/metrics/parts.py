@@ -1,0 +1,43 @@
+"""What the parts of one rank's run hold, and what they have counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sley_core.protocols import Counts
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Component
+    from sley_core.run import Run
+
+
+def bytes_of(run: Run) -> dict[str, int]:
+    """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
+    states = run.stepper.update.optimizer.state.values()
+    tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
+    return {
+        "parameters": sum(entry.numel * entry.parameter.element_size() for entry in run.book),
+        "masters": run.stepper.update.masters.num_bytes,
+        "gradients": run.store.num_bytes,
+        "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+    }
+
+
+def counts_of(run: Run) -> dict[str, dict[str, float]]:
+    """What those parts have counted that are `protocols.Counts`, by their names in the plan.
+
+    A name that the plan lists twice is followed by its number.
+    """
+    plan, stepper = run.plan, run.stepper
+    parts: list[tuple[Component | None, object]] = [
+        (plan.weights, stepper.executor.weights),
+        *zip(plan.gradient_handlers, stepper.handlers, strict=True),
+        *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
+        (plan.activations, run.caller.policy),
+    ]
+    found: dict[str, dict[str, float]] = {}
+    for component, part in parts:
+        if component is not None and isinstance(part, Counts):
+            same = sum(name.split(" ")[0] == component.name for name in found)
+            found[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
+    return found
