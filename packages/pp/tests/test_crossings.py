@@ -61,6 +61,35 @@ def test_types_many_tensors_and_layers_that_begin_in_place(ranks, own, apart):
             assert_equal(wanted[cases[number // len(SCHEDULES)]], layouts)
 
 
+def test_data_may_decide_which_tensors_are_one(ranks, own):
+    """A tensor that is handed on in two places is one on the other side, in the micro-batches in which it is."""
+    wanted = record(plan("skips"), 2, folder=own)
+    for size in (2, 3):
+        plans = [plan("skips", size, name) for name in SCHEDULES]
+        for layouts in zip(*ranks(size, 120)(recorded, plans, own), strict=True):
+            assert_equal(wanted, layouts)
+
+
+def refusals(plans, own):
+    found = []
+    for tables in plans:
+        try:
+            found.append(record(tables, 1, folder=own))
+        except RunError as error:
+            found.append(error.diagnostics[0].code)
+    return found
+
+
+def test_writing_to_one_of_two_tensors_that_overlapped_is_refused(ranks, own):
+    """They arrive as copies: what is written to one would not be seen in the other, as it is in one process."""
+    record(plan("halves"), 1, folder=own)
+    wanted = record(plan("halves", writes=False), 1, folder=own)
+    refused = plan("halves", 2) | {"limits": {"collective_timeout_s": 3}}  # the first stage waits for a gradient
+    first, last = ranks(2, 60)(refusals, [plan("halves", 2, writes=False), refused], own)
+    assert_equal(wanted, [first[0], last[0]])
+    assert last[1] == "boundary-overlap"
+
+
 # -- frozen and unfrozen between steps ---------------------------------------------------------------------------------
 
 FROZEN = [("first", "0"), (), ("first", "0", "1", "2"), ("last",), ("first",), ("first", "0", "1", "2", "3"), ()]

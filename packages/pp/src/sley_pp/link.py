@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Transfer, Way, way_of
-from sley_core.engine.boundary import Description, gradients_of
+from sley_core.engine.boundary import Description, gradients_of, with_overlaps
 from sley_core.errors import RunError
 from sley_pp.lines import Lines, heads_are_apart
 from sley_pp.message import Message, from_bytes, layout_of, to_bytes
@@ -104,7 +104,7 @@ class Link:
         if key not in known:
             known[key] = description
             self._announce(transfer, description)
-        self._send(transfer, known[key], description, tensors)
+        self._send(transfer, known[key], with_overlaps(description, tensors), tensors)
         self._returning[place] = gradients_of(description)
         self._post_waiting(way_of(transfer.peer, self._stage))
 

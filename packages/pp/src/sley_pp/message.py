@@ -5,7 +5,8 @@
 
 Both ends know the size before it is sent, so a receive can be posted ahead. The head lets a receiver say what came when it
 is not what was expected; a sender that finds that out fills the expected size and says so in the head. The flags tell which
-of the tensors have a gradient: that may change from one micro-batch to the next, when layers are frozen, and nothing else may.
+of the tensors have a gradient and which are one and the same: that may change from one micro-batch to the next, when layers are
+frozen or the data decide, and nothing else may.
 
 The head is always on the host, where both ends read it without waiting for a device. With tensors on the host it lies in
 front of them, in one piece; else it is a piece of its own.
@@ -22,11 +23,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sley_core.engine.boundary import Description, Leaf
+from sley_core.engine.boundary import FLAG_BYTES, Description, Leaf
 from sley_core.engine.flat import ALIGNMENT_BYTES
 
 HEAD_BYTES = 1024
-"""Room for the numbers and for the words of a mismatch; the flags, a byte for each tensor, are behind it."""
+"""Room for the numbers and for the words of a mismatch; the flags of each tensor are behind it."""
 
 _NUMBERS = struct.Struct("<III")
 """Walk, micro-batch, bytes of the fault's text."""
@@ -55,7 +56,7 @@ class Extent:
         for dtype, shape in layout:
             starts.append(end)
             end += _padded(prod(shape) * dtype.itemsize)
-        return cls(HEAD_BYTES + _padded(len(layout)), end, tuple(starts))
+        return cls(HEAD_BYTES + _padded(FLAG_BYTES * len(layout)), end, tuple(starts))
 
 
 class Message:
@@ -120,7 +121,7 @@ class Message:
         """Walk, micro-batch, flags and fault, as they were written."""
         walk, micro, size = _NUMBERS.unpack_from(self._head)
         fault = bytes(self._head[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
-        return walk, micro, bytes(self._head[HEAD_BYTES : HEAD_BYTES + len(self.layout)]), fault
+        return walk, micro, bytes(self._head[HEAD_BYTES : HEAD_BYTES + FLAG_BYTES * len(self.layout)]), fault
 
 
 def to_bytes(description: Description) -> Tensor:

@@ -146,3 +146,50 @@ class Counts(Plain):
 class Forgets(Plain):
     def forward(self, state: tuple[Tensor, int]) -> Tensor:
         return super().forward(state[0])
+
+
+class Skips(nn.Linear):
+    """Hands on what it was given beside its own output, which is the very same tensor where the data say so."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+        given = x["hidden"] + x["given"] if isinstance(x, dict) else x * 1
+        return {"hidden": given if float(given.detach().sum()) > 0 else super().forward(given), "given": given}
+
+
+class Joins(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return super().forward(x["hidden"] * x["given"])
+
+
+def skips(data: DataInfo) -> list[nn.Module]:
+    return [Skips(), Skips(), Joins()]
+
+
+class Halves(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = super().forward(x)
+        return hidden[..., : WIDTH // 2], hidden
+
+
+class WritesToHalf(nn.Linear):
+    def __init__(self, writes: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.writes = writes
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        half, whole = x
+        half = half.mul_(2) if self.writes else half * 2
+        return super().forward(whole) + half.sum()
+
+
+def halves(data: DataInfo, writes: bool = True) -> list[nn.Module]:
+    return [Halves(), WritesToHalf(writes)]

@@ -1,12 +1,13 @@
 """What crosses from one layer's stage to the next: tensors in containers, described so that both ends agree.
 
 A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. Containers are tuples, lists
-and dicts, and types that `containers` takes apart. A tensor that stands in two places crosses once, and is one on the other
-side.
+and dicts, and types that `containers` takes apart. A tensor that stands in two places is one on the other side, whether it does
+so always or as the data say: a leaf for each place, and a mark on the later ones.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,21 +23,53 @@ Structure: TypeAlias = Any
 """None, a leaf's number, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}: JSON-able."""
 
 
+_HAS_GRADIENT = 1
+_OVERLAPS = 2
+_FIRST = 4
+"""Of a leaf's flags: the number of the leaf that it is, plus one, counts in steps of this."""
+
+
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor: its dtype, its shape, and whether a gradient comes back for it."""
+    """One tensor: its dtype and shape, and what may be another from one micro-batch to the next.
+
+    has_gradient: whether a gradient comes back for it. same_as: the number of an earlier leaf, of which this is the very
+    tensor; a gradient comes back for that one. overlaps: it arrives as a copy, but shared memory with another leaf.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     has_gradient: bool
+    same_as: int | None = None
+    overlaps: bool = False
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def flags(self) -> int:
+        """What varies, as one number below 2^32."""
+        first = 0 if self.same_as is None else self.same_as + 1
+        return _FIRST * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
+
+    def flagged(self, flags: int) -> Leaf:
+        """This leaf with what `flags` say."""
+        first = flags // _FIRST
+        return replace(
+            self,
+            has_gradient=bool(flags & _HAS_GRADIENT),
+            same_as=first - 1 if first else None,
+            overlaps=bool(flags & _OVERLAPS),
+        )
+
     def __str__(self) -> str:
         gradient = " with gradient" if self.has_gradient else ""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{gradient}"
+
+
+FLAG_BYTES = 4
+"""Of each leaf, in a message's head."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +81,8 @@ class Description:
 
     @property
     def flags(self) -> bytes:
-        """Of each leaf, whether a gradient comes back: a byte of 0 or 1."""
-        return bytes(leaf.has_gradient for leaf in self.leaves)
+        """What varies of each leaf, FLAG_BYTES of them each."""
+        return struct.pack(f"<{len(self.leaves)}I", *(leaf.flags for leaf in self.leaves))
 
     def fits(self, other: Description) -> bool:
         """Whether it is `other` but for the flags."""
@@ -62,8 +95,8 @@ class Description:
         """This description with other flags."""
         if flags == self.flags:
             return self
-        pairs = zip(self.leaves, flags, strict=True)
-        return replace(self, leaves=tuple(replace(leaf, has_gradient=bool(flag)) for leaf, flag in pairs))
+        pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
+        return replace(self, leaves=tuple(leaf.flagged(one) for leaf, one in pairs))
 
     def __str__(self) -> str:
         return ", ".join(str(leaf) for leaf in self.leaves) or "no tensor"
@@ -75,7 +108,7 @@ def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
     Raises RunError `boundary-type` for anything else in it.
     """
     leaves: list[Tensor] = []
-    return leaves, _structure(value, leaves, {}, layer)
+    return leaves, _structure(value, leaves, layer)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
@@ -101,35 +134,59 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
     return put_together(kind, structure["context"], parts)
 
 
+def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Description:
+    """The description of an output that is about to be copied: of each leaf, whether another one reaches into its memory."""
+    spans = {at: _span(tensors[at]) for at, leaf in enumerate(description.leaves) if leaf.same_as is None}
+    if len(spans) < 2:
+        return description
+    found = {
+        at
+        for at, (start, end) in spans.items()
+        if any(start < other_end and other < end for one, (other, other_end) in spans.items() if one != at)
+    }
+    if not found:
+        return description
+    return replace(
+        description,
+        leaves=tuple(replace(leaf, overlaps=at in found) for at, leaf in enumerate(description.leaves)),
+    )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first address of its elements, and the one behind the last."""
+    if not tensor.numel():
+        return 0, 0
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (extent + 1) * tensor.element_size()
+
+
 def gradients_of(description: Description) -> Description:
     """What comes back for a boundary's tensors: one gradient for each that has one, in order."""
     return Description(tuple(leaf for leaf in description.leaves if leaf.has_gradient), None)
 
 
-def _structure(part: Any, leaves: list[Tensor], known: dict[int, int], layer: str) -> Structure:
-    """Puts the tensors of `part` into `leaves`. known: by id, the numbers of those that are there.
+def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
+    """Puts the tensors of `part` into `leaves`.
 
     No function within `flatten`: one that calls itself is a cycle, which would keep the tensors until the next collection.
     """
     if part is None:
         return None
     if isinstance(part, Tensor):
-        number = known.setdefault(id(part), len(leaves))
-        if number == len(leaves):
-            leaves.append(part)
-        return number
+        leaves.append(part)
+        return len(leaves) - 1
     kind = type(part)
     if kind is tuple:
-        return {"tuple": [_structure(each, leaves, known, layer) for each in part]}
+        return {"tuple": [_structure(each, leaves, layer) for each in part]}
     if kind is list:
-        return [_structure(each, leaves, known, layer) for each in part]
+        return [_structure(each, leaves, layer) for each in part]
     if kind is dict and all(isinstance(key, str) for key in part):
-        return {"dict": {key: _structure(each, leaves, known, layer) for key, each in part.items()}}
+        return {"dict": {key: _structure(each, leaves, layer) for key, each in part.items()}}
     name, apart = name_of(kind), take_apart(part)
     if name is None or apart is None:
         raise _cannot_cross(kind, layer)
     context, parts = apart
-    return {"type": name, "context": context, "parts": [_structure(each, leaves, known, layer) for each in parts]}
+    return {"type": name, "context": context, "parts": [_structure(each, leaves, layer) for each in parts]}
 
 
 def _cannot_cross(kind: type, layer: str) -> RunError:

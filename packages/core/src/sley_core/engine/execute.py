@@ -188,6 +188,7 @@ class Executor:
             named = {name: fields[name] for name in layer.fields}
             args = (self.caller(layer, args, named, micro),)
         (output,) = args
+        held.check_unwritten(self.chunks[micro.chunk][0].name)
         for hook in self.hooks:
             hook.after_forward(micro, output)
         if self._is_last(micro.chunk):
@@ -195,7 +196,7 @@ class Executor:
             total += held.loss.detach()
         else:
             description, tensors = describe(output, self.chunks[micro.chunk][-1].name)
-            held.edges = edges_of(tensors)
+            held.edges = edges_of(description, tensors)
             sent = [tensor.detach() for tensor in tensors]
             self.crossing.give("forward", micro.chunk, micro.micro, (description, sent))
 

@@ -87,12 +87,30 @@ class Held:
     description: Description | None = None
     edges: list[GradientEdge] = field(default_factory=list)
     loss: Tensor | None = None
+    _watched: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def enter(self, description: Description, tensors: Sequence[Tensor]) -> Any:
         """The value that the chunk is called with, of `tensors` that came in; its graph begins there."""
         self.description = description
         self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
-        return unflatten([came.enter() for came in self.inputs], description.structure)
+        entered: list[Tensor] = []
+        for came in self.inputs:
+            first = came.leaf.same_as
+            entered.append(came.enter() if first is None else entered[first])
+            if came.leaf.overlaps:
+                self._watched.append((entered[-1], entered[-1]._version))
+        return unflatten(entered, description.structure)
+
+    def check_unwritten(self, layer: str) -> None:
+        """Raises RunError `boundary-overlap` where the chunk, which begins with `layer`, wrote to a copy of shared memory."""
+        watched, self._watched = self._watched, []
+        if any(tensor._version != version for tensor, version in watched):
+            raise RunError(
+                "boundary-overlap",
+                f"a stage that begins with the layer {layer!r} writes in place to a tensor that overlaps with another one that "
+                "it was given: they came from another stage, as copies that do not overlap",
+                hint="write to a `clone()` of it, or let the layer before return a `clone()`",
+            )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Runs this chunk's backward from `gradients` of its outputs; returns those of its inputs, zeros where none came.
@@ -116,10 +134,18 @@ class Held:
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
     """The description of a chunk's output, and its tensors in order. layer: the last one, for the error of `flatten`."""
     tensors, structure = flatten(value, layer)
-    leaves = tuple(Leaf(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
-    return Description(leaves, structure), tensors
+    firsts: dict[int, int] = {}
+    leaves = []
+    for at, tensor in enumerate(tensors):
+        first = firsts.setdefault(id(tensor), at)
+        if first == at:
+            leaves.append(Leaf(tensor.dtype, tuple(tensor.shape), tensor.requires_grad))
+        else:
+            leaves.append(Leaf(tensor.dtype, tuple(tensor.shape), has_gradient=False, same_as=first))
+    return Description(tuple(leaves), structure), tensors
 
 
-def edges_of(tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Where the backward of those tensors starts that have a gradient."""
-    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+def edges_of(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
+    """Where the backward of those `tensors`, an output's, starts for which a gradient comes back."""
+    pairs = zip(description.leaves, tensors, strict=True)
+    return [get_gradient_edge(tensor) for leaf, tensor in pairs if leaf.has_gradient]

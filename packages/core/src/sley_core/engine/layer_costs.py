@@ -110,13 +110,14 @@ class _Bench:
         named = {name: self.fields[name] for name in layer.fields}
         began = self.device.moment()
         output = self.caller(layer, args, named, self.micro)
-        _, tensors = describe(output)
-        gradients = [torch.ones_like(tensor) for tensor in tensors if tensor.requires_grad]
+        description, tensors = describe(output)
+        pairs = zip(description.leaves, tensors, strict=True)
+        gradients = [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
         if layer is self.model.layers[-1]:
             held.loss = self.loss.loss(output, self.fields)
             gradients = [torch.ones_like(held.loss)]
         else:
-            held.edges = edges_of(tensors)
+            held.edges = edges_of(description, tensors)
         if held.loss is None or held.loss.requires_grad:
             held.backward(gradients)
         seconds = self.device.seconds_between(began, self.device.moment())
