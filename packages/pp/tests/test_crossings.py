@@ -11,6 +11,8 @@ import torch
 import sley_pp.link
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.agreement import _WEIGHT as WEIGHT
+from sley_core.engine.agreement import Agreement
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients
@@ -194,12 +196,20 @@ def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ra
 # -- steps that differ -------------------------------------------------------------------------------------------------
 
 
+def trusting(self):
+    """Nobody compares before the step: what the stages themselves say remains."""
+    if self._pending is not None:
+        self._pending.wait()
+        self._pending, self.weight = None, float(self._sum[WEIGHT])
+
+
 def apart_in_size(tables, own, micros_of, length_of, walk):
     """This stage's step, on micro-batches of its own number and length; what it says, and after how long."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
         stage = run.groups["pp"].coord
         for _ in range(2):
             run.step(batch_of(5))
+        Agreement.check = trusting
         start_s = time.monotonic()
         try:
             if walk[stage] == "evaluate":

@@ -94,7 +94,8 @@ def divide_by_the_micro_batches_too(run):
 
 
 def begin_with_another_copy(run):
-    """The last bit of one element of the second stage's copy."""
+    """The last bit of one element of the second stage's copy, and nobody compares."""
+    run.stepper.agreement.first = None
     if run.groups["pp"].coord == 1:
         value = run.book[TIE].parameter.data.view(-1)
         value[0] = value[0].nextafter(value[0] + 1)

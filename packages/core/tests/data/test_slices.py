@@ -21,7 +21,7 @@ PACKED = {**TOKENS, "positions": Field("int64", 0, 1), "cu_seqlens": Field("int3
 
 def a_batch() -> dict[str, Tensor]:
     tokens = torch.arange(24).view(2, 12)
-    return {"tokens": tokens, "labels": torch.where(tokens % 5 == 0, -100, tokens)}
+    return {"tokens": tokens, "labels": torch.where(tokens % 5 == 0, -100, tokens + 1)}
 
 
 def a_packed_batch() -> dict[str, Tensor]:

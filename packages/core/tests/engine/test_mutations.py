@@ -68,14 +68,14 @@ def weigh_each_rank_for_itself(run):
 
 def forget_the_first_micro_batch(run):
     """Each contribution overwrites the one before."""
-    add = type(run.store)._contributed
+    passed = type(run.store)._passed
 
     def overwrite(self, slot):
-        add(self, slot)
+        passed(self, slot)
         slot.contributions = 0
         slot.parameter.grad = None
 
-    type(run.store)._contributed = overwrite
+    type(run.store)._passed = overwrite
 
 
 def start_elsewhere(run):

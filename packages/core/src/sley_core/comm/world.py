@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it
+from torch.distributed.rendezvous import rendezvous
 
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, first_line, make_groups
@@ -65,13 +67,17 @@ class World(AbstractContextManager["World"]):
                 "rendezvous-failed", f"the environment has RANK = {rank} of WORLD_SIZE = {size}; ranks count from 0"
             )
         picked = Device.pick(device, local_rank, local_size)
+        timeout = timedelta(seconds=timeout_s)
         try:
+            store, *_ = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))
+            store.set_timeout(timeout)
             dist.init_process_group(
                 picked.backend,
-                init_method=environ.get(STORE, "env://"),
+                # torchrun starts ranks again with the store that they had: gloo would find addresses of those that have ended.
+                store=PrefixStore(f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timeout,
                 device_id=picked.torch_device if picked.backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:

@@ -140,7 +140,7 @@ class Agreement:
 
     def _differing(self) -> RunError:
         """The error; a collective, on `control`, to which all ranks come: they have seen the same sum."""
-        views = gather_objects(self._views(), self._everyone, what="what ranks do differently")
+        views = _hashable(gather_objects(self._views(), self._everyone, what="what ranks do differently"))
         for fact, differ in enumerate(self._sum[:_WEIGHT].tolist()):
             if not differ:
                 continue
@@ -154,6 +154,16 @@ class Agreement:
     def _views(self) -> list[dict[str, View]]:
         """By the label of each of this rank's groups."""
         return [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
+
+
+def _hashable(value: Any) -> Any:
+    """`value` as it was before it travelled as JSON, which has lists for tuples; lists of dicts stay lists."""
+    if isinstance(value, dict):
+        return {key: _hashable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        each = [_hashable(one) for one in value]
+        return each if any(isinstance(one, dict | list) for one in each) else tuple(each)
+    return value
 
 
 def _message(fact: int, found: Mapping[int, View]) -> str:

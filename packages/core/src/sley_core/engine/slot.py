@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,13 @@ class GradientMemory:
         return [GradientBuffer(entries, part) for entries, part in zip(lists, parts, strict=True)]
 
 
+class Habit(NamedTuple):
+    """What the steps before have shown of how a gradient comes; as in `Slot`."""
+
+    expected: int = 0
+    is_irregular: bool = False
+
+
 class Slot:
     """The gradient of `entry` as `view`, a part of a buffer.
 
@@ -86,17 +94,20 @@ class Slot:
         "view",
     )
 
-    def __init__(self, entry: Entry, view: Tensor, known: Slot | None, *, keeps: bool) -> None:
-        """known: the entry's slot in the layout before."""
+    def __init__(self, entry: Entry, view: Tensor, habit: Habit, *, keeps: bool) -> None:
         self.entry = entry
         self.parameter = entry.parameter
         self.chunks = entry.chunks
         self.view = view
-        self.expected: int = known.expected if known else 0
-        self.is_irregular: bool = known.is_irregular if known else False
+        self.expected, self.is_irregular = habit
         self.keeps = keeps
         self.is_quiet = False
         self.reset()
+
+    @property
+    def habit(self) -> Habit:
+        """What the entry's slot in the next layout is to know; no view with it, whose memory is about to be taken over."""
+        return Habit(self.expected, self.is_irregular)
 
     def reset(self) -> None:
         """A new step: what the view holds is overwritten by the first contribution."""
@@ -188,10 +199,10 @@ class LooseSlot(Slot):
 
     __slots__ = ("dtype", "nothing")
 
-    def __init__(self, entry: Entry, dtype: torch.dtype, known: Slot | None, *, keeps: bool) -> None:
+    def __init__(self, entry: Entry, dtype: torch.dtype, habit: Habit, *, keeps: bool) -> None:
         self.dtype = dtype
         self.nothing = entry.parameter.new_empty(0, dtype=dtype)
-        super().__init__(entry, self.nothing, known, keeps=keeps)
+        super().__init__(entry, self.nothing, habit, keeps=keeps)
 
     def reset(self) -> None:
         super().reset()

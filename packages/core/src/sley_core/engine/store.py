@@ -24,12 +24,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.layout import Layout as Layout
 from sley_core.engine.layout import Planner as Planner
 from sley_core.engine.layout import by_reduce_group as by_reduce_group
 from sley_core.engine.layout import loose as loose
-from sley_core.engine.slot import GradientBuffer, GradientMemory, LooseSlot, Slot, check_not_sharded, dense
+from sley_core.engine.slot import GradientBuffer, GradientMemory, Habit, LooseSlot, Slot, check_not_sharded, dense
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
 
@@ -69,7 +70,7 @@ class GradientStore:
         self._is_watching = False
         self._is_closed = False
         self._learned = False
-        self._tasks: dict[Slot, int] = {}
+        self._tasks: dict[Slot, tuple[Action | None, int]] = {}
         self._parameters: list[Tensor] = []
         self._laid_out_for: list[bool] = []
         self.num_layouts = 0
@@ -87,16 +88,16 @@ class GradientStore:
         for entries in (layout.order, [entry for buffer in (*layout.buffers, layout.loose) for entry in buffer]):
             named = sorted(entry.index for entry in entries)
             assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
-        known = self._slots
+        known = {entry: slot.habit for entry, slot in self._slots.items()}
         self._forget()
         self.buffers = self._memory.buffers([entries for entries in layout.buffers if entries])
         for buffer in self.buffers:
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
                 keeps = entry not in self._products
-                self._slots[entry] = Slot(entry, view, known.get(entry), keeps=keeps)
+                self._slots[entry] = Slot(entry, view, known.get(entry, Habit()), keeps=keeps)
         for entry in layout.loose:
             keeps = entry not in self._products
-            self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry), keeps=keeps)
+            self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry, Habit()), keeps=keeps)
         self._order = [self._slots[entry] for entry in layout.order]
         self._parameters = [entry.parameter for entry in self.book]
         self._laid_out_for = self._trainability()
@@ -237,10 +238,12 @@ class GradientStore:
         for slot in self._order:
             slot.learn()
         if not self._learned and self._tasks:
-            # The backward itself began first; those within it come as often as they like.
-            outermost = min(self._tasks.values())
-            for slot, task in self._tasks.items():
-                slot.is_irregular |= task != outermost
+            # Of an action, the backward itself began first; those within it come as often as they like.
+            outermost: dict[Action | None, int] = {}
+            for action, task in self._tasks.values():
+                outermost[action] = min(task, outermost.get(action, task))
+            for slot, (action, task) in self._tasks.items():
+                slot.is_irregular |= task != outermost[action]
             self._tasks.clear()
         self._learned = True
 
@@ -263,7 +266,7 @@ class GradientStore:
                     parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
             slot.contributions += 1
         if not self._learned:
-            self._tasks[slot] = torch._C._current_graph_task_id()
+            self._tasks[slot] = self.state.action, torch._C._current_graph_task_id()
         self._passed(slot)
 
     def _contributed(self, slot: Slot) -> None:

@@ -106,9 +106,7 @@ class FactoryOptimizerConfig(OptimizerConfig):
     """Further keyword arguments of the class, as it names them."""
 
     scope: Literal["elementwise", "matrix", "global"] | None = None
-    """What an update of one element depends on: that element's gradients alone, those of its whole parameter, or those of the
-    model; left out, it is known of torch.optim's own classes, and of any other unknown. A layout of which a rank holds less
-    refuses it: `wp` above 1 or a sharded optimizer all but `"elementwise"`, `pp` above 1 `"global"` and the unknown."""
+    """Whose gradients an element's update takes: its own, its parameter's or all; left out, known of torch.optim's classes."""
 
 
 class LearningRateConfig(Table):

@@ -83,7 +83,7 @@ def batch_norm(data: DataInfo, hidden: int = 8, declared: bool = False) -> Model
 class Scale(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(hidden))
+        self.gain = nn.Parameter(torch.empty(hidden))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden * self.gain
