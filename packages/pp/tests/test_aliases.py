@@ -1,4 +1,4 @@
-"""Layers that hand on, keep or write to what they were given: right in every schedule (statements 18, 25).
+"""Layers that hand on, keep or write to what they were given: right in every schedule.
 
 What a stage received lies in the link's memory, and autograd, views and users alias it. Layers are drawn, and compared with
 a loop that shares nothing with the engine but first weights and samples.

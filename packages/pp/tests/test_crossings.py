@@ -145,7 +145,7 @@ def several(plans, own):
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_whole_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
-    """Statement 11, in a pipeline: which tensors have a gradient may change, and nobody waits for one that does not come."""
+    """Which tensors have a gradient may change, and nobody waits for one that does not come."""
     plans = [plan("in_place", stages, name) for name in (*SCHEDULES, "interleaved", "zero_bubble_v")]
     by_rank = ranks(stages, 120)(several, plans, own)
     for at in range(len(plans)):
@@ -184,7 +184,7 @@ def lengths(tables, own, longest, num_micros):
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_v"])
 def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ranks, own, schedule):
-    """Statement 19, and DESIGN 13.5: in use are those that are posted, or held by a micro-batch, or on their way."""
+    """In use are messages that are posted, or held by a micro-batch, or on their way."""
     longest, num_micros = 200, 40
     message = 2 * longest * 4 * 8
     for alone, many, made in ranks(2, 120)(lengths, plan("in_place", 2, schedule), own, longest, num_micros):

@@ -77,7 +77,7 @@ class Loss(Protocol):
 
     The gradient of a step is the sum over everything it computes of d(loss)/dw, divided once by the weight of the whole
     batch. A weight that depends on the output cannot be known before the first backward and is refused; so is one that is not
-    the sum of its micro-batches' weights, as that of a mean, and a loss with parameters, which belong into the last layer.
+    the sum of its micro-batches' weights, as that of a mean, and a loss with parameters, which belong in the last layer.
 
     A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device.
     """

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from sley_core.run import Run
 
 Key = Hashable
-"""The shapes of a micro-batch's fields: what a boundary carries depends on nothing else, but for what has a gradient."""
-
+"""The shapes of a micro-batch's fields: what a boundary carries depends on nothing else, but for the flags of its tensors."""
 
 SENDS_UNDER_WAY = 8
 """On the host, messages of a stage that may be on their way before it looks whether the oldest has come."""

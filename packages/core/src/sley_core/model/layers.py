@@ -51,7 +51,8 @@ class Model:
     """The layers of a model in order, and what else a factory may say about it.
 
     layers: modules, or (name, module) pairs, or an `nn.Sequential` or mapping; unnamed ones are named by their place.
-    init_weights: gives every module its first values; without it each module's own `reset_parameters` does.
+    init_weights: called with every module, after which its first values count; without it what the factory wrote does, and
+        a module's own `reset_parameters` where it wrote nothing.
     per_rank_buffers: patterns (`"*.running_mean"`) of buffers that training may write, which then differ from rank to
         rank. All other buffers must stay as they were built.
     Raises PlanError "model-factory".
