@@ -229,7 +229,7 @@ def test_module_that_cannot_be_materialised(own_model: Callable[[str], Path], re
         class Bare(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.weight = torch.nn.Parameter(torch.zeros(256, 256))
+                self.weight = torch.nn.Parameter(torch.empty(256, 256))
 
             def forward(self, tokens):
                 return self.weight[tokens]

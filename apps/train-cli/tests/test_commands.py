@@ -85,6 +85,27 @@ def test_check_of_what_crosses_between_stages(
         assert "plan.toml:" in result.err
 
 
+GIVEN = """
+import torch
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(256))
+
+    def forward(self, tokens):
+        return self.weight[tokens]
+
+def layers():
+    return [Table()]
+"""
+
+
+def test_a_model_needs_no_method_for_values_that_its_factory_gave(cli: Cli, own_model: Callable[[str], Path]) -> None:
+    result = cli("check", own_model(GIVEN), "--model")
+    assert result.code == 0, result.err
+
+
 # -- show --------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from sley_core.comm.world import World
 from sley_core.engine.boundary_check import check_boundaries
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
+from sley_core.model.steps import is_blank
 from sley_core.plan.plan import Plan
 from train_cli.opening import parameters
 
@@ -35,7 +36,7 @@ def check_model(plan: Plan, world: int) -> list[str]:
                 notes = [parameters(run.num_parameters, run.num_trained), *run.notes]
                 dataset = run.dataset
             model = draft_model(plan, dataset.info)
-            check_first_values(model)
+            check_initialised(model)
             dtype = DTYPES[plan.precision.compute]
             notes += filter(None, [check_boundaries(plan, plan.topology(world), model, dataset, dtype)])
             # Ranks are processes of their own, and open it again: what it holds, such as workers, is not to stay with them.
@@ -46,20 +47,21 @@ def check_model(plan: Plan, world: int) -> list[str]:
     return notes
 
 
-def check_first_values(model: Model) -> None:
-    """Raises PlanError "model-init" unless each parameter is in reach of a method that could set it: one of a module that
-    holds it, of a module around that, or the model's own."""
+def check_initialised(model: Model) -> None:
+    """Raises PlanError "model-init" for a parameter to which the factory wrote nothing, and which is in reach of no method that
+    could set it: one of a module that holds it, of a module around that, or the model's own."""
     if model.init_weights is not None:
         return
     reached = {id(parameter) for layer in model.layers for parameter in _reached(layer.module)}
     for layer in model.layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.name):
-            if id(parameter) not in reached:
+            ref = layer.written.get(id(parameter))
+            if (ref is None or is_blank(ref)) and id(parameter) not in reached:
                 raise PlanError(
                     "model-init",
-                    f"the parameter {name!r} has no first value: its module has no reset_parameters()",
+                    f"the parameter {name!r} has no first value: nothing wrote to it, and its module has no reset_parameters()",
                     path=MODEL,
-                    hint="add one that sets it, or return sley_core.model.layers.Model(layers, init_weights)",
+                    hint="write to it in the factory, or return sley_core.model.layers.Model(layers, init_weights)",
                 )
 
 
