@@ -278,6 +278,7 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
         run.slices,
         run.groups,
         run.world.device,
+        run.stepper.agreement,
         num_batches=plan.evaluation.steps,
         num_micros=len(rows) // plan.batch.micro_size,
     )

@@ -1,6 +1,6 @@
-"""The groups of a run, and what its ranks agree on once they have them: every rank comes here with the same plan, or is named.
+"""The groups of a run, and what its ranks agree on before they have them: all come here with the same plan, or are named.
 
-lines of the topology ──> ties of stages ──> groups of plugins, in the plan's order ──> agree
+lines of the topology ──> ties of stages ──> groups of plugins, in the plan's order ──> agree ──> groups
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sley_core.topology import AXES, GroupEntry
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.groups import Group, Groups
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset
     from sley_core.loader import Plugin
@@ -39,10 +39,9 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
     every rank, where ranks have other plans, versions, groups, samples or models.
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
-    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=plan.parallel.host_memory)
-    if not world.is_fake:
-        _agree(plan, [*topology.groups(), *extra], groups, model, dataset)
-    return groups
+    if not world.is_fake:  # first: ranks that make other groups wait for each other
+        _agree(plan, [*topology.groups(), *extra], world.everyone, model, dataset)
+    return world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=plan.parallel.host_memory)
 
 
 def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
@@ -75,7 +74,7 @@ def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
     return ""
 
 
-def _agree(plan: Plan, table: Sequence[GroupEntry], groups: Groups, model: Model, dataset: AnyDataset) -> None:
+def _agree(plan: Plan, table: Sequence[GroupEntry], everyone: Group, model: Model, dataset: AnyDataset) -> None:
     try:
         num_samples = samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
@@ -88,7 +87,7 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], groups: Groups, model: Model
         "the model": _digest(model),
     }
     facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(facts, groups["control"], {"the plan": partial(digested, plan)})
+    agree(facts, everyone, {"the plan": partial(digested, plan)})
 
 
 def _digest(model: Model) -> str:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
+from sley_core.comm.groups import Group
 from sley_core.comm.world import World
+from sley_core.engine.agreement import Agreement
 from sley_core.engine.first_values import CHUNK_WORDS, fingerprint
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -43,6 +45,11 @@ def evaluates(run: Run, is_odd: bool) -> None:
         run.evaluate()
 
 
+def loads(run: Run, is_odd: bool) -> None:
+    if is_odd:
+        run.load_weights({})
+
+
 def differing(tables: dict[str, Any], folder: Path) -> list[str]:
     """What each case says on this rank, the one before it over; and that a run goes on where all ranks change alike."""
     said = []
@@ -52,6 +59,8 @@ def differing(tables: dict[str, Any], folder: Path) -> list[str]:
         (1, freeze(*(f"blocks.{at}.inner.weight" for at in range(4)))),
         (0, other_value),
         (1, evaluates),
+        (0, evaluates),
+        (2, loads),
     ]
     with World.join("cpu") as world:
         for num_steps, change in cases:
@@ -74,13 +83,39 @@ def test_ranks_that_differ_are_told_alike(ranks, small, own, size):
     found = ranks(size)(differing, tables, own)
     assert all(said == found[0] for said in found)
     odd = size - 1
-    frozen, two, four, value, evaluated = found[0]
+    frozen, two, four, value, evaluated, evaluated_first, loaded = found[0]
     assert all("ranks-differ" in said for said in found[0])
     assert f"head.bias is trained on rank 0 and frozen on rank {odd}\n" in frozen
     assert "(and 1 more parameters differ)" in two
     assert "(and 3 more parameters differ)" in four
     assert f"first values differ between rank 0 and rank {odd}: blocks.1.inner.weight\n" in value
     assert f"rank {odd} begins an evaluation, rank 0 step 2" in evaluated
+    assert f"rank {odd} begins an evaluation, rank 0 step 1" in evaluated_first
+    assert f"rank {odd} begins loading weights, rank 0 step 3" in loaded
+
+
+PAIRS = {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "groups"),
+    [
+        ((7, 7, 9, 9), dict.fromkeys(range(4), (0, 1, 2, 3))),
+        ((4, 3, 5, 4), dict.fromkeys(range(4), (0, 1, 2, 3))),
+        ((11, 13, 13, 11), PAIRS),  # the replicas' samples are swapped on their second stages
+    ],
+)
+def test_what_differs_in_one_place_is_not_made_up_for_in_another(numbers, groups):
+    def total(numbers: tuple[int, ...]) -> int:
+        return sum(
+            Agreement({"control": Group("control", (rank,), rank, {}), "pp": Group("pp", ranks, rank, {})})._term(
+                "pp", number
+            )
+            for (rank, ranks), number in zip(sorted(groups.items()), numbers, strict=True)
+        )
+
+    assert total(numbers) != 0
+    assert total((5, 6, 5, 6) if groups is PAIRS else (5, 5, 5, 5)) == 0
 
 
 def alike(run: Run) -> None:

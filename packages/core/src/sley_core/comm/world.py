@@ -21,10 +21,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.distributed.rendezvous import rendezvous
 
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Groups, first_line, make_groups
+from sley_core.comm.groups import Group, Groups, first_line, make_groups
 from sley_core.comm.texts import value_of_first
 from sley_core.errors import RunError
-from sley_core.topology import GroupEntry, Topology
+from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
 
 T = TypeVar("T")
 
@@ -68,13 +68,16 @@ class World(AbstractContextManager["World"]):
             )
         picked = Device.pick(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
+        # torchrun on one host starts ranks again with the store that they had, in which gloo would find addresses of those that
+        # have ended. On several, agents count their attempts each for itself.
+        is_one_host = environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
         try:
             store, *_ = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))
             store.set_timeout(timeout)
             dist.init_process_group(
                 picked.backend,
-                # torchrun starts ranks again with the store that they had: gloo would find addresses of those that have ended.
-                store=PrefixStore(f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
+                store=PrefixStore(f"attempt {attempt}", store),
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
@@ -123,6 +126,12 @@ class World(AbstractContextManager["World"]):
             raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
         found: T = value  # without a fault it is what `make` returned
         return found
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks over the default group: for start-up, before there are groups."""
+        lanes = {DEFAULT_LANE: dist.group.WORLD} if dist.group.WORLD is not None and self.size > 1 else {}
+        return Group("world", tuple(range(self.size)), self.rank, lanes)
 
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, reads_memory: bool = False

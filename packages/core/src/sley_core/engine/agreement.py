@@ -5,9 +5,10 @@
 
 Frozen parameters decide what is summed with what, micro-batches decide how many messages come, a batch decides how long they
 are; a sum of other things is a wrong number or the end of the process (gloo), and a message that nobody sends is a hang. So
-every rank adds to one sum, for each of its groups, its own view of a fact times -1, and the group's first rank its view times
-the group's size: that is 0 where all agree, whatever the groups are. Where it is not, all ranks see it, gather their views, and
-raise the same error. Where ranks wait for each other in the first action already, the check comes before it.
+every rank adds to one sum, for each of its groups, a hash of its view of a fact times -1, and the group's first rank its hash
+times the group's size: that is 0 where all agree, whatever the groups are. Where they do not, it is 0 once in 2^32: a hash is
+of the group too, so that what differs in one is not made up for in another. All ranks see it, gather their views, and raise the
+same error. Where ranks wait for each other in the first action already, the check comes before it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +75,6 @@ class Agreement:
         ends; all samples of the global batch lie on the ranks of one stage.
         """
         self.weight = weight
-        if self.first is not None:
-            self.first()
-            self.first = None
         if self._everyone.size == 1:
             return self
         self._facts = [
@@ -101,6 +100,9 @@ class Agreement:
         if self._sum[:_WEIGHT].any():
             raise self._differing()
         self.weight = float(self._sum[_WEIGHT])
+        if self.first is not None:  # only now: all ranks do the same, and none of them anything else
+            first, self.first = self.first, None
+            first()
 
     @property
     def may_wait(self) -> bool:
@@ -109,7 +111,10 @@ class Agreement:
 
     def _term(self, axis: str, number: int) -> int:
         group = self.groups[axis]
-        return number * (group.size - 1 if group.ranks[0] == group.rank else -1)
+        told = blake2b(
+            f"{axis} {group.ranks[0]} {number}".encode(), digest_size=4
+        )  # a sum of what is linear could cancel
+        return int.from_bytes(told.digest(), "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
 
     def _entries(self) -> dict[str, View]:
         """Which entries are trained, in which order they lie, by the group whose ranks must agree; once per layout."""

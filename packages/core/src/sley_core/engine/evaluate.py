@@ -10,7 +10,6 @@ import torch
 
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
-from sley_core.engine.agreement import Agreement
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.data.feed import Feed
     from sley_core.data.slices import Slices
+    from sley_core.engine.agreement import Agreement
     from sley_core.engine.execute import Executor
     from sley_core.engine.lists import Lists
 
@@ -37,6 +37,7 @@ class Evaluation:
         slices: Slices,
         groups: Groups,
         device: Device,
+        agreement: Agreement,
         *,
         num_batches: int,
         num_micros: int,
@@ -48,6 +49,7 @@ class Evaluation:
         self.slices = slices
         self.groups = groups
         self.device = device
+        self.agreement = agreement
         self.num_batches = num_batches
         self.num_micros = num_micros
 
@@ -69,12 +71,14 @@ class Evaluation:
                 part.training = was
 
     def _measure(self) -> float:
-        Agreement(self.groups).begin("an evaluation").check()
         self.feed.restore({"samples": 0})
         state = StepState()
         totals = torch.zeros(2, dtype=torch.float64)
         for number in range(self.num_batches):
-            batch = self.slices(self.feed.next())
+            whole = self.feed.next()
+            # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
+            self.agreement.begin("an evaluation", self.num_micros, whole).check()
+            batch = self.slices(whole)
             first_micro = self.groups["dp"].coord * self.num_micros
             self.executor.additive.check(batch, self.num_micros)
             state.begin(number, actions_of(self.steps), self.num_micros, first_micro)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import gather_objects
+from sley_core.engine.agreement import Agreement
 from sley_core.engine.book import ParameterBook
 from sley_core.errors import RunError
 from sley_core.model.buffers import BufferWatch
@@ -56,7 +57,8 @@ class WeightLoader:
         self._buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
 
     def __call__(self, run: Run, state: Mapping[str, Tensor] | Pairs, *, strict: bool) -> LoadedWeights:
-        """As `Run.load_weights` says. One collective over `control`: every rank calls it."""
+        """As `Run.load_weights` says. Two collectives over `control`: every rank calls it."""
+        Agreement(run.groups).begin("loading weights").check()
         loading = _Loading(self._first, self._buffers, run)
         if isinstance(state, Mapping):
             loading.look(state.items())

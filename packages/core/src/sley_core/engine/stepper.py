@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from sley_core.protocols import GradientHandler
 
 
+STARTING_STEPS = 2
+"""Before these, handlers may agree on something of their own as they begin, such as an order that the first step showed."""
+
+
 class Stepper:
     """Takes steps. `handlers` are called in the plan's order, which is the order of their collectives.
 
@@ -56,6 +60,7 @@ class Stepper:
         self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
         self.agreement = Agreement(groups, store)
+        self._num_begun = 0
         if handlers:
             store.on_ready.append(self._gradient_ready)
             store.on_chunk_done.append(self._chunk_done)
@@ -74,14 +79,15 @@ class Stepper:
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
         self.store.begin_step()
-        for handler in self.handlers:
-            handler.begin_step(self.state)
         weight = self._weight(batch)
         self.agreement.begin(f"step {step + 1}", num_micros, whole, weight.local if weight else 0.0)
-        if self.agreement.may_wait:
+        self._num_begun += 1
+        if self.agreement.may_wait and self._num_begun > STARTING_STEPS:
             self.state.after_first = self.agreement.check
         else:
             self.agreement.check()
+        for handler in self.handlers:
+            handler.begin_step(self.state)
         loss = self.executor.train(steps, batch, self.state, self.store, weight)
         for handler in self.handlers:
             handler.finish_step(self.state)

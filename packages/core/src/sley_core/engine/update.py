@@ -90,13 +90,13 @@ class Update:
         totals = self._totals(pieces, loss, weight, stop)
         if self.scale is not None and self._overflowed(step, totals, self.scale):
             return totals
+        self._follow()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
         if not is_on_device and not bool(totals.allow_a_step):
             return totals
         if self.clip_norm is not None:
             self._clip(pieces, totals.grad_norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
-        self._follow()
         self.masters.take_gradients(self.store)
         if is_on_device:
             step_if(self.optimizer, totals.allow_a_step)
@@ -113,6 +113,9 @@ class Update:
         self._layout = self.store.num_layouts
         known = {stepped.entry for stepped in self.masters.stepped}
         new = [entry for entry in self.store.entries if entry not in known]
+        self._has_stepped = (
+            self._has_stepped and not new
+        )  # fused optimizers make a state in the first step that they take
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
@@ -162,7 +165,8 @@ class Update:
         return total
 
     def _clip(self, pieces: list[Piece], norm: Tensor, clip_norm: float) -> None:
-        factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0)
+        # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
+        factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         if not self.device.is_async and float(factor) == 1.0:
             return
         for tensors, _, _ in pieces:

@@ -104,12 +104,15 @@ def _kind(attention: Callable[..., Tensor], args: Sequence[Any], more: dict[str,
     """A checksum of which attention it is, and of the options that it is called with; of tensors, that they are there."""
     named = attention if hasattr(attention, "__qualname__") else type(attention)
     options = [*(("", arg) for arg in args), *sorted(more.items())]
-    told = (f"{name}={'tensor' if isinstance(value, Tensor) else _option(value)}" for name, value in options)
+    told = (f"{name}={_option(value)}" for name, value in options)
     return checksum([f"{named.__module__}.{named.__qualname__}", *told])
 
 
 def _option(value: Any) -> str:
-    return repr(value) if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
+    """What must be alike on all ranks of an option: never the values of a tensor, which may be of this rank's slice."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_option, value))})"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def _leading(args: Sequence[Any]) -> tuple[Tensor, ...]:
