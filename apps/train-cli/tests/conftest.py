@@ -21,6 +21,8 @@ import pytest
 from sley_core.testing.processes import Process, assert_none_left, descendants, processes_with
 from train_cli.main import main
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs that tests start would ignore it, as they should
+
 LIMIT_S = 60.0
 """How long a program may take on a machine that is busy with other tests."""
 
