@@ -73,6 +73,7 @@ def test_check_of_what_crosses_between_stages(
     cli: Cli, own_model: Callable[[str], Path], parts: str, code: int
 ) -> None:
     """A number between two layers of one stage is no matter; one that would have to be sent is told with its layer."""
+    pytest.importorskip("sley_pp")
     path = own_model(PASSES_A_NUMBER)
     pipeline = ["--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", 'pipeline.use="pp.gpipe"']
     pipeline += ["--set", 'partition.use="pp.explicit"', "--set", f"partition.layers={parts}"]

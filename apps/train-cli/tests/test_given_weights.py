@@ -14,6 +14,8 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.testing.runs import weights
 
 transformers = pytest.importorskip("transformers")
+for plugin in ("sley_pp", "sley_isp"):
+    pytest.importorskip(plugin)
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 SIZES: dict[str, Any] = {
     "vocab_size": 256,

@@ -14,6 +14,9 @@ from sley_core.engine.book import ParameterBook
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.runs import weights
 
+for plugin in ("sley_dp", "sley_pp", "sley_isp"):
+    pytest.importorskip(plugin)
+
 LLAMA = {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "vocab_size": 257, "tie_embeddings": True}
 PLAN: dict[str, Any] = {
     "run": {"name": "loaded", "steps": 3, "device": "cpu", "seed": 5},
