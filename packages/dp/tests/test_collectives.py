@@ -72,7 +72,7 @@ def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, ow
             learned = step == 1
             assert len(buckets) == 4
             texts = [str(call) for call in calls]
-            first = ["broadcast of 8 int64 with root 0"] * learned + PER_STEP[:1]
+            first = PER_STEP[:1] + ["broadcast of 8 int64 with root 0"] * learned
             assert texts == first + [f"all_reduce of {numel} float32" for _, numel in buckets] + PER_STEP[1:]
             assert len(marks) == 4
             assert marks[:3] == [len(first)] * 3

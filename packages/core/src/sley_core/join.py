@@ -1,6 +1,6 @@
-"""The groups of a run, and what its ranks agree on before they have them: all come here with the same plan, or are named.
+"""The groups of a run, and what its ranks agree on once they have them: all come here with the same plan, or are named.
 
-lines of the topology ──> ties of stages ──> groups of plugins, in the plan's order ──> agree ──> groups
+lines of the topology ──> ties of stages ──> groups of plugins, in the plan's order ──> groups ──> agree
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
     every rank, where ranks have other plans, versions, groups, samples or models.
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
-    if not world.is_fake:  # first: ranks that make other groups wait for each other
-        _agree(plan, [*topology.groups(), *extra], world.everyone, model, dataset)
-    return world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=plan.parallel.host_memory)
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=plan.parallel.host_memory)
+    if not world.is_fake:
+        _agree(plan, [*topology.groups(), *extra], groups["control"], model, dataset)
+    return groups
 
 
 def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:

@@ -21,10 +21,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.distributed.rendezvous import rendezvous
 
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Group, Groups, first_line, make_groups
+from sley_core.comm.groups import Groups, first_line, make_groups
 from sley_core.comm.texts import value_of_first
 from sley_core.errors import RunError
-from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
+from sley_core.topology import GroupEntry, Topology
 
 T = TypeVar("T")
 
@@ -126,12 +126,6 @@ class World(AbstractContextManager["World"]):
             raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
         found: T = value  # without a fault it is what `make` returned
         return found
-
-    @property
-    def everyone(self) -> Group:
-        """All ranks over the default group: for start-up, before there are groups."""
-        lanes = {DEFAULT_LANE: dist.group.WORLD} if dist.group.WORLD is not None and self.size > 1 else {}
-        return Group("world", tuple(range(self.size)), self.rank, lanes)
 
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, reads_memory: bool = False
