@@ -98,10 +98,11 @@ class _NoUpdate:
 
     lr = LR
     scale = None
+    was_taken = True
 
     def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
         nothing = torch.zeros_like(loss)
-        return Totals(loss, torch.ones_like(loss), grad_norm=nothing, stops=nothing)
+        return Totals(loss, torch.ones_like(loss), grad_norm=nothing, stops=nothing, own_loss=loss)
 
 
 class Torch:
