@@ -75,7 +75,7 @@ def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
     return ""
 
 
-def _agree(plan: Plan, table: Sequence[GroupEntry], everyone: Group, model: Model, dataset: AnyDataset) -> None:
+def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model, dataset: AnyDataset) -> None:
     try:
         num_samples = samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
@@ -88,7 +88,7 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], everyone: Group, model: Mode
         "the model": _digest(model),
     }
     facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(facts, everyone, {"the plan": partial(digested, plan)})
+    agree(facts, control, {"the plan": partial(digested, plan)})
 
 
 def _digest(model: Model) -> str:

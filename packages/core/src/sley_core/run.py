@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sley_core.data.cut import count_micros, parts
 from sley_core.engine.not_finite import check_step
 from sley_core.errors import KeyPath, RunError, UsageError, closed
-from sley_core.metrics.parts import bytes_of, counts_of
+from sley_core.metrics.parts import counts_of, held_bytes
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
 
@@ -197,7 +197,7 @@ class Run(AbstractContextManager["Run"]):
     @property
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
-        return bytes_of(self)
+        return held_bytes(self)
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sley_core.run import Run
 
 
-def bytes_of(run: Run) -> dict[str, int]:
+def held_bytes(run: Run) -> dict[str, int]:
     """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
     states = run.stepper.update.optimizer.state.values()
     tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
