@@ -103,7 +103,7 @@ def test_an_interrupt_that_comes_twice_at_once_is_one() -> None:
 def test_the_second_interrupt_ends_at_once() -> None:
     begin = time.monotonic()
     assert run(HANGS, signal.SIGINT, signal.SIGINT)[0] == 130
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
 
 
 def test_a_terminated_process_ends_within_its_limit() -> None:

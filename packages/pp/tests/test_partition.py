@@ -61,7 +61,7 @@ def test_a_thousand_layers_are_cut_at_once():
     costs = [1 + (layer * 7919) % 13 for layer in range(1000)]
     start_s = time.process_time()
     assert is_cut(balanced(costs, 64), 1000, 64)
-    assert time.process_time() - start_s < 2
+    assert time.process_time() - start_s < 5
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

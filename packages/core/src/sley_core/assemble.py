@@ -257,6 +257,7 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
         batch_size=plan.batch.global_size,
         rows=rows,
         shuffle=data.shuffle,
+        timeout_s=plan.limits.data_timeout_s,
         check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
     )
     run.stepper.agreement.first = partial(check_first_values, run, model.per_rank_buffers)
@@ -273,6 +274,7 @@ def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor
             seed=plan.run.seed,
             batch_size=plan.batch.global_size,
             rows=rows,
+            timeout_s=plan.limits.data_timeout_s,
             check=lambda batch, samples: check_tokens(batch, held_out.info, samples),
         ),
         run.slices,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,6 +115,7 @@ class Run(AbstractContextManager["Run"]):
         self._is_closed = False
         self._is_stepping = False
         self._clock = 0.0
+        self._late: _Launched | None = None
 
     @property
     def rows(self) -> slice:
@@ -137,7 +138,7 @@ class Run(AbstractContextManager["Run"]):
         On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike and with no weight changed by that
         step, `not-finite` when the loss or the gradient norm is no number, and `nothing-counts` for a batch without weight.
         """
-        self._check_open()
+        self._settle()
         outcome: Outcome = "failed"
         self._notify("sley_run_started", run=self)
         try:
@@ -155,13 +156,13 @@ class Run(AbstractContextManager["Run"]):
         ranks; or a list of micro-batches, whose sequences may differ in length, the same on all stages. Raises RunError, and
         has changed nothing, for a batch that the data's declaration does not fit, and as `train` does.
         """
-        self._check_open()
+        self._settle()
         self._clock = time.perf_counter()
         return self._emit(self._launch(batch))
 
     def evaluate(self) -> float:
         """The mean loss on held-out data; changes nothing. Raises UsageError where the plan has no `[evaluation]`."""
-        self._check_open()
+        self._settle()
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
         return self.evaluation()
@@ -183,6 +184,7 @@ class Run(AbstractContextManager["Run"]):
             raise RunError(
                 "step-running", "weights are loaded in the middle of a step", hint="load them between two steps"
             )
+        self._settle()
         return self.weight_loader(self, state, strict=strict)
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
@@ -231,17 +233,30 @@ class Run(AbstractContextManager["Run"]):
             raise closed("run")
 
     def _train(self) -> None:
-        launched: _Launched | None = None
         self._clock = time.perf_counter()
         while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
-            before, launched = launched, self._launch(None)
+            before, self._late = self._late, self._launch(None)
             if before is not None:
                 self._emit(before)
-            if self._evaluates_after(launched) or not self.world.device.is_async:
-                self._emit(launched)
-                launched = None
-        if launched is not None:
-            self._emit(launched)
+            if self._evaluates_after(self._late) or not self.world.device.is_async:
+                self._emit_late()
+        self._emit_late()
+
+    def _emit_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            self._emit(late)
+
+    def _settle(self) -> None:
+        """Raises RunError for a closed run; tells of a step that was under way when the one before it was refused.
+
+        A program that catches the error of a step comes here. The step after it was taken from the same weights, so it is the
+        next one, and has its number.
+        """
+        self._check_open()
+        if self._late is not None and not self._is_stepping:
+            self._late = replace(self._late, number=self.num_steps_done)
+            self._emit_late()
 
     def _launch(self, batch: HostBatch | None) -> _Launched:
         wait_s = 0.0

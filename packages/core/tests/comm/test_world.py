@@ -92,7 +92,7 @@ def test_a_peer_that_never_comes_is_an_error_in_time(tmp_path, store, monkeypatc
     seconds, code, message = expect_nobody(environ)
     assert code == "rendezvous-failed"
     assert "it could not meet the others" in message
-    assert seconds < 10
+    assert seconds < 30
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def join_without_rank_1(path):
     """Rank 1 stops between start-up and the groups of the run; what rank 0 is told goes to `path`."""
     world = World.join("cpu", timeout_s=30)
     if world.rank == 1:
-        time.sleep(4)
+        time.sleep(20)
         os._exit(0)
     began = time.monotonic()
     try:
@@ -132,7 +132,7 @@ def test_a_group_whose_member_is_gone_is_an_error_in_time(ranks, tmp_path):
         ranks(2, init=False)(join_without_rank_1, path)
     seconds, _, message = path.read_text().partition(" ")
     assert message.startswith("error[group-failed]: the group control[0,1] could not be made on rank 0: ")
-    assert float(seconds) < 5
+    assert float(seconds) < 15
 
 
 def gloo_threads():

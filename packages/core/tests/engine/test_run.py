@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from types import SimpleNamespace
 
 import pluggy
@@ -203,3 +204,13 @@ def test_a_row_has_the_rate_that_a_program_has_set(alone, small):
         for group in run.stepper.update.optimizer.param_groups:
             group["initial_lr"] /= 2
         assert run.step()["lr"] == 0.05
+
+
+def test_a_data_set_that_takes_too_long_is_an_error_that_names_its_limit(alone, small, monkeypatch):
+    with alone(small(limits={"data_timeout_s": 0.3})) as run:
+        awake = threading.Event()
+        given = type(run.dataset).__getitem__
+        monkeypatch.setattr(type(run.dataset), "__getitem__", lambda rows, index: awake.wait() and given(rows, index))
+        with pytest.raises(RunError, match=r"data-timeout.*within 0\.3 s[\s\S]*data_timeout_s"):
+            run.train()
+        awake.set()

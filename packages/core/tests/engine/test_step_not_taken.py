@@ -49,6 +49,33 @@ def test_after_a_loss_that_is_no_number_a_program_can_go_on(own, small, ranks, c
     assert_same_bits(layouts[1][2], layouts[2][2])
 
 
+class Late:
+    """A device whose steps are read one step later, as CUDA's are."""
+
+    is_async = True
+
+    def __init__(self, device):
+        self.device = device
+
+    def __getattr__(self, name):
+        return getattr(self.device, name)
+
+
+def test_a_step_under_way_when_the_one_before_is_refused_is_told_by_the_next_call(own, small, monkeypatch):
+    tables = small(model={"factory": "own_models:poisoned", "options": {"token": 7}}, data__shuffle=False, run__steps=4)
+    _, wanted, after = go_on(tables, own)
+    told = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
+        monkeypatch.setattr(run.world, "device", Late(world.device))
+        run.listeners.append(told.append)
+        with pytest.raises(RunError, match=r"not-finite.*step 2: loss nan"):
+            run.train()
+        assert [row["step"] for row in told] == [1]
+        assert run.train() == "finished"
+        assert [(row["step"], row["loss"]) for row in told] == [(row["step"], row["loss"]) for row in wanted]
+        assert_same_bits(after, weights(run))
+
+
 def test_a_gradient_that_is_no_number_is_named_where_the_loss_is_one(alone, small):
     with alone(small(data__shuffle=False)) as run:
         run.step()

@@ -151,9 +151,14 @@ def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> No
             "not an array | None",
         ),
         (
+            'source = "python-stdlib"\n',
+            'source = "python-stdlib"\nseparator = ""\n',
+            'out-of-range 16:13 `data.separator` must be a string that is not empty, not the string "" | None',
+        ),
+        (
             "lr = 3e-3",
             'lr = 1\ngroups = [{match = "a"}, {mtach = "b"}]',
-            "missing-key 25:26 `core.adamw` needs `groups.1.match`, a string | A pattern on parameter names",
+            "missing-key 25:26 `core.adamw` needs `groups.1.match`, a string that is not empty | A pattern on parameter names",
         ),
         (
             'name = "small"',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -41,18 +40,15 @@ def test_results_come_in_order_of_rank(ranks):
     assert ranks(3)(sum_of_ranks, 10, plus=1) == [Seen(0, 31.0), Seen(1, 31.0), Seen(2, 31.0)]
 
 
-def parent_and_seconds_to_import():
-    began = time.monotonic()
-    importlib.import_module("torch._dynamo")
-    importlib.import_module("sley_core.topology")
-    return os.getppid(), time.monotonic() - began
+def parent_and_what_is_imported():
+    return os.getppid(), {"torch._dynamo", "sley_core.topology"} <= set(sys.modules)
 
 
 def test_every_rank_is_forked_from_one_server_that_has_imported_torch(ranks):
-    found = ranks(2)(parent_and_seconds_to_import) + ranks(1, init=False)(parent_and_seconds_to_import)
+    found = ranks(2)(parent_and_what_is_imported) + ranks(1, init=False)(parent_and_what_is_imported)
     assert len({parent for parent, _ in found}) == 1
     assert found[0][0] != os.getpid()
-    assert max(seconds for _, seconds in found) < 0.2  # 2.5 s where they are not there yet
+    assert all(there for _, there in found)
 
 
 def surroundings():

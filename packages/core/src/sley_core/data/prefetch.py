@@ -52,7 +52,7 @@ class Prefetch(Generic[T]):
             raise RunError(
                 "data-timeout",
                 f"the data set gave no batch within {timeout_s:g} s",
-                hint="its `__getitem__` or `__iter__` waits for something; see the stack of the thread `sley-data`",
+                hint="its `__getitem__` or `__iter__` waits for something; if it needs longer, raise [limits] data_timeout_s",
             ) from None
         if isinstance(result, BaseException):
             self._error = result

@@ -144,13 +144,13 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
 
 def _refuse_deep(tables: Any, file: str) -> None:
     """Without recursion, so that what comes after may recurse."""
-    level = [tables]
+    level = [(str(key), value) for key, value in tables.items() if isinstance(value, dict | list)]
     for _ in range(DEEPEST):
-        inner = [list(value.values()) if isinstance(value, dict) else value for value in level]
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        inner = [(key, value.values() if isinstance(value, dict) else value) for key, value in level]
+        level = [(key, item) for key, items in inner for item in items if isinstance(item, dict | list)]
         if not level:
             return
-    message = f"tables and arrays are nested more than {DEEPEST} deep"
+    message = f"`{printable(level[0][0])}` has tables and arrays more than {DEEPEST} deep"
     raise PlanError("too-deep", message, place=Place(file))
 
 

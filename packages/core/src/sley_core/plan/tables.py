@@ -165,6 +165,9 @@ class LimitsTable(Table):
     collective_timeout_s: Seconds = 600.0
     """Seconds for any one exchange between ranks."""
 
+    data_timeout_s: Seconds = 600.0
+    """Seconds for the data set to give a batch."""
+
 
 class ModelConfig(Table):
     """What every model's table has; the config of a model record is a subclass."""

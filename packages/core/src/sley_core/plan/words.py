@@ -55,6 +55,8 @@ def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return "a table"
     if annotation in (int, float):
         return ("an integer" if annotation is int else "a number") + _range(metadata)
+    if annotation is str and any(isinstance(item, limits.MinLen) for item in metadata):
+        return "a string that is not empty"
     return SIMPLE.get(annotation, "a value")
 
 
