@@ -85,7 +85,7 @@ def test_a_vocabulary_shared_on_the_last_stage(ranks, texts, schedule, tied):
     ("schedule", "head"),
     [
         (schedule, head)
-        if (schedule, head) in (("pp.zero_bubble_v", "vocabulary"), ("pp.zero_bubble_h1", "gather"))
+        if (schedule, head) == ("pp.zero_bubble_v", "vocabulary")
         else pytest.param(schedule, head, marks=pytest.mark.campaign)
         for schedule in SCHEDULES
         for head in ("gather", "vocabulary")
@@ -108,7 +108,7 @@ def test_columns_in_buckets(ranks, texts, bucket_mb):
     ("fraction", "unit"),
     [
         (0.5, "layer"),
-        (1.0, "module"),
+        pytest.param(1.0, "module", marks=pytest.mark.campaign),
         pytest.param(0.5, "module", marks=pytest.mark.campaign),
         pytest.param(1.0, "layer", marks=pytest.mark.campaign),
     ],
@@ -152,7 +152,7 @@ def test_schedules_change_no_bit(ranks, texts):
     ("schedule", "tied", "fused"),
     [
         ("pp.zero_bubble_v", True, True),
-        ("pp.interleaved", True, False),
+        pytest.param("pp.interleaved", True, False, marks=pytest.mark.campaign),
         pytest.param("pp.zero_bubble_h1", False, False, marks=pytest.mark.campaign),
         pytest.param("pp.one_f_one_b", True, True, marks=pytest.mark.campaign),
     ],

@@ -43,7 +43,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (2, signal.SIGHUP, 129)]
+    ("dp", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (1, signal.SIGHUP, 129)]
 )
 def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, number: int, code: int) -> None:
     program = start("run", plan, *LONG, "--set", f"parallel.dp={dp}")

@@ -20,7 +20,7 @@ PLAN: dict[str, Any] = {
     "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
     "batch": {"global_size": 8, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1},
-    "evaluation": {"every": 2, "steps": 2},
+    "evaluation": {"every": 2, "steps": 1},
     "precision": {"compute": "fp64"},
 }
 

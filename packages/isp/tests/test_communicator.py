@@ -109,13 +109,11 @@ def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, folder):
 VARIANTS: dict[str, dict[str, Any]] = {
     "not overlapped": {"overlap": False},
     "by module": {"unit": "module"},
-    "by module, not overlapped": {"unit": "module", "overlap": False},
     "far ahead": {"ahead": 3},
     "not ahead": {"ahead": 0},
     "one reduction": {"reductions": 1},
     "not fused": {"fused": False},
     "no pool": {"pool": "isp.fresh"},
-    "before attention": {"launch": "attention"},
     "after attention": {"launch": "attention.output"},
 }
 

@@ -37,7 +37,7 @@ def folder(own, monkeypatch):
     return own
 
 
-@pytest.mark.parametrize(("pp", "dp"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.campaign)])
 def test_a_convolution_with_tuples_and_a_tie(compared, folder, pp, dp):
     """Both streams cross each boundary; the embedding's matrix is the head's, on the last stage."""
     schedules = ["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1", *(["pp.zero_bubble_v"] if pp == 2 else [])]

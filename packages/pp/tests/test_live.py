@@ -191,7 +191,7 @@ def simulated(pipeline, stages, micros):
     return [(held.pairs, held.graphs) for held in simulate(lists, placement, Costs.even(placement.num_positions)).held]
 
 
-@pytest.mark.parametrize("stages", [2, 3, pytest.param(4, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("stages", [3, *(pytest.param(stages, marks=pytest.mark.campaign) for stages in (2, 4))])
 def test_peaks_are_the_simulator_s(ranks, stages, request):
     everyone = ranks(stages, 180)(peaks, SCHEDULES, stages, request.path.parent)
     wrong = []

@@ -14,7 +14,7 @@ PLAN = {
     "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
     "batch": {"global_size": 8, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
-    "evaluation": {"every": 2, "steps": 2},
+    "evaluation": {"every": 2, "steps": 1},
     "precision": {"compute": "fp64"},
 }
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]

@@ -27,8 +27,8 @@ def sizes(small, pp, micros, dp=1, **changes):
     ("pp", "micros"),
     [
         (2, (1, 3)),
-        (3, (4,)),
         (4, (3,)),
+        pytest.param(3, (4,), marks=pytest.mark.campaign),
         pytest.param(2, (8,), marks=pytest.mark.campaign),
         pytest.param(4, (1, 8), marks=pytest.mark.campaign),
     ],

@@ -32,6 +32,7 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
 
     line: whether rank 0 redraws one line of progress. verbose: whether it says at the end what the run's parts counted.
     """
+    gc.freeze()  # the modules: to look through them takes half a second, each time
     gc.enable()
     with ExitStack() as stack:
         # A launcher that is ours has told the user already, and asks why a rank does not end.

@@ -16,7 +16,7 @@ PLAN = {
     "batch": {"global_size": 8, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
     "learning_rate": {"use": "core.cosine", "warmup_steps": 1},
-    "evaluation": {"every": 2, "steps": 2},
+    "evaluation": {"every": 2, "steps": 1},
     "precision": {"compute": "fp64"},
 }
 

@@ -197,7 +197,7 @@ def try_plan(load: Callable[[], Any]) -> None:
 SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
 @given(text=broken_plans(), overrides=OVERRIDES)
 def test_any_plan(folder: Path, text: str, overrides: list[str]) -> None:
     try_plan(lambda: plan_from_text(text, "plan.toml", folder, overrides, loader=LOADER))
@@ -210,7 +210,7 @@ def test_any_plan_campaign(folder: Path, text: str, overrides: list[str]) -> Non
     try_plan(lambda: plan_from_text(text, "plan.toml", folder, overrides, loader=LOADER))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(text=broken_plans(), at=st.integers(0, 2000), byte=st.binary(min_size=1, max_size=2))
 def test_any_file(folder: Path, text: str, at: int, byte: bytes) -> None:
     path = folder / "plan.toml"

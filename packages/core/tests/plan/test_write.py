@@ -76,7 +76,7 @@ def plans(draw: Any) -> dict[str, Any]:
 PATHS = ["a.txt", "./b/*.txt", "/absolute/c", "../up/d", "e é/f"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from([None, Path("/some/folder"), Path("relative")]))
 def test_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
     plan = plan_from_dict(tables, folder, loader=LOADER)
