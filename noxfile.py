@@ -237,7 +237,7 @@ def torch_floor() -> str:
 
 
 def import_rules() -> Iterator[str]:
-    """The configuration of import-linter: DESIGN's arrows between packages, and what must stay free of torch."""
+    """The configuration of import-linter: which package may import which, and what must stay free of torch."""
     modules = [package.module for package in PACKAGES]
     plugins = [package.module for package in PACKAGES if package.is_plugin]
     apps = [package.module for package in PACKAGES if package.folder.startswith("apps/")]

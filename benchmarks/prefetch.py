@@ -1,7 +1,7 @@
-"""What rules for gathering weights ahead cost, by counting: those of the ISP reference's generations beside ours.
+"""What rules for gathering weights ahead cost, by counting: those of InternEvo's generations (rules.py) beside ours.
 
 One micro-batch of a decoder is replayed on a simulated rank, forward and backward, its first blocks recomputed: no torch, no
-processes, the same figures everywhere. Before that, the replay of the reference's rules must count what is known of them.
+processes, the same figures everywhere. Before that, `check` holds the replay of the reference's rules to known counts.
 """
 
 from __future__ import annotations

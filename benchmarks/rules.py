@@ -1,10 +1,11 @@
 """Rules for gathering weights ahead, on a simulated rank: those of the ISP reference's generations, and ours.
 
 Computing, a wire for gathers and a wire for reductions take the time that the weights' sizes say; nothing else takes any. The
-reference's rules are told anew from a description of theirs, per linear: G1 and G2 gather a block ahead in forwards and
-recomputations, and a linear ahead in backwards, by the order of registration; G3 forgets no gather that a recomputation leaves
-for its backward, and waits for a block's reductions one block later. Ours are the machine itself, and what sley_isp's
-reductions.py does with gradients.
+reference is InternEvo (https://github.com/InternLM/InternEvo), whose rules are written down anew here, per linear. G1, G2
+and G3 are our names for three of its generations: those of March, of the middle and of December 2024. G1 and G2 gather a
+block ahead in forwards and recomputations, and a linear ahead in backwards, by the order of registration; G3 forgets no
+gather that a recomputation leaves for its backward, and waits for a block's reductions one block later. Ours are the
+machine itself, and what sley_isp's reductions.py does with gradients.
 """
 
 from __future__ import annotations

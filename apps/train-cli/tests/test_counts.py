@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_what_a_communicator_counted_is_printed(start: Callable[..., Any], plan: Path, folder: Path) -> None:
-    """Two local ranks with sharded weights: issue 4's counts, by `run -v`."""
+    """Two local ranks with sharded weights: gathers, peaks and bytes are in `summary.json`, and `run -v` prints them."""
     pytest.importorskip("sley_isp")
     sharded = ("--set", "parallel.wp=2", "--set", 'weights.use="isp.communicator"', "--set", "run.steps=3")
     result = start("run", plan, *sharded, "-v").finish()

@@ -1,4 +1,4 @@
-"""Where `dp` and `pp` meet: buckets of a stage are reduced once, in its last gradient action (statements 15, 35, 38)."""
+"""Where `dp` and `pp` meet: buckets of a stage are reduced once, in its last gradient action."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def reductions(tables: Tables, folder: Path) -> tuple[list[int], list[int], list
 def test_each_bucket_is_reduced_once_in_the_last_gradient_action(
     ranks: Callable[..., Any], own: Path, schedule: str, last: set[str]
 ) -> None:
-    """Statement 15: as many collectives as buckets, whatever the micro-batches; of a split backward, none before its last W."""
+    """As many collectives as buckets, whatever the micro-batches; of a split backward, none before its last W."""
     for buckets, reduced, began in ranks(4)(reductions, tables(schedule), own):
         assert len(buckets) > 1
         assert reduced == buckets
@@ -114,7 +114,7 @@ def overflow(run: Run, rank: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["same", "bf16"])
 def test_fp16_with_buckets_and_stages(ranks: Callable[..., Any], own: Path, reduction: str) -> None:
-    """Statement 38: near the one-process run; an overflow on the last stage of one replica is skipped by all four ranks."""
+    """Near the one-process run; an overflow on the last stage of one replica is skipped by all four ranks."""
     handlers = [BUCKETED | {"reduction": reduction}, SHARED]
     half = tables("pp.zero_bubble_h1", "fp16", gradient_handlers=handlers)
     reference = record(tables(compute="fp16"), 1, folder=own)
@@ -131,7 +131,7 @@ def test_fp16_with_buckets_and_stages(ranks: Callable[..., Any], own: Path, redu
 
 
 def test_any_reducer_of_the_users_needs_the_tie_s_handler_behind_it(own: Path) -> None:
-    """Statement 35: a list without it is refused, and so is one in which it comes first; left out, it is written in."""
+    """A list without it is refused, and so is one in which it comes first; left out, it is written in."""
     plan = tables("pp.one_f_one_b")
     assert check_plan(plan_from_dict(plan, own), 4) == []
     plan["gradient_handlers"] = [BUCKETED]

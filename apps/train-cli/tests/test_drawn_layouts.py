@@ -1,4 +1,4 @@
-"""Layouts with stages, slices, shards and replicas at once, given and drawn by a printed seed (isp statements A01, A15)."""
+"""Layouts with stages, slices, shards and replicas at once, given and drawn by a printed seed, equal one process."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def drawn(draw: random.Random, world: int, folder: Path) -> tuple[Tables, Tables
     [(4, 2), pytest.param(4, 30, marks=pytest.mark.campaign), pytest.param(8, 10, marks=pytest.mark.campaign)],
 )
 def test_any_layout_equals_one_process(ranks, texts, world, num_plans):
-    """A01: any sizes with any schedule, options and buckets."""
+    """Any sizes with any schedule, options and buckets."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Sharded weights together with pipelines and bucketed reductions equal the one-process run (isp statements A01, A15)."""
+"""Sharded weights together with pipelines and bucketed reductions equal the one-process run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SAMPLE = ["pp.interleaved", "pp.zero_bubble_h1"]
     ],
 )
 def test_two_stages_of_two_shards(ranks, texts, schedule, tied):
-    """A15: also where weight gradients are put off, and where a stage holds two parts of the model."""
+    """Also where weight gradients are put off, and where a stage holds two parts of the model."""
     parallel = {"pp": 2, "dp": 2, "wp": 2}
     check(ranks, texts, 4, parallel, pipeline={"use": schedule}, model__tie_embeddings=tied)
 
@@ -125,7 +125,7 @@ def weights_of(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Tens
 
 
 def test_schedules_change_no_bit(ranks, texts):
-    """A15: interleaved and with weight gradients put off, the weights of 1F1B, with buckets smaller than a layer.
+    """Interleaved and with weight gradients put off: the weights of 1F1B, with buckets smaller than a layer.
 
     All of them run the backwards of a chunk in the order of micro-batches, and every sum over ranks joins two. Clipping is
     left out: the norm adds up a stage's weights first, and a stage has others of them with two chunks.
@@ -178,7 +178,7 @@ def test_gradients_reduced_once_per_step_in_buckets(ranks, texts):
     ],
 )
 def test_shards_in_buckets(ranks, texts, bucket_mb, wp):
-    """A01: buckets of shards over `wdp`, of norms over the stage, smaller than one weight and larger than the model."""
+    """Buckets of shards over `wdp`, of norms over the stage, smaller than one weight and larger than the model."""
     handlers = [{"use": "dp.bucketed", "bucket_mb": bucket_mb}]
     check(ranks, texts, 4, {"dp": 4, "wp": wp}, gradient_handlers=handlers)
 

@@ -1,4 +1,4 @@
-"""Slices of sequences beside stages, replicas and buckets: every plugin with every other, one result (A01, A03, A15)."""
+"""Slices of sequences beside stages, replicas and buckets: every plugin with every other, one result."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_both_factorizations_hold(topology: Topology) -> None:
 @settings(deadline=None, max_examples=200)
 @given(topologies())
 def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology) -> None:
-    """Statement A29 of sharded weights: partitions, and sizes."""
+    """Each rank is in exactly one group of an axis, and all groups of an axis have its size."""
     sizes = {
         "control": topology.world,
         "all": topology.world,
@@ -139,7 +139,7 @@ def test_the_table_has_every_lane_of_every_group_once_and_one_order(topology: To
     ],
 )
 def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation: str) -> None:
-    """Statements A17 and A29 of sharded weights."""
+    """With the numbers put in, before any group is made."""
     with pytest.raises(ValueError, match=f"^{equation}$"):
         Topology.of(**sizes)
 

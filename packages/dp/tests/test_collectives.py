@@ -63,7 +63,7 @@ def assert_one_sequence(by_rank):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size):
-    """Statement 4: k = 4; none in the first three backwards (D36: stock `no_sync` around them still had them)."""
+    """Of four micro-batches the first three issue none (with DDP's `no_sync` around the backwards alone they would)."""
     tables = small({"bucket_mb": 0.0005}, batch__global_size=4 * size)
     by_rank = ranks(size)(steps, tables, own, 3)
     assert_one_sequence(by_rank)
@@ -81,7 +81,7 @@ def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, ow
 
 @pytest.mark.parametrize("num_micros", [1, 2, 4])
 def test_as_many_reductions_as_optimizer_steps(ranks, small, own, num_micros):
-    """Statement 36: whatever k is, there is one counter, and it is core's (D9)."""
+    """However many micro-batches a step has, gradients are reduced when the optimizer steps: core alone counts them."""
     tables = small({"bucket_mb": 25.0}, batch__global_size=8, batch__micro_size=4 // num_micros)
     for seen in ranks(2)(steps, tables, own, 3):
         for calls, marks, buckets in seen:

@@ -21,7 +21,7 @@ def samples_of_steps(tables, folder, num_steps):
 
 @pytest.mark.parametrize(("size", "num_micros"), [(1, 2), (2, 1), (2, 2), (4, 1)])
 def test_no_sample_is_dropped_or_doubled(ranks, small, own, size, num_micros):
-    """Statement 37 (D35): an epoch that is no multiple of a step's samples goes on in the next; none is short."""
+    """An epoch that is no multiple of a step's samples goes on in the next; none is short."""
     tables = small(data__options={"num_samples": 10}, batch__global_size=size * num_micros)
     by_rank = ranks(size)(samples_of_steps, tables, own, 20 // (size * num_micros))
     seen = [sample for step in zip(*by_rank, strict=True) for rank in step for sample in rank]
@@ -30,6 +30,6 @@ def test_no_sample_is_dropped_or_doubled(ranks, small, own, size, num_micros):
 
 
 def test_a_stream_without_length(ranks, small, own):
-    """Statement 37: its samples are dealt to the ranks in its order."""
+    """Its samples are dealt to the ranks in its order."""
     by_rank = ranks(2)(samples_of_steps, small(data__factory="dp_parts:Stream"), own, 3)
     assert by_rank == [[(0, 1), (4, 5), (8, 9)], [(2, 3), (6, 7), (10, 11)]]

@@ -92,7 +92,7 @@ def steps_with_failures(tables, folder, late=None):
 
 @pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}, {"use": "dp.powersgd", "rank": 1}])
 def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own, handler):
-    """Statements 5 and 6 (D4, D6, D8): whichever micro-batch fails and however much of it is done."""
+    """Whichever micro-batch fails and however much of it is done, the next gradients are bit for bit those of a clean run."""
     tables = small(handler | {"bucket_mb": 0.0005}, batch__global_size=4)
     clean = ranks(2)(record, tables, 4, folder=own)
     for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own), strict=True):
@@ -181,7 +181,7 @@ def steps_until_it_ends(tables, folder):
 
 @pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}, {"use": "dp.powersgd", "rank": 1}])
 def test_what_is_no_number_on_one_rank_ends_all_in_the_same_step(ranks, small, own, handler):
-    """Statement 38 in fp32, where no scale is tried: all ranks see the same norm, also through an inexact sum."""
+    """In fp32, where no scale is tried: all ranks see the same norm, also through an inexact sum."""
     assert ranks(2)(steps_until_it_ends, small(handler), own) == [(2, "not-finite", [3, 4])] * 2
 
 

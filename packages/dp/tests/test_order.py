@@ -49,7 +49,7 @@ def layouts(tables, folder, num_steps=3):
 @pytest.mark.parametrize("compute", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("cap_bytes", [300, 1024, 1536])
 def test_buckets_keep_their_cap_in_bytes(ranks, small, own, compute, cap_bytes):
-    """Statement 13 (D15): the cap counts bytes of what is accumulated, alignment included; one parameter may exceed it."""
+    """The cap counts bytes of what is accumulated, alignment included; one parameter may exceed it."""
     tables = small({"bucket_mb": cap_bytes / 2**20}, precision__compute=compute)
     itemsize = 8 if compute == "fp64" else 4
     for buckets in ranks(2)(layouts, tables, own)[0]:
@@ -61,7 +61,7 @@ def test_buckets_keep_their_cap_in_bytes(ranks, small, own, compute, cap_bytes):
 
 
 def test_the_first_bucket_holds_what_is_used_last_and_the_order_is_learned_once(ranks, small, own):
-    """Statement 13: reverse order of use at first; then what the first backward did, where biases come before weights."""
+    """Reverse order of use at first; then what the first backward did, where biases come before weights."""
     for seen in ranks(2)(layouts, small({"bucket_mb": 0.0005}), own, 4):
         names = [[entry for entry, _ in buckets] for buckets in seen]
         assert names[0][0] == names[1][0] == ["layer2.bias", "layer2.weight"]

@@ -17,7 +17,7 @@ EVEN, ODD = (0, 2, 4, 6), (1, 3, 5, 7)
 
 @pytest.mark.parametrize("handler", [{"use": "core.each"}, {"bucket_mb": 0.0005}, {"reduction": "bf16"}])
 def test_what_some_ranks_or_none_use_counts_as_zero_there(ranks, small, own, batches, handler):
-    """Statement 7 (D7): `never` on no rank; `flagged` on one rank, on the other, on both, on none; no rank waits."""
+    """`never` is used on no rank; `flagged` on one rank, on the other, on both, on none; no rank waits."""
     tables = small(handler, model__factory="dp_parts:sometimes", batch__global_size=8, batch__micro_size=2)
     numbers = [EVEN + ODD, ODD + EVEN, ODD + ODD, EVEN + EVEN, EVEN + ODD]
     given = batches(*numbers)
@@ -35,7 +35,7 @@ def test_what_some_ranks_or_none_use_counts_as_zero_there(ranks, small, own, bat
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("num_micros", [1, 2])
 def test_a_module_used_twice_under_recomputation(ranks, small, own, reentrant, num_micros):
-    """Statement 10 (D10), in the first step and in those that overlap; torch's own checkpoint, either kind."""
+    """Both uses count, in the first step and in those that overlap; torch's own checkpoint, either kind."""
     tables = small({"bucket_mb": 0.0005}, model__factory="dp_parts:twice", model__options={"reentrant": reentrant})
     tables |= {"precision": {"compute": "fp64"}, "batch": {"global_size": 2 * num_micros, "micro_size": 1}}
     found = ranks(2)(record, tables, 3, folder=own)
@@ -64,7 +64,7 @@ def steps_with_frozen(tables, folder):
 
 @pytest.mark.parametrize("bucket_mb", [0.0005, 25.0])
 def test_freezing_and_unfreezing_between_steps(ranks, small, own, bucket_mb):
-    """Statement 11 (D21): what becomes trainable is reduced, what is frozen has no gradient and no place in a bucket."""
+    """What becomes trainable is reduced, what is frozen has no gradient and no place in a bucket."""
     tables = small({"bucket_mb": bucket_mb}, precision__compute="fp64")
     reference, weights = steps_with_frozen(tables, own)
     assert [len(gradients) for gradients in reference] == [8, 6, 8, 1, 8, 8]
@@ -90,7 +90,7 @@ def step_all_frozen(tables, folder):
 
 
 def test_with_everything_frozen_there_is_no_bucket(ranks, small, own):
-    """Statement 11: a plan that freezes everything is refused; a program that does finds nothing to reduce or wait for."""
+    """A plan that freezes everything is refused; a program that does finds nothing to reduce or wait for."""
     tables = small(precision__compute="fp64")
     reference = record(tables, 1, folder=own)
     for num_buckets, found in ranks(2)(step_all_frozen, tables, own):

@@ -45,7 +45,7 @@ def text(tmp_path_factory):
     ],
 )
 def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, text, size, bucket_mb):
-    """Statement 1, for dp 1 (which has no buckets), 2 and 4; samples have unequal weights (D46), k is 8, 4 and 2."""
+    """dp 1 (which has no buckets), 2 and 4 give one run, though samples weigh unequally; 8, 4 and 2 micro-batches per rank."""
     tables = small({"bucket_mb": bucket_mb}, **LLAMA)
     layouts = ranks(size)(record, tables, 3, folder=text)
     assert_parity(record(tables, 3, folder=text), layouts, "fp32")
@@ -54,7 +54,7 @@ def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, text, size, b
 
 @pytest.mark.parametrize(("accumulation", "host_memory"), [("autograd", True), ("direct", False)])
 def test_double_precision(ranks, small, text, accumulation, host_memory):
-    """Statement 1 to 1e-10, on ties and recomputation, whichever way gradients come into the buckets and are summed."""
+    """Parity to 1e-10, on ties and recomputation, whichever way gradients come into the buckets and are summed."""
     tables = small(**LLAMA, parallel__host_memory=host_memory)
     tables["model"]["tie_embeddings"] = True
     tables |= {"activations": {"use": "core.recompute"}}
@@ -84,7 +84,7 @@ def test_memory_of_the_host_and_sockets_give_the_same_bits(ranks, small, text):
 
 @pytest.mark.parametrize(("num_micros", "size"), [(k, size) for k in (1, 2, 4) for size in (1, 2)])
 def test_weights_after_eight_batches(ranks, small, own, num_micros, size):
-    """Statement 36 with one stage: k in {1, 2, 4} and D in {1, 2} give one run."""
+    """1, 2 and 4 micro-batches on one rank and on two give one run."""
     tables = small(batch__global_size=8, batch__micro_size=8 // (num_micros * size))
     reference = record(small(batch__global_size=8, batch__micro_size=8), 8, folder=own)
     for layout in ranks(size)(record, tables, 8, folder=own):
@@ -100,7 +100,7 @@ def test_replicas_stay_equal_bit_for_bit(ranks, small, own, size):
 
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, "inf"])
 def test_norm_and_clip(ranks, small, own, kind):
-    """Statement 39 with one stage: parameters without gradients count as zeros."""
+    """In the 1-, 2-, 3- and inf-norm, parameters without gradients count as zeros."""
     tables = small(
         model__factory="dp_parts:sometimes",
         optimizer__clip_norm=0.01,
@@ -129,7 +129,7 @@ def reduced_and_given(tables, folder):
 
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 def test_without_clip_gradients_are_not_touched(ranks, small, own, clip_norm):
-    """Statement 40: bit for bit; with one they are."""
+    """Without a clip they are the same bit for bit; with one they are not."""
     for reduced, given in ranks(2)(reduced_and_given, small(optimizer__clip_norm=clip_norm), own):
         assert len(reduced) == len(given) == 3
         for before, after in zip(reduced, given, strict=True):
@@ -156,7 +156,7 @@ def unchanged_in_the_first_step(tables, folder):
 
 @pytest.mark.parametrize("handler", [{"use": "core.each"}, {"use": "dp.bucketed"}, {"use": "dp.powersgd", "rank": 1}])
 def test_a_reducer_leaves_weights_alone(ranks, small, own, handler):
-    """Statement 2: gradients are summed, not weights averaged; `core.each` is the simple form, held to statement 1 too."""
+    """Gradients are summed, not weights averaged, by `core.each`, the simple form, as by the others."""
     assert ranks(2)(unchanged_in_the_first_step, small(handler), own) == [[True], [True]]
 
 
@@ -183,7 +183,7 @@ def with_zero_grad(run, set_to_none):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_in_any_form_changes_nothing(ranks, small, own, set_to_none):
-    """Statement 8, and no reset call is needed anywhere."""
+    """Users' loops call it before every step; it is neither needed nor harmful, bit for bit."""
     prepare = partial(with_zero_grad, set_to_none=set_to_none)
     plain, called = (ranks(2)(record, small(), 3, folder=own, prepare=how) for how in (None, prepare))
     for one, other in zip(plain, called, strict=True):

@@ -22,7 +22,7 @@ HANDLERS = [
 
 
 def test_records_are_listed_without_torch():
-    """Statement 44: core and this package are enough, and a plan is checked without what a run needs."""
+    """Core and this package are enough, and a plan is checked without what a run needs."""
     code = (
         "import sys\n"
         "from sley_core.loader import Loader\n"

@@ -21,7 +21,7 @@ BF16 = {"precision": {"compute": "bf16"}}
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bf16_on_any_number_of_ranks(ranks, small, own, size):
-    """Statement 9 (D16): the first gradients are those of one process to fp32's rounding, since each micro-batch's are."""
+    """First gradients are those of one process to fp32's rounding, since each micro-batch's are: sums are fp32 for any dp."""
     tables = small(batch__global_size=8, **BF16)
     (reference,) = ranks(1)(record, tables, 3, folder=own)
     found = ranks(size)(record, tables, 3, folder=own)
@@ -35,7 +35,7 @@ def test_bf16_on_any_number_of_ranks(ranks, small, own, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_equal_gradients_sum_exactly(ranks, small, own, batches, size):
-    """Statement 9: 64 equal micro-batches per rank give 64 times one; in bf16 a sum would stand still long before."""
+    """64 equal micro-batches per rank give 64 times one; in bf16 a sum would stand still long before."""
     (once,) = ranks(1)(record, small(**BF16, batch__global_size=1), 1, folder=own, batches=batches((5,)))
     tables = small(**BF16, batch__global_size=64 * size)
     for rank in ranks(size)(record, tables, 1, folder=own, batches=batches((5,) * 64 * size)):
@@ -44,7 +44,7 @@ def test_equal_gradients_sum_exactly(ranks, small, own, batches, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_updates_below_the_resolution_of_bf16_are_not_lost(ranks, small, own, batches, size):
-    """Statement 9: each is less than half a unit in the last place of a weight; their sum arrives through the masters."""
+    """Each is less than half a unit in the last place of a weight; their sum arrives through the masters."""
     tables = small(**BF16, optimizer__lr=3e-5, run__steps=100)
     (one,) = ranks(1)(record, small(optimizer__lr=3e-5), 1, folder=own, batches=batches((0, 1, 2, 3)))
     found = ranks(size)(record, tables, 100, folder=own, batches=batches((0, 1, 2, 3)) * 100)

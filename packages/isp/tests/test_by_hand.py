@@ -1,4 +1,4 @@
-"""A model called by hand between steps: whatever becomes of the call, the run goes on as if there had been none (A10)."""
+"""A model called by hand between steps: whatever becomes of the call, the run goes on as if there had been none."""
 
 from __future__ import annotations
 

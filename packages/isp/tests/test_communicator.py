@@ -1,4 +1,4 @@
-"""When weights are gathered, how many at a time, what failures leave (A02, A05-A07, A09, A10, A14, A16, A23, A24)."""
+"""When weights are gathered, how many at a time, and what a failed step leaves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def counted(tables: dict[str, Any], folder: Any, num_steps: int = 3) -> dict[str
 )
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
-    """A05-A07, A24, P02, with one micro-batch a step: two gathers per block and one for what stays between, one demand.
+    """With one micro-batch a step: two gathers per block, one for what stays between its two uses, one demand gather.
 
     The block before the head is still there when its backward comes, so it is gathered once. In evaluation it is one
     gather for each of the two micro-batches that a rank has.
@@ -99,7 +99,7 @@ def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
 
 
 def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, folder):
-    """A06: the first unit of the next micro-batch is gathered in the backward of the one before."""
+    """The first unit of the next micro-batch is gathered in the backward of the one before."""
     tables = sharded(2, **DEEP | {"batch": {"global_size": 16, "micro_size": 2}})
     for found in ranks(2)(counted, tables, folder):
         assert found["demands"] == 1
@@ -123,7 +123,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     [{"use": "core.keep"}, pytest.param({"use": "core.recompute", "fraction": 0.5}, marks=pytest.mark.campaign)],
 )
 def test_no_option_changes_a_bit(ranks, sharded, folder, activations):
-    """A02: fp32, three steps, against the mode that waits for everything at once; three ranks, so sums have an order."""
+    """The bits of the mode that waits for everything at once: fp32, three steps; three ranks, so sums have an order."""
     changes = {"activations": activations, "precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
     changes["evaluation"] = {"every": 100, "steps": 1}
     plans = {"": sharded(3, **changes)} | {name: sharded(3, weights=VARIANTS[name], **changes) for name in VARIANTS}
@@ -149,7 +149,7 @@ def varying(tables: dict[str, Any], folder: Any, sizes: list[int]) -> Any:
 
 
 def test_any_number_of_micro_batches_per_step(ranks, sharded, folder):
-    """A14: 1, 4, 2 micro-batches a step; overlapped and not, the same bits."""
+    """1, 4 and 2 micro-batches in a step give the same bits, overlapped or not."""
     sizes = [4, 16, 8]
     changes = {"batch": {"global_size": 16, "micro_size": 2}}
     wanted, *_ = ranks(2)(varying, sharded(2, weights={"overlap": False}, **changes), folder, sizes)
@@ -184,7 +184,7 @@ FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_par
 
 
 def test_a_step_that_failed_leaves_nothing(ranks, sharded, folder, own):
-    """A09: what was gathered for the failed forward is never used after it, and every buffer came back."""
+    """What was gathered for the failed forward is never used after it, and every buffer came back."""
     tables = sharded(2, model={"factory": "isp_parts:failing"}, **FOREIGN)
     wanted = ranks(2)(failing, tables, folder, False)
     for (clean, _), (found, lent) in zip(wanted, ranks(2)(failing, tables, folder, True), strict=True):
@@ -222,7 +222,7 @@ def by_hand(tables: dict[str, Any], folder: Any) -> Any:
 
 
 def test_a_model_called_by_hand(ranks, sharded, folder, own):
-    """A10: right with and without gradients, right after a backward and after a write, and nothing stays gathered."""
+    """Right with and without gradients, right after a backward and after a write, and nothing stays gathered."""
     model = {"factory": "isp_parts:mixed"}
     wanted = by_hand(sharded(1, 1, model=model, **FOREIGN) | {"weights": {"use": "isp.communicator"}}, folder)
     for found in ranks(2)(by_hand, sharded(2, model=model, **FOREIGN), folder):
@@ -262,7 +262,7 @@ def rewritten(tables: dict[str, Any], folder: Any) -> Any:
 
 
 def test_a_gather_is_never_older_than_its_weights(ranks, sharded, folder):
-    """A09: a write makes what was gathered before it worthless, even within a step: the next use has what was written."""
+    """A write makes what was gathered before it worthless, even within a step: the next use has what was written."""
     changes = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
     _, wanted = rewritten(sharded(1, 1, **changes), folder)
     for more, found in ranks(2)(rewritten, sharded(2, **changes), folder):
@@ -294,7 +294,7 @@ def waited(tables: dict[str, Any], folder: Any) -> Any:
 
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_waits_come_before_every_gather(ranks, sharded, folder, unit):
-    """A16: prefetched, asked for, in forward, recomputation and backward, what `before_layer` registered is awaited first."""
+    """Gathered ahead or on demand, in forward, recomputation and backward: what `before_layer` registered is awaited first."""
     activations = {"use": "core.recompute", "fraction": 0.5}
     (events, _) = ranks(2)(waited, sharded(2, weights={"unit": unit}, activations=activations), folder)
     gathers = [at for at, (kind, _) in enumerate(events) if kind == "gather"]
@@ -332,6 +332,6 @@ def allocated(tables: dict[str, Any], folder: Any) -> tuple[int, int]:
 
 
 def test_gradients_are_of_the_size_of_shards(ranks, sharded, folder):
-    """A23: one accumulator per shard and no placeholder."""
+    """One accumulator per shard, and no placeholder of the whole weight."""
     for gradients, parameters in ranks(2)(allocated, sharded(2), folder):
         assert gradients <= parameters * 1.2, "alignment is all that is added"

@@ -59,7 +59,7 @@ def lines_per_use(plans: list[dict[str, Any]], folder: Any) -> list[int]:
 
 
 def test_a_use_takes_no_time_for_the_layers_other_weights(ranks, sharded, folder, own):
-    """A27: of a layer of 64 experts, which has 128 weights, as of one of 4."""
+    """A use costs in a layer of 64 experts, which has 128 weights, what it costs in one of 4."""
     plans = [
         sharded(2, model={"factory": "isp_parts:experts", "options": {"number": number}}, **FOREIGN, **SHORT)
         for number in (4, 64)
@@ -85,7 +85,7 @@ def allocated(tables: dict[str, Any], folder: Any, out: Path) -> tuple[list[int]
 
 
 def test_a_step_allocates_nothing_as_large_as_a_gradient(ranks, sharded, folder, own, tmp_path):
-    """A23, by bytes: in four micro-batches no placeholder, no product beside the buffers, no sum twice."""
+    """By bytes, in four micro-batches: no placeholder, no product beside the buffers, no sum twice."""
     model = {"factory": "isp_parts:experts", "options": {"number": 3, "width": 50}}
     for sizes, number in ranks(2, 60)(allocated, sharded(2, model=model, **FOREIGN, **SHORT), folder, tmp_path):
         assert number == 3

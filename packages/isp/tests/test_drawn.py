@@ -1,4 +1,4 @@
-"""Orders of registration, options and layouts, drawn by a seed that is printed (statements A01, A05 to A08)."""
+"""Orders of registration, options and layouts, drawn by a seed that is printed, change neither counts nor numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gathered(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit):
-    """A05 to A08, A21: gathers, demands and peaks are those of the order of use, whatever the order of registration."""
+    """Gathers, demands and peaks are those of the order of use, whatever the order of registration."""
     seed, _ = drawn()
     orders: list[dict[str, Any]] = [{}, *({"order": seed + at} for at in range(3))]
     plans = [
@@ -64,7 +64,7 @@ def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit)
         training, demands, evaluating, peak, left = plain
         assert demands == 1
         assert max(training.values()) == 2
-        assert training["embed" if unit == "layer" else "embed.table"] == 1, "A21: none in the backward"
+        assert training["embed" if unit == "layer" else "embed.table"] == 1, "none in the backward"
         assert set(evaluating.values()) == {1}
         assert peak <= (2 if unit == "layer" else 2 * 5 + 1)
         assert left == (0, 0)
@@ -81,7 +81,7 @@ def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit)
     ],
 )
 def test_counts_of_a_model_that_recomputes_by_itself(ranks, sharded, folder, own, reentrant, unit):
-    """A05 names both of torch's ways: two gathers per weight and micro-batch at most, one in evaluation."""
+    """With either of torch's checkpoints: two gathers per weight and micro-batch at most, one in evaluation."""
     model = {"factory": "isp_parts:recomputing", "options": {"reentrant": reentrant}}
     plans = [sharded(2, weights={"unit": unit}, model=model, **SHORT, **FOREIGN)]
     for ((training, demands, evaluating, _, left),) in ranks(2)(gathered, plans, folder):
@@ -129,7 +129,7 @@ def recorded(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize(("world", "num_plans"), [(2, 2), (4, 1), pytest.param(4, 30, marks=pytest.mark.campaign)])
 def test_any_plan_equals_one_process(ranks, sharded, folder, world, num_plans):
-    """A01: any sizes with any options, in fp64."""
+    """Any sizes with any options equal one process in fp64."""
     _, draw = drawn()
     pairs = [a_plan(draw, sharded, world) for _ in range(num_plans)]
     found = ranks(world, 600)(recorded, [tables for _, tables in pairs], folder)

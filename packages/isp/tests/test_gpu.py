@@ -1,4 +1,4 @@
-"""Sharded weights on CUDA: the numbers of the CPU, and nothing in a step that waits for the device (statement A28)."""
+"""Sharded weights on CUDA: the numbers of the CPU, and nothing in a step that waits for the device."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def watched(tables: dict[str, Any]) -> bool:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"reduce": "step"}])
 def test_a_step_never_waits_for_the_device(ranks, weights):
-    """A28; shared vocabularies and tables are not among them: ranks tell each other how many tokens they have, and wait."""
+    """Not so with shared vocabularies and tables: there ranks tell each other how many tokens they have, and wait."""
     assert ranks(2, timeout_s=180, init=False)(watched, split(**weights)) == [True, True]

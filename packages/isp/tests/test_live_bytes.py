@@ -1,4 +1,4 @@
-"""What is held at one time is what is counted: by live tensors, not by the counter alone (statement A24)."""
+"""What is held at one time is what is counted: by live tensors, not by the counter alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, 
 
 @pytest.mark.parametrize("host_memory", [True, False])
 def test_full_gradients_take_what_is_counted(ranks, sharded, folder, tmp_path, host_memory):
-    """A24, by live tensors: two more gradients of blocks on their way take what the counter says, and no byte more.
+    """Two more gradients of blocks on their way take what the counter says, and no byte more, by live tensors.
 
     By messages, what comes from the other rank is received beside each: half of it again. The two peaks need not fall on the
     same moment of a backward, so that a part of a block's activations may be missing from their difference.

@@ -1,4 +1,4 @@
-"""Any model given as layers trains sharded as it does whole (statements A01, A08, A11, A12, A13, A26)."""
+"""Any model given as layers trains sharded as it does whole."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def foreign(own):
 
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_linears_of_all_sizes_with_attention_of_their_own(parity, foreign, unit):
-    """A26, A13: no two of one size, some without bias, one used twice."""
+    """No two of one size, some without bias, one used twice, so that its gradients are summed."""
     parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed"))
 
 
 @pytest.mark.parametrize("unit", ["layer", pytest.param("module", marks=pytest.mark.campaign)])
 def test_the_order_of_registration_means_nothing(parity, foreign, unit):
-    """A08."""
+    """The order of gathers is that of use: modules registered in another order train alike."""
     parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:mixed", turned=True))
 
 
@@ -47,18 +47,18 @@ def test_the_order_of_registration_means_nothing(parity, foreign, unit):
     ],
 )
 def test_a_model_that_recomputes_by_itself(parity, foreign, reentrant, unit):
-    """A05 names both of torch's ways."""
+    """With either of torch's checkpoints, reentrant or not."""
     parity(2, wp=2, weights={"unit": unit}, **foreign("isp_parts:recomputing", reentrant=reentrant))
 
 
 @pytest.mark.parametrize("name", ["adapted", "frozen_start", "padded_tokens"])
 def test_partly_frozen(parity, foreign, name):
-    """A11: adapters, trained biases of frozen weights, a frozen start; the row of a padding token."""
+    """Adapters, trained biases of frozen weights, a frozen start; the row of a padding token."""
     parity(2, wp=2, **foreign(f"isp_parts:{name}"))
 
 
 def test_autocast(ranks, sharded, folder, foreign):
-    """A12: with and without bias; sharded and whole runs round alike but for the order of sums."""
+    """With and without bias; sharded and whole runs round alike but for the order of sums."""
     changes = foreign("isp_parts:autocast") | {"precision__compute": "fp32"}
     reference = record(sharded(1, 1, **changes), 2, folder=folder)
     for found in ranks(2)(record, sharded(2, **changes), 2, folder=folder):

@@ -1,4 +1,4 @@
-"""Sharded weights give the numbers of the one-process run (DESIGN 13.1; statements A01, A03, A04, A11, A14)."""
+"""Sharded weights give the numbers of the one-process run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
     ],
 )
 def test_every_rank_holds_a_shard(parity, wp, tied):
-    """A01, A13: loss, norm, every gathered gradient of the first step, and weights after three AdamW steps, in fp64.
+    """Loss, norm, every gathered gradient of the first step, and weights after three AdamW steps, in fp64.
 
     257 tokens and 27 channels divide by no number of ranks: shards are padded.
     """
@@ -23,7 +23,7 @@ def test_every_rank_holds_a_shard(parity, wp, tied):
 
 
 def test_copies_of_shards_are_summed(parity):
-    """A01: two shards in two copies; a shard's gradient is summed over `wdp`, a norm's over the stage."""
+    """Two shards in two copies: a shard's gradient is summed over `wdp`, a norm's over the stage."""
     parity(4, wp=2, dp=4)
 
 
@@ -31,7 +31,7 @@ def test_copies_of_shards_are_summed(parity):
     ("world", "sp", "wp"), [(2, 2, 2), (4, 2, 4), (4, 4, 2), pytest.param(4, 2, 2, marks=pytest.mark.campaign)]
 )
 def test_shards_of_weights_and_slices_of_sequences(parity, world, sp, wp):
-    """A01: `sp` and `wp` are independent; either may be the larger."""
+    """`sp` and `wp` are independent; either may be the larger."""
     changes = {"parallel": {"sp": sp}, "sequence": {"use": "isp.all_to_all"}, "model__heads": 4}
     parity(world, wp=wp, dp=world // sp, **changes)
 
@@ -61,7 +61,7 @@ def test_recomputation(parity, fraction, unit):
 
 @pytest.mark.parametrize("kind", [1.0, "inf"])
 def test_norms_count_each_shard_once(parity, kind):
-    """A03, A22: the norm that clips is the model's, whatever p it has."""
+    """The norm that clips is the model's, whatever p it has."""
     parity(2, wp=2, optimizer__clip_kind=kind)
 
 
@@ -75,10 +75,10 @@ def test_norms_count_each_shard_once(parity, kind):
     ],
 )
 def test_frozen_weights(parity, match):
-    """A11: frozen weights are gathered and not reduced; those before a frozen one still get their gradients."""
+    """Frozen weights are gathered and not reduced; those before a frozen one still get their gradients."""
     parity(2, wp=2, optimizer__groups=[{"match": match, "freeze": True}])
 
 
 def test_bf16_with_masters(parity):
-    """A12: shards of bf16 weights, with fp32 masters of the shards."""
+    """Shards of bf16 weights, with fp32 masters of the shards."""
     parity(2, wp=2, precision__compute="bf16")

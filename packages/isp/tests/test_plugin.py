@@ -7,7 +7,7 @@ import sys
 
 
 def test_records_are_listed_without_torch():
-    """Statement 44: core and this package are enough."""
+    """Core and this package are enough: no sibling is imported."""
     code = (
         "import sys\n"
         "from sley_core.loader import Loader\n"

@@ -1,4 +1,4 @@
-"""Leases never overlap, buffers persist, and the counters tell (statements P01, P02)."""
+"""Leases never overlap, buffers persist, and the counters tell."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_two_leases_never_share(kind):
 
 
 def test_shape_dtype_and_device_keep_buffers_apart():
-    """P02: I16 is a pool whose first shape wins."""
+    """A pool in which the first shape wins would lend buffers of the wrong size where layers differ."""
     pool = Slots(SlotsConfig())
     sizes = [((8,), torch.float32), ((2, 4), torch.float32), ((8,), torch.bfloat16)]
     for _ in range(2):
@@ -45,7 +45,7 @@ def test_shape_dtype_and_device_keep_buffers_apart():
 
 
 def test_a_lease_is_used_once():
-    """P01: a second `with` would hand out what may be somebody else's by then."""
+    """A second `with` would hand out what may be somebody else's by then."""
     pool = Slots(SlotsConfig())
     lease = pool.lease((8,), torch.float32, CPU)
     with lease, pytest.raises(AssertionError, match="used twice"), lease:
@@ -73,7 +73,7 @@ print([str(one.message) for one in caught], pool.num_lent, pool.num_allocations)
 
 
 def test_a_lease_that_is_used_twice_without_assertions():
-    """P01, in release: another buffer, one warning, and all come back."""
+    """Under `python -O`: another buffer, one warning, and all come back."""
     said = subprocess.run(
         [sys.executable, "-B", "-O", "-c", USED_TWICE], capture_output=True, text=True, check=True
     ).stdout

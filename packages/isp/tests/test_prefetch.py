@@ -1,4 +1,4 @@
-"""What the machine decides, for any order of uses, passes and depths (statements A05-A08, I2, I3, I11, A27)."""
+"""What the machine decides, for any order of uses, passes and depths."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rank:
             for use in uses:
                 unit, pins = use if isinstance(use, tuple) else (use, 0)
                 decision = self.machine.use(unit, pins=pins)
-                assert unit not in decision.gather[1:], "what is wanted now comes first (I4)"
+                assert unit not in decision.gather[1:], "what is wanted now comes first"
                 self.apply(decision)
                 assert unit in self.here
             self.apply(self.machine.leave())
@@ -54,7 +54,7 @@ class Rank:
 
 
 def test_a_block_is_gathered_twice_and_one_unit_is_not_foreseen():
-    """A05, A06: once per forward, once per backward; the last block and the head are still there when they come again."""
+    """Once per forward, once per backward; the last block and the head are still there when they come again."""
     rank = Rank(1)
     for _ in range(3):
         before = rank.machine.num_demands
@@ -74,7 +74,7 @@ def test_without_looking_ahead_every_gather_is_asked_for():
 
 
 def test_what_is_recomputed_stays_for_its_backward():
-    """I1: module by module, a block's forward runs again and then its backward: one gather for both."""
+    """Module by module, a block's forward runs again and then its backward: one gather for both."""
     modules = [f"{block}{number}" for block in "ab" for number in range(3)]
     again = [(unit, 1) for unit in modules[:3]] + [(unit, -1) for unit in reversed(modules[:3])]
     backward = [(unit, 1) for unit in modules[3:]] + [(unit, -1) for unit in reversed(modules[3:])] + again
@@ -86,7 +86,7 @@ def test_what_is_recomputed_stays_for_its_backward():
 
 
 def test_an_order_that_changes_is_learned_again():
-    """A08: a pass that strays is right, gathers on demand, and the next one knows."""
+    """A pass that strays is right, gathers on demand, and the next one knows."""
     rank = Rank(1)
     for order, num_demands in (("abc", 3), ("abc", 1), ("acb", 3), ("acb", 1)):
         before = rank.machine.num_demands
@@ -105,7 +105,7 @@ def test_chunks_have_orders_of_their_own():
 
 
 def test_what_was_left_behind_is_dropped_at_the_next_step():
-    """A09: a pass that an error cut short leaves units held; the next step begins without them."""
+    """A pass that an error cut short leaves units held; the next step begins without them."""
     rank = Rank(2)
     rank.step(("F", FORWARD))
     rank.machine.begin(["F"])
@@ -131,7 +131,7 @@ def test_any_order_is_served(steps, ahead):
 
 @given(PASSES.filter(lambda passes: len({key for key, _ in passes}) == len(passes)), st.integers(1, 3))
 def test_a_known_order_is_foreseen(passes, ahead):
-    """A06: once every pass was seen, only the very first use of a step is asked for."""
+    """Once every pass was seen, only the very first use of a step is asked for."""
     rank = Rank(ahead)
     rank.step(*passes)
     before = rank.machine.num_demands
@@ -166,7 +166,7 @@ def test_gathers_wait_for_their_launch():
 
 
 def test_stale_weights_are_gathered_again():
-    """I11: what was told to be forgotten is not held."""
+    """What was told to be forgotten is not held."""
     machine = Prefetch(1)
     machine.begin(["F"])
     machine.enter()
@@ -207,7 +207,7 @@ def seconds_per_use(num_units: int) -> float:
 
 
 def test_a_decision_is_cheap():
-    """A27: little per module and pass, whatever the number of units: no use looks at all of them."""
+    """Little time per module and pass, whatever the number of units: no use looks at all of them."""
     few, many = seconds_per_use(400), seconds_per_use(2800)
     print(f"{few * 1e6:.2f} us per use of 400 units, {many * 1e6:.2f} of 2800")
     assert max(few, many) < 100e-6
@@ -221,7 +221,7 @@ def test_the_machine_needs_no_torch():
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_two_blocks_are_there_at_most(ahead):
-    """A07, T3: with one unit ahead."""
+    """The one in use and `ahead` more: two, where one unit is gathered ahead."""
     rank = Rank(ahead)
     for _ in range(3):
         rank.step(*(pass_ for _ in range(4) for pass_ in (("F", FORWARD), ("B", BACKWARD))))

@@ -1,4 +1,4 @@
-"""What is leased for tokens, of which micro-batches may have any number, comes from a few buffers (P02)."""
+"""What is leased for tokens, of which micro-batches may have any number, comes from a few buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps unlike the others: fewer micro-batches, skipped, begun before the weights are there (A04, A11, A14, A16, A22)."""
+"""Steps unlike the others: fewer micro-batches, skipped, begun before the weights are there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_par
 
 
 def test_copies_of_norms_stay_equal(ranks, folder, sharded):
-    """A04 (I5): ten steps on different data; what every rank holds whole is equal bit for bit on all."""
+    """Ten steps on different data: what every rank holds whole, as norms, is equal bit for bit on all and does not drift."""
     tables = sharded(2, run__steps=10, evaluation={"every": 20, "steps": 1})
     same_on_all(ranks(2)(record, tables, 10, folder=folder))
 
@@ -43,7 +43,7 @@ def uneven(tables: dict[str, Any], folder: Any, sizes: list[int]) -> tuple[list[
 
 
 def test_a_number_of_micro_batches_that_varies(ranks, folder, sharded, own):
-    """A14: one, four and two micro-batches per rank, in any of which a gradient is reduced, equal one process."""
+    """One, four and two micro-batches per rank, in any of which a gradient is reduced, equal one process."""
     changes = {"model": {"factory": "isp_parts:mixed"}, "batch": {"global_size": 8, "micro_size": 1}, **FOREIGN}
     sizes = [2, 8, 4]
     losses, wanted = uneven(sharded(1, 1, **changes), folder, sizes)
@@ -75,7 +75,7 @@ def overflow(run: Run, rank: int) -> None:
     ],
 )
 def test_a_step_that_is_skipped(ranks, folder, sharded, head, clip_norm):
-    """A14, A22: an overflow on one rank skips the step on both, with and without clipping; the others are taken."""
+    """An overflow on one rank skips the step on both, with and without clipping; the others are taken."""
     changes = {"precision__compute": "fp16", "batch": {"global_size": 4, "micro_size": 2}}
     changes["optimizer"] = {"use": "core.adamw", "lr": 3e-3} | ({"clip_norm": clip_norm} if clip_norm else {})
     reference = record(sharded(1, 1, **changes), 3, folder=folder, prepare=partial(overflow, rank=0))
@@ -133,7 +133,7 @@ def late(tables: dict[str, Any], folder: Any, delay_s: float | None) -> dict[str
     ],
 )
 def test_weights_that_come_late_are_waited_for(ranks, folder, sharded, unit, head):
-    """A16 (I15): a sleep in the wait of a layer never leads to a weight of before, whoever gathers; norms and head too."""
+    """A sleep in the wait of a layer never leads to a weight of before, whoever gathers; norms and head too."""
     changes = {"batch": {"global_size": 4, "micro_size": 1}, "model__tie_embeddings": unit == "layer"}
     tables = sharded(2, weights={"unit": unit, "ahead": 2, "head": head}, **changes)
     wanted, _ = ranks(2)(late, tables, folder, None)
@@ -157,7 +157,7 @@ def reduced(tables: dict[str, Any], folder: Any) -> set[str]:
 
 
 def test_nothing_is_reduced_for_frozen_weights(ranks, folder, sharded, own):
-    """A11 (I12): neither for adapters' frozen bases, nor for the weight of which only the bias is trained."""
+    """Neither for adapters' frozen bases, nor for the weight of which only the bias is trained."""
     tables = sharded(2, model={"factory": "isp_parts:adapted"}, **FOREIGN)
     for names in ranks(2)(reduced, tables, folder):
         trained = {"base": [], "down": ["weight"], "up": ["weight"], "shifted": ["bias"]}
@@ -183,7 +183,7 @@ def test_a_model_called_after_its_run(ranks, folder, sharded):
 
 
 def test_parity_of_the_loss_with_whole_logits(ranks, folder, sharded):
-    """A20, with a gathered head: ignored labels and smoothing."""
+    """With a gathered head, ignored labels and smoothing count as in one process."""
     changes = {"data__documents": "pad", "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
     reference = record(sharded(1, 1, **changes), 3, folder=folder)
     assert_parity(reference, ranks(2)(record, sharded(2, **changes), 3, folder=folder), "fp64")

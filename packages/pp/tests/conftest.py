@@ -59,7 +59,7 @@ def records(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any,
 
 @pytest.fixture
 def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[Recorded]]]:
-    """`compared(size, plans)`: each plan on `size` ranks equals its one-process run, as DESIGN 13.1 asks.
+    """`compared(size, plans)`: each plan on `size` ranks equals its one-process run, within the tolerances of parity.
 
     Loss, norm, gradients, the first weights bit for bit and the last ones; every parameter is on some rank. Returns, for
     each plan, what the ranks saw. prepare: is called with the run of every rank, and not with the one-process run.

@@ -1,4 +1,4 @@
-"""What crosses a boundary: tuples with and without gradients, changing shapes, and what must not (statements 19, 20, 21)."""
+"""What crosses a boundary: tuples with and without gradients, changing shapes, and what must not."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_tuples_dicts_and_boundaries_without_a_gradient(ranks, folder, factory, 
 
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.gpipe", "pp.zero_bubble_h1"])
 def test_views_are_sent_as_they_are_and_what_they_view_stays(ranks, folder, schedule):
-    """Statement 18: an output gives its storage back when it is sent (`test_live`), and autograd keeps what it kept."""
+    """An output gives its storage back when it is sent (`test_live`), and autograd keeps what it kept."""
     tables = plan("views", 2, schedule) | {"partition": {"use": "pp.explicit", "layers": [2, 1]}}
     assert_equal(record(plan("views"), 3, folder=folder), ranks(2)(record, tables, 3, folder=folder))
 
@@ -201,7 +201,7 @@ def ragged(step):
 
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "pp.one_f_one_b"), (3, "pp.zero_bubble_h1"), (2, "pp.gpipe")])
 def test_micro_batches_of_a_step_may_differ_in_length(ranks, folder, stages, schedule):
-    """Statement 19: announced once per length, and posted ahead of time from then on."""
+    """Shapes are announced once per length, and receives posted ahead of time from then on."""
     steps = [ragged(step) for step in range(3)]
     reference = record(plan("layers"), 3, folder=folder, batches=steps)
     assert_equal(reference, ranks(stages)(record, plan("layers", stages, schedule), 3, folder=folder, batches=steps))

@@ -1,4 +1,4 @@
-"""fp16 through a pipeline: one scale for all, and an overflow anywhere is a step that nobody takes (statement 38)."""
+"""fp16 through a pipeline: one scale for all, and an overflow anywhere is a step that nobody takes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def halve_after_the_first(run):
     ("schedule", "rank"), [("pp.zero_bubble_h1", 3), pytest.param("pp.one_f_one_b", 0, marks=pytest.mark.campaign)]
 )
 def test_an_overflow_on_one_stage_of_one_replica_skips_everywhere(ranks, schedule, rank):
-    """Statement 38; and what follows is the run that never had this step, bit for bit.
+    """What follows is the run that never had this step, bit for bit.
 
     Rank 0 is of the first stage and the first replica, rank 3 of the last and the last; no gradient of another stage is
     infinite, so only the vote tells it.

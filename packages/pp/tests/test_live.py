@@ -1,4 +1,4 @@
-"""What a rank holds, counted from live objects while it runs, is what the simulator says (DESIGN 13.5).
+"""What a rank holds, counted from live objects while it runs and not estimated, is what the simulator says.
 
 A run is watched from outside, by weak references that keep nothing alive. Every tensor that a forward saves is wrapped, and
 the wrapper belongs to the graph alone; every closure that a D puts off for its W belongs to the queue alone. A chunk's

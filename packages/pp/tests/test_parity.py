@@ -1,4 +1,4 @@
-"""A pipeline of any schedule, tied or not, equals the one-process run (DESIGN 13.1; statements 14-16, 28, 29, 31)."""
+"""A pipeline of any schedule, tied or not, equals the one-process run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any schedule, number of stages, replicas and micro-batches gives one run (statements 14, 15, 16, 23, 26, 36, 39, 40)."""
+"""Any schedule, number of stages, replicas and micro-batches gives one run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sizes(small, pp, micros, dp=1, **changes):
     ],
 )
 def test_micro_batches_fewer_than_stages_and_no_multiple_of_them(compared, small, pp, micros):
-    """Statement 14, and 26: no two samples have as many labels, so a mean of means would differ."""
+    """No two samples have as many labels, so a mean of means would differ."""
     compared(pp, sizes(small, pp, micros), 2)
 
 
@@ -42,24 +42,24 @@ def test_micro_batches_fewer_than_stages_and_no_multiple_of_them(compared, small
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_every_number_of_micro_batches(compared, small, pp, precision):
-    """Statement 14, whole: M in {1, 2, 3, 4, 6, 8, 12, 24}."""
+    """1, 2, 3, 4, 6, 8, 12 and 24 of them, on two to four stages."""
     compared(pp, sizes(small, pp, (1, 2, 3, 4, 6, 8, 12, 24), precision__compute=precision), 3)
 
 
 def test_replicas_of_every_schedule(compared, small):
-    """Statement 15: two stages of two replicas; replicas stay equal bit for bit."""
+    """Two stages of two replicas; replicas stay equal bit for bit."""
     for layouts in compared(4, sizes(small, 2, (3,), dp=2), 2):
         for one, other in (layouts[:2], layouts[2:]):
             assert_same_bits(one.weights, other.weights)
 
 
 def test_bf16_boundaries_with_as_many_micro_batches_as_stages(compared, small):
-    """Statement 16, and the other schedules with it."""
+    """The interleaved schedule, and the others with it: all receives have the type of what is sent."""
     compared(2, sizes(small, 2, (2,), precision__compute="bf16"), 3)
 
 
 def test_weights_after_eight_batches(compared, small):
-    """Statement 36: k in {1, 2, 4} on D in {1, 2} and two stages; each is compared with its own one-process run."""
+    """1, 2 and 4 micro-batches on one replica or two of two stages; each is compared with its own one-process run."""
     plans = {
         (k, dp): small("pp.one_f_one_b", 2, dp, batch__micro_size=8 // (k * dp)) for k in (1, 2, 4) for dp in (1, 2)
     }
@@ -113,7 +113,7 @@ def started_in_all(plans, folder):
 
 
 def test_a_stage_reduces_once_per_step_and_in_its_last_backward(ranks, small, own):
-    """Statement 15: each gradient once, however many micro-batches; from the second step on as soon as it is complete.
+    """Each gradient once, however many micro-batches; from the second step on as soon as it is complete.
 
     Of a split backward, in or after the last W of its chunk: it is there that gradients end.
     """
@@ -128,7 +128,7 @@ def test_a_stage_reduces_once_per_step_and_in_its_last_backward(ranks, small, ow
 
 
 def test_no_two_layers_start_equal(ranks, small, own):
-    """Statement 23; that weights do not depend on the stages is compared bit for bit everywhere."""
+    """That weights do not depend on the stages is compared bit for bit everywhere."""
     tables = small("pp.gpipe", 2, model=WIDE)
     found = {}
     for layout in ranks(2)(record, tables, 1, folder=own):
@@ -139,7 +139,7 @@ def test_no_two_layers_start_equal(ranks, small, own):
 
 
 def test_norm_and_clip_with_a_stage_without_gradients(compared, small):
-    """Statement 39: the second of two stages is frozen whole; two replicas; the 1-, 2-, 3- and inf-norm."""
+    """The second of two stages is frozen whole; two replicas; the 1-, 2-, 3- and inf-norm."""
     groups = [{"match": name, "freeze": True} for name in ("blocks.3.*", "blocks.4.*", "blocks.5.*", "head.*")]
     changes = {"optimizer__clip_norm": 0.01, "optimizer__groups": groups, "partition": {"use": "pp.uniform"}}
     kinds = [
@@ -165,7 +165,7 @@ def watch_the_update(run):
 
 
 def test_without_clip_gradients_are_not_touched(ranks, small, own):
-    """Statement 40, with stages, a tie and replicas: not one bit."""
+    """With stages, a tie and replicas: not one bit."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     tables = small("pp.zero_bubble_h1", 2, 2, model=model, optimizer={"use": "core.sgd", "lr": 0.1})
     for layout in ranks(4)(record, tables, 2, folder=own, prepare=watch_the_update):

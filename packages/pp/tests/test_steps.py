@@ -1,4 +1,4 @@
-"""What a step moves, sends, waits for and leaves alone (statements 22, 24, 25, 27, 41)."""
+"""What a step moves, sends, waits for and leaves alone."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def with_late_reductions(tables, folder, signs):
 
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1", "pp.gpipe"])
 def test_the_last_gradient_is_sent_before_any_reduction_is_waited_for(ranks, small, own, tmp_path, schedule):
-    """Statement 24: a reduction that lasts until the first stage is done delays nobody; and no device is synchronised."""
+    """A reduction that lasts until the first stage is done delays nobody; and no device is synchronised."""
     tables = small(schedule, 2, 2, batch={"global_size": 8, "micro_size": 1})
     *first, one, other = ranks(4)(with_late_reductions, tables, own, tmp_path)
     assert first == [[], []]
@@ -127,7 +127,7 @@ def moves(tables, folder):
 
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
 def test_a_stage_moves_what_it_reads_and_nothing_else(ranks, small, own, schedule):
-    """Statement 27: tokens to the first stage, labels to the last, nothing between; once per micro-batch."""
+    """Tokens to the first stage, labels to the last, nothing between; once per micro-batch."""
     tables = small(schedule, 3, evaluation={"every": 9, "steps": 1})
     micro = [("torch.int64", (2, 6))] * 4
     expected = [(["tokens"], [micro, micro]), ([], [[], []]), (["labels"], [micro, micro])]
@@ -151,7 +151,7 @@ def forward_only(tables, folder):
 
 @pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_v"])
 def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, own, schedule):
-    """Statement 25: on the batch that the step then trains on."""
+    """The loss is that of the batch that the step then trains on."""
     tables = small(schedule, 2, evaluation={"every": 9, "steps": 1})
     for saved, gradients, taken, loss, trained in ranks(2)(forward_only, tables, own):
         assert saved == []
@@ -180,7 +180,7 @@ def issued(tables, folder):
 
 @pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_h1"])
 def test_every_collective_is_on_a_group_of_its_own_and_messages_on_the_pipelines(ranks, small, own, schedule):
-    """Statement 41: none on the default group, and outputs and gradients apart. Buffers are used again, step after step."""
+    """None on the default group, and only messages on `pp`. Buffers are used again, step after step."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     tables = small(schedule, 2, 2, model=model, evaluation={"every": 9, "steps": 1})
     for rank, (calls, allocated) in enumerate(ranks(4)(issued, tables, own)):
@@ -211,7 +211,7 @@ def alone_in_a_step(tables, folder):
 
 
 def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
-    """Statement 41: operation, stages, direction and micro-batch, in the time that the plan gives."""
+    """Operation, stages, direction and micro-batch, in the time that the plan gives."""
     tables = small("pp.one_f_one_b", 2, limits={"collective_timeout_s": 1.0})
     (told, seconds), _ = ranks(2)(alone_in_a_step, tables, own)
     assert "receive of what stage 0 takes from stage 1, backward, a gradient of micro-batch 0" in told.replace(
@@ -225,7 +225,7 @@ def test_a_wait_that_takes_too_long_says_for_what(ranks, small, own):
 
 
 def test_five_blocks_of_unequal_width_on_three_stages(compared, small):
-    """Each boundary has a shape of its own, and the partition sees unequal weights (statement 22)."""
+    """Each boundary has a shape of its own, and the partition sees unequal weights."""
     model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
     ways = {
         "pp.one_f_one_b": {"use": "pp.balanced"},
@@ -241,7 +241,7 @@ def test_unequal_widths_on_replicas_of_two_stages(compared, small):
 
 
 def test_more_stages_than_layers_are_refused_before_any_group_is_made(small, own):
-    """Statement 22."""
+    """The error is the plan's, with both numbers."""
     tables = small("pp.gpipe", 8, model={"factory": "pp_parts:chain"})
     with World.fake(0, 8) as world, pytest.raises(PlanError, match="6 layers cannot be cut into 8 parts"):
         assemble(plan_from_dict(tables, own), world)

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold stay one parameter, however many there are and in whatever order (statements 28-32)."""
+"""Parameters that several stages hold stay one parameter, however many there are and in whatever order."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def copies(layouts, of):
     [(2, 2, "pp.zero_bubble_h1"), pytest.param(4, 1, "pp.one_f_one_b", marks=pytest.mark.campaign)],
 )
 def test_copies_are_one_parameter(compared, small, pp, dp, schedule):
-    """Statements 28 and 30: gradients and weights of all copies are equal bit for bit, and the norm takes them once.
+    """Gradients and weights of all copies are equal bit for bit, and the norm takes them once.
 
-    Statement 32: in the second step no micro-batch uses the copy that may have no gradient.
+    In the second step no micro-batch uses the copy that may have no gradient: it counts as zero, and no rank waits.
     """
     every = compared(pp * dp, plans(small, schedule, pp, dp), batches=even_then_odd())
     for name, layouts in zip(TIES, every, strict=True):
@@ -100,7 +100,7 @@ def test_copies_are_one_parameter_in_every_layout(compared, small, pp, dp, sched
     [(2, 2), pytest.param(3, 1, marks=pytest.mark.campaign), pytest.param(4, 1, marks=pytest.mark.campaign)],
 )
 def test_copies_are_equal_after_twenty_steps(compared, small, pp, dp):
-    """Statement 28: bit for bit, and within 1e-5 of the one-process run, in single precision."""
+    """Bit for bit, and within 1e-5 of the one-process run, in single precision."""
     options = {"ends": True, "ties": [["one", [0, 3]]]}
     changes = {"precision__compute": "fp32", "run__steps": 20}
     model = {"factory": "pp_parts:tied", "options": options}
@@ -121,7 +121,7 @@ def seen_in_a_step(tables, folder):
 
 
 def test_a_tie_within_a_rank_has_no_group_and_no_collective(ranks, small, own):
-    """Statement 31: without stages, and where a V ends on the rank on which it began."""
+    """Without stages, and where a V ends on the rank on which it began."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     for size, tables in ((1, small(model=model)), (2, small("pp.zero_bubble_v", 2, model=model))):
         for ties, groups, _ in ranks(size)(seen_in_a_step, tables, own):
@@ -130,7 +130,7 @@ def test_a_tie_within_a_rank_has_no_group_and_no_collective(ranks, small, own):
 
 
 def test_a_tie_is_counted_once(ranks, small, own):
-    """Statement 29, of the parameters; its norm is compared wherever a plan is."""
+    """By the number of parameters; its norm is compared wherever a plan is."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True, "ties": [["one", [0, 1, 3]]]}}
     ((_, _, alone),) = ranks(1)(seen_in_a_step, small(model=model), own)
     pipelined = ranks(4)(seen_in_a_step, small("pp.gpipe", 4, model=model, partition=BY_STAGE), own)
@@ -154,7 +154,7 @@ def code_of(tables, folder):
 
 
 def test_copies_cannot_be_given_other_options(small, own):
-    """Statement 34: a tie goes by its first name alone, on every stage."""
+    """A tie goes by its first name alone, on every stage."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     for option in ({"lr": 0.5}, {"weight_decay": 0.5}, {"freeze": True}):
         groups = [{"match": "head.weight", **option}]
@@ -174,14 +174,14 @@ def decays(tables, folder):
 
 
 def test_whether_a_tie_decays_is_decided_where_it_comes_first(ranks, small, own):
-    """Statement 34: not by what kind of module another stage has it in."""
+    """Not by what kind of module another stage has it in."""
     tables = small("pp.gpipe", 2, model={"factory": "pp_parts:in_a_norm_too"})
     first, last = ranks(2)(decays, tables, own)
     assert first == last == {"embed.weight": True}
 
 
 def test_a_handler_for_ties_is_needed_beside_any_other(small, own):
-    """Statement 35: a list of the user's own does not drop it unnoticed; without the list it is there."""
+    """A list of the user's own does not drop it unnoticed; without the list it is there."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     tables = small("pp.gpipe", 2, dp=2, model=model)
     plan = plan_from_dict(tables, own)
@@ -213,7 +213,7 @@ def drifted(tables, folder, prepare):
 
 @pytest.mark.parametrize("every", [0, 1, 4])
 def test_a_copy_that_drifts_is_found(ranks, small, own, every):
-    """Statement 34: at the next check, on every holder alike; without a check nobody looks."""
+    """At the next check, on every holder alike; without a check nobody looks."""
     handlers = [{"use": "pp.shared_modules", "drift_check_steps": every}]
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     tables = small("pp.gpipe", 2, model=model, gradient_handlers=handlers, run__steps=5)

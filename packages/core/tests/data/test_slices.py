@@ -31,7 +31,7 @@ def a_packed_batch() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
 def test_packed_positions_are_the_data_s_own(num_slices: int) -> None:
-    """Statement A19: positions go with their tokens; boundaries are those of the whole sequence in every slice."""
+    """Positions go with their tokens; boundaries are those of the whole sequence in every slice."""
     batch = a_packed_batch()
     parts = [Slices(PACKED, num_slices, index)(batch) for index in range(num_slices)]
     for name in ("tokens", "labels", "positions"):

@@ -98,7 +98,7 @@ def accumulate(tables, folder, num_steps):
 
 
 def test_gradients_are_ready_once_a_step_and_in_its_last_backward_only(ranks, own, small):
-    """Whatever the number of micro-batches and ranks; after 8 batches the weights are the same (statement 36)."""
+    """Whatever the number of micro-batches and ranks; after 8 batches the weights are the same."""
     found = {}
     for micro_size in (1, 2, 4):
         tables = small(batch={"global_size": 8, "micro_size": micro_size})

@@ -137,7 +137,7 @@ def test_two_ranks_are_one(ranks, own, small, num_micros):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_overflow_on_one_rank_is_a_step_that_never_was_on_all(ranks, own, small, rank):
-    """Statement 38: weights, AdamW's states and the learning rate's count go on as if the batch had not been there."""
+    """Weights, AdamW's states and the learning rate's count go on as if the batch had not been there."""
     batches = [tokens(number) for number in range(4)]
     spoilt = partial(overflow, steps=(1,), rank=rank)
     found = ranks(2)(record, fp16(small), 4, folder=own, batches=batches, prepare=spoilt)

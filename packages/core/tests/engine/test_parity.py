@@ -1,4 +1,4 @@
-"""The first invariant: every layout equals the one-process run of the same plan (DESIGN 13.1)."""
+"""Parity (docs/design.md): every layout equals the one-process run of the same plan."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_split_sequences_need_an_attention_that_joins_them(make: Make) -> None:
 
 
 def test_a_sequence_that_does_not_divide(make: Make) -> None:
-    """Statement A17: the equation that fails, numbers put in, and lengths that would do."""
+    """The equation that fails, numbers put in, and lengths that would do."""
     tables = make(parallel={"sp": 3}, data={"use": "core.text", "files": ["corpus.txt"], "sequence": 16})
     found = {code: (message, hint) for code, message, hint in problems(tables)}
     assert found["sequence-does-not-divide"] == (

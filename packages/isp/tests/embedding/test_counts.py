@@ -1,4 +1,4 @@
-"""What travels for a table that is cut by columns, what is never whole, and memory (statements A06, A10, A14, A20, A21)."""
+"""What travels for a table that is cut by columns, what is never whole, and memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("host_memory", [True, False])
 def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, folder, host_memory):
-    """A21 and more: two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""
+    """Two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""
     options = HIDDEN | {"head": "vocabulary"}
     apart = {"evaluation": {"every": 100, "steps": 2}, "run__steps": 9, "parallel": {"host_memory": host_memory}}
     tables = sharded(2, weights=options, **apart)
@@ -105,7 +105,7 @@ def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, folder, host_memor
     ],
 )
 def test_swaps_of_recomputed_and_of_frozen_tables(ranks, sharded, folder, own, change, swaps):
-    """A11: of four look-ups one is in a block, and one is of a table that may be frozen: nobody wants its gradient."""
+    """Of four look-ups one is in a block, and one is of a table that may be frozen: nobody wants its gradient."""
     change = change | {"model": {"factory": "looked_up:layers"}} | FOREIGN
     change = change | {"evaluation": {"every": 100, "steps": 1}, "run__steps": 9}
     for counts in ranks(2)(counted, sharded(2, weights=HIDDEN, **change), folder):
@@ -164,7 +164,7 @@ def by_hand(tables: dict[str, Any], folder: Path) -> Any:
 
 
 def test_a_model_called_by_hand(ranks, sharded, folder, own):
-    """A10: right with and without gradients, which are in the store when the backward returns."""
+    """Right with and without gradients, which are in the store when the backward returns."""
     changes = {"model": {"factory": "looked_up:layers"}, **FOREIGN}
     wanted = by_hand(sharded(1, 1, **changes) | {"weights": {"use": "isp.communicator", **HIDDEN}}, folder)
     for found in ranks(2)(by_hand, sharded(2, weights=HIDDEN, **changes), folder):
@@ -201,7 +201,7 @@ def varied(tables: dict[str, Any], folder: Any, fails: bool) -> tuple[list[float
 
 
 def test_steps_of_other_sizes_and_one_that_fails(ranks, sharded, folder, own):
-    """A09, A14: nothing of a failed step, and nothing of a step before, is in another's gradients."""
+    """Nothing of a failed step, and nothing of a step before, is in another's gradients."""
     changes = {"model": {"factory": "isp_parts:mixed"}, "batch": {"global_size": 8, "micro_size": 1}, **FOREIGN}
     losses, wanted = varied(sharded(1, 1, **changes), folder, fails=False)
     for found_losses, found in ranks(2)(varied, sharded(2, weights=HIDDEN, **changes), folder, True):

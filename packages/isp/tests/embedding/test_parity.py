@@ -1,4 +1,4 @@
-"""Tables that are cut by columns change no number (DESIGN 13.1; statements A01, A03, A11, A12, A13, A17)."""
+"""Tables that are cut by columns change no number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_modules_without_overlap_and_by_sockets(parities):
 
 
 def test_tables_of_uneven_width_that_are_read_twice(parities, own):
-    """A13, A17: three columns and two; of four ranks one has none; padding, positions, a table in two layers."""
+    """Three columns and two; of four ranks one has none; padding, positions, a table in two layers."""
     again = {"activations": {"use": "core.recompute", "fraction": 1.0}}
     parities(2, [(2, 2, a_model()), (2, 2, a_model() | again)], HIDDEN, **LOOKED_UP)
     parities(4, [(4, 4, a_model())], HIDDEN, **LOOKED_UP)
@@ -41,7 +41,7 @@ def test_tables_of_uneven_width_that_are_read_twice(parities, own):
 
 @pytest.mark.parametrize("frozen", ["again", pytest.param("embed", marks=pytest.mark.campaign)])
 def test_frozen_tables(parities, own, frozen):
-    """A11: a table that is not trained has no backward; the layers behind it have theirs."""
+    """A table that is not trained has no backward; the layers behind it have theirs."""
     parities(2, [(2, 2, a_model(frozen=frozen))], HIDDEN, **LOOKED_UP)
 
 
@@ -69,7 +69,7 @@ def test_single_precision(ranks, folder, sharded):
 
 @pytest.mark.parametrize("model", [{}, {"model": {"factory": "isp_parts:autocast"}, **FOREIGN}])
 def test_half_precision(ranks, folder, sharded, own, model):
-    """A12: in bf16 storage, and in a model that computes in bf16 by itself."""
+    """In bf16 storage, and in a model that computes in bf16 by itself."""
     changes = model or {"precision__compute": "bf16"}
     reference = record(sharded(1, 1, **changes), 1, folder=folder)
     for layout in ranks(2)(record, sharded(2, weights=HIDDEN, **changes), 1, folder=folder):
@@ -116,7 +116,7 @@ def all_recorded(plans: dict[str, Any], folder: Any) -> dict[str, Any]:
 
 
 def test_no_option_changes_a_bit(ranks, folder, sharded):
-    """A02: fp32, three steps on three ranks, of which the last has four columns and two of padding."""
+    """fp32, three steps on three ranks, of which the last has four columns and two of padding."""
     changes = {"precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
     changes["evaluation"] = {"every": 100, "steps": 1}
     plans = {"": sharded(3, weights=HIDDEN, **changes)}

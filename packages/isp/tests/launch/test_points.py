@@ -1,4 +1,4 @@
-"""Gathers ahead start where the plan says, at any module of a layer; where it says so in vain, it is refused (A02, A27)."""
+"""Gathers ahead start where the plan says, at any module of a layer; where it says so in vain, it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over slices is attention over the whole: every form, every number of heads, documents apart (A17, A18)."""
+"""Attention over slices is attention over the whole: every form, every number of heads, documents apart."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def attended(cases, dtype):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_form_and_number_of_key_heads(ranks, size):
-    """Statement A18; and one exchange there and one back, in the forward and in the backward, whatever is packed."""
+    """One exchange there and one back, in the forward and in the backward, whatever is packed; errors of 1e-10 at most."""
     cases = [case for case in itertools.product(FORMS, [1, 2, 4, 8], [False, True]) if case[0] != "qkv" or case[1] == 8]
     for found in ranks(size, 120)(attended, cases, torch.float64):
         for case, (error, calls) in zip(cases, found, strict=True):
@@ -176,7 +176,7 @@ def refusals():
 
 
 def test_what_cannot_be_is_refused_before_anything_is_exchanged(ranks):
-    """Statement A17: the numbers are named, and no rank waits for another."""
+    """The numbers are named, and no rank waits for another."""
     for said in ranks(2, 10)(refusals):
         assert said[0] == "heads = sp x heads per rank fails: 3 is no multiple of 2"
         assert "do not fit: equal b and s, and heads a multiple of the keys'" in said[1]

@@ -1,4 +1,4 @@
-"""Sizes that cannot be split are refused without torch, with the equation that fails and what would do (A17)."""
+"""Sizes that cannot be split are refused without torch, with the equation that fails and what would do."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def live_bytes(lengths, folder):
 
 
 def test_two_ranks_hold_almost_twice_the_sequence(ranks, tmp_path, monkeypatch):
-    """The target of the issue: >= 1.8 times the length in the bytes that one rank needs, activations >= 80 % of them."""
+    """At least 1.8 times the length in the bytes that one rank needs, where activations are at least 80 % of them."""
     monkeypatch.syspath_prepend(OWN)
     ((budget, activations),) = ranks(1)(live_bytes, [LENGTH], tmp_path)[0]
     assert activations >= ACTIVATIONS * budget, (activations, budget)

@@ -110,7 +110,7 @@ def test_a_pattern_that_matches_nothing(own):
 
 
 def test_a_model_that_would_count_each_slice_from_0(own):
-    """Statement A19, where it cannot hold; a plan can say that no position is counted."""
+    """Positions would restart in every slice, so the model is refused; a plan can say that none is counted."""
     problem = refused(split(with_options(places=False), modules=["*.attend"]), own)
     assert problem.code == "sequence-positions"
     assert "`[sequence] positions = false`" in problem.hint
@@ -129,7 +129,7 @@ def heads_said(tables, folder):
 
 
 def test_heads_that_do_not_divide(ranks, own):
-    """Statement A17: a model of one's own is asked at its first attention; no rank hangs."""
+    """A model of one's own is asked at its first attention; no rank hangs."""
     tables = split(with_options(heads=3, hidden=12), modules=["*.attend"])
     for said in ranks(2, 30)(heads_said, tables, own):
         assert said == "heads = sp x heads per rank fails: 3 is no multiple of 2"

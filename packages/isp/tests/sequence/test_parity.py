@@ -1,4 +1,4 @@
-"""Sequences split over ranks change no number (DESIGN 13.1; statements A01, A03, A18, A19)."""
+"""Sequences split over ranks change no number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of sequences and shards of weights, in every relation of sp and wp (A01, A03; DESIGN 5: they are independent)."""
+"""Slices of sequences and shards of weights, which are independent: every relation of sp and wp gives one result."""
 
 from __future__ import annotations
 

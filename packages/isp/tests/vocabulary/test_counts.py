@@ -1,4 +1,4 @@
-"""What a shared vocabulary saves: the head's gathers, and memory (statements A05, A07, A10, A20)."""
+"""What a shared vocabulary saves: the head's gathers, and memory."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def by_hand(tables: dict[str, Any], folder: Path) -> Any:
 
 
 def test_a_model_called_by_hand_has_its_logits(ranks, sharded, folder):
-    """A10: outside of a run's actions the head is a linear like any other."""
+    """Outside of a run's actions the head is a linear like any other."""
     changes = {"data__documents": "cut"}
     tables = sharded(1, 1, **changes) | {"weights": {"use": "isp.communicator", **SHARED}}
     wanted = by_hand(tables, folder)

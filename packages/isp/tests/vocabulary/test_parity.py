@@ -1,4 +1,4 @@
-"""A vocabulary that ranks share changes no number (DESIGN 13.1; statements A01, A03, A11, A13, A17, A20)."""
+"""A vocabulary that ranks share changes no number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_rank_scores_its_classes(check):
 
 
 def test_ignored_labels_and_smoothing(check):
-    """A20; in `pad` every sample ends in labels that are ignored, also where the loss has another number for these."""
+    """In `pad` every sample ends in labels that are ignored, also where the loss has another number for these."""
     padded = {"data__documents": "pad"}
     smooth = {"loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
     other = {"loss": {"use": "core.cross_entropy", "ignore_index": 32}}
@@ -52,13 +52,13 @@ def test_four_ranks(check, wp):
 
 
 def test_frozen_weights(check):
-    """A11: no gradient is made for a frozen head; none goes back where nothing before it is trained."""
+    """No gradient is made for a frozen head; none goes back where nothing before it is trained."""
     cases = [{"optimizer__groups": [{"match": match, "freeze": True}]} for match in ("head.output*", "[eb]*")]
     check(2, [(2, 2, case) for case in cases])
 
 
 def test_a_head_with_a_bias_and_ranks_without_a_class(check, own):
-    """A17: four classes over three ranks are two, two and none; samples all of whose labels are ignored."""
+    """Four classes over three ranks are two, two and none; samples all of whose labels are ignored."""
     sizes = {"batch": {"global_size": 6, "micro_size": 1}, **OWN_DATA}
     cases = [{"model": {"factory": "scored:layers", "options": {"frozen": name}}} for name in ("", "head", "embed")]
     check(3, [(3, 3, case) for case in cases], **sizes)
@@ -72,7 +72,7 @@ def test_single_precision(ranks, folder, sharded):
 
 
 def test_half_precision(ranks, folder, sharded):
-    """The head's input gradient is a sum of bf16 parts, one per slice; gradients are as near as DESIGN 13.1 asks."""
+    """The head's input gradient is a sum of bf16 parts, one per slice; gradients keep the tolerance of bf16, 2^-7."""
     changes = {"precision__compute": "bf16"}
     reference = record(sharded(1, 1, **changes), 1, folder=folder)
     for layout in ranks(2)(record, sharded(2, weights=SHARED, **changes), 1, folder=folder):

@@ -1,4 +1,4 @@
-"""What slices of the classes add up to is the cross-entropy over all of them (statement A20); no process but this one."""
+"""What slices of the classes add up to is the cross-entropy over all of them; no process but this one."""
 
 from __future__ import annotations
 

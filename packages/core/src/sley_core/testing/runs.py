@@ -26,7 +26,7 @@ from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 Tensors = dict[str, Tensor]
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7}
-"""How far weights may be from the one-process run after three optimizer steps: ||d|| / ||w|| (DESIGN 13.1)."""
+"""How far weights may be from the one-process run after three optimizer steps: ||d|| / ||w||. Why: docs/design.md, Parity."""
 
 GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7}
 """How far loss, norm and every gradient may be, relative; of the first step, where weights are still equal bit for bit."""
@@ -103,7 +103,7 @@ def weights(run: Run) -> Tensors:
 
 
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
-    """Every one of `others` equals the one-process `reference` as DESIGN 13.1 asks for this precision."""
+    """Every one of `others` equals the one-process `reference`, within what `GRADIENTS` and `WEIGHTS` allow this precision."""
     for rank, other in enumerate(others):
         assert_same_bits(reference.first, other.first)
         near, far = GRADIENTS[precision], WEIGHTS[precision]
