@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ PACKAGES = [
     path.parent for pattern in ("packages/*", "apps/*") for path in sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
 ]
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
+
+CITATION = re.compile(
+    r"\bDESIGN\b|\b[Ss]tatements? [A-Z]?[0-9]"  # of documents by name
+    r"|\b(?:issue|spec|requirement) [0-9]"
+    r"|(?<!NVIDIA )\b[AMP][0-2][0-9]\b|\bI[0-9]{1,2}\b|\bT[1-3]\b|\(D[0-9]{1,2}\b(?!\.)"  # of their lines by a code
+)
+"""A pointer into a document that is not in this repository; ADRs are, actions (`D0.3`) and devices (NVIDIA A10) are none."""
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="the documentation is not part of the sdist")
 
@@ -42,6 +50,46 @@ def test_the_examples_of_a_page_give_what_it_says(page: Path) -> None:
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def sources() -> Iterator[Path]:
+    """Whatever the repository says in Python, Markdown and TOML; no environment, no run's folder."""
+    for pattern in ("*.py", "*.md", "*.toml"):
+        yield from sorted(ROOT.glob(pattern))
+        for folder in ("packages", "apps", "examples", "benchmarks", "docs"):
+            for path in sorted((ROOT / folder).rglob(pattern)):
+                if not any(part.startswith(".") for part in path.relative_to(ROOT).parts):
+                    yield path
+
+
+def test_nothing_cites_a_document_that_is_not_here() -> None:
+    """A reader has this repository and no other: what is meant stands in words, or in docs/design.md."""
+    cited = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sources()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if CITATION.search(line)
+    ]
+    assert not cited, "\n".join(cited)
+
+
+@pytest.mark.parametrize(
+    "said", ["DESIGN 13.1", "statements 28-32", "A06: once", "(D36: stock", "issue 4's", "I5, I12"]
+)
+def test_a_citation_is_recognised(said: str) -> None:
+    assert CITATION.search(said)
+
+
+@pytest.mark.parametrize("page", ["design.md", "glossary.md"])
+def test_the_modules_that_a_page_names_are_there(page: str) -> None:
+    """Paths are below core's source, or below that of another package."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+(?:\.py)?)`", text))
+    named |= set(re.findall(r"`([a-z_]+\.py)`", text)) - {"config.py"}  # every package has one
+    roots = [ROOT, ROOT / "packages/core/src/sley_core", *sorted(ROOT.glob("packages/*/src"))]
+    assert named
+    assert not [path for path in sorted(named) if not any((root / path).exists() for root in roots)]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
