@@ -45,7 +45,7 @@ class GradientHandler(Protocol):
         """The accumulated gradient of `entry` on this rank is complete; its reduction may start."""
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
-        """Every entry of `chunk` has been reported ready."""
+        """The last gradient action of `chunk` is over; its entries are reported now, unless they wait for another chunk's."""
 
     def finish_step(self, step: StepState) -> None:
         """After the last action: on return `store.gradient(entry)` holds this handler's result."""
