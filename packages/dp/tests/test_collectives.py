@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -96,12 +97,14 @@ def reduce_over_two_groups(run):
     """`layer1` reduces over pairs of ranks, `layer0` over each rank alone, what lies around them over all four."""
     limit = timedelta(seconds=30)
     made = make_groups(run.topology, run.world.rank, backend="gloo", timeout=limit, extra=PAIRS)
-    run.groups = run.stepper.update.groups = Groups({**run.groups, "pair": made["pair"]})
+    run.parts = replace(run.parts, groups=Groups({**run.groups, "pair": made["pair"]}))
+    run.groups = run.stepper.update.groups = run.parts.groups
+    run.stepper.agreement.first = None  # which knows of no pairs
     for entry in run.book:
         entry.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(entry.name.partition(".")[0], "stage")
     run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
-        handler.attach(run)
+        handler.attach(run.parts)
 
 
 @pytest.mark.parametrize("reduction", ["same", "bf16"])

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from sley_core.assemble import DTYPES, assemble, draft_model
+from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.draft import DTYPES, draft_model
 from sley_core.engine.boundary_check import check_boundaries
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
@@ -33,7 +34,7 @@ def check_model(plan: Plan, world: int) -> list[str]:
     with World.fake(0, world) as fake:
         try:
             with assemble(plan, fake) as run:
-                notes = [parameters(run.num_parameters, run.num_trained), *run.notes]
+                notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes]
                 dataset = run.dataset
             model = draft_model(plan, dataset.info)
             check_initialised(model)

@@ -106,8 +106,8 @@ def _facts(run: Run) -> Facts:
         run.world.size,
         plugins,
         versions,
-        run.num_parameters,
-        run.num_trained,
+        run.facts.num_parameters,
+        run.facts.num_trained,
         plan.batch.global_size,
         samples,
     )

@@ -12,15 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sley_core.comm.groups import Groups
 from sley_core.comm.heap import keep_freed_memory
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
-from sley_core.data.slices import POSITIONS, Slices, sliced_info
+from sley_core.data.slices import Slices, sliced_info
 from sley_core.data.vocabulary import check_tokens
+from sley_core.draft import DTYPES, draft_model, dtypes, layer_costs_of
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
@@ -29,9 +28,10 @@ from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
-from sley_core.engine.load import WeightLoader
+from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
+from sley_core.engine.parts import Parts
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, stage_of
@@ -40,15 +40,17 @@ from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore, by_reduce_group, loose
 from sley_core.engine.timeline import StepTimeline
 from sley_core.engine.update import Update
-from sley_core.errors import PlanError
+from sley_core.engine.waits import Waits
+from sley_core.engine.weight_queue import WeightQueue
+from sley_core.equipment import Facts, Outputs, Samples, rows_of
+from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
-from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
-from sley_core.optim.groups import frozen, parameter_groups
+from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
 from sley_core.records import ScheduleRecord
 from sley_core.run import Run
@@ -57,11 +59,10 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.comm.world import World
     from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.engine.shards import Shards
     from sley_core.plan.plan import Plan
     from sley_core.protocols import GradientHandler, SchedulerHook, SequenceAttention, StageLink, WeightCommunicator
     from sley_core.topology import Topology
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
@@ -78,138 +79,116 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     topology = plan.topology(world.size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
-    sizes = model.num_parameters()
-    costs, notes = _layer_costs(plan, world, model)
+    names, sizes = names_of(model.layers), model.num_parameters()
+    costs, notes = layer_costs_of(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
     groups = join(plan, world, topology, model, stage, dataset)
-    attention: SequenceAttention | None = None
-    if plan.sequence is not None and topology.sp > 1:
-        attention = plan.sequence.build(groups["sp"])
-        attention.attach(model.layers)
+    attention = _attention(plan, groups, model)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
         communicator.prepare(model.layers)
     shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
-    notes = notes + left_whole(model.layers, shards)
+    notes += left_whole(model.layers, shards)
     book = ParameterBook(stage.chunks, stage.stages, shards)
-    loader = WeightLoader(model.layers)
+    _materialize(plan, world, model, stage, shards)
+    parts = _parts(plan, world, topology, groups, stage, book)
+    stepper = _stepper(plan, parts, model, stage, dataset.info, communicator)
+    samples = _samples(plan, parts, model, dataset, stepper)
+    return Run(
+        plan,
+        parts,
+        stepper,
+        samples,
+        _outputs(plan, world, stepper, topology, folder),
+        WeightLoader(names, parts, stepper.update.masters),
+        attention,
+        Facts(*sizes, notes, _found(plan, world, costs)),
+    )
+
+
+def _attention(plan: Plan, groups: Groups, model: Model) -> SequenceAttention | None:
+    if plan.sequence is None or groups["sp"].size == 1:
+        return None
+    attention: SequenceAttention = plan.sequence.build(groups["sp"])
+    attention.attach(model.layers)
+    return attention
+
+
+def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:
+    """This rank's layers have memory and their first values; in a fake world their shards' shapes."""
     if world.is_fake:
         cut_on_meta(stage.layers, shards)
-    else:
-        materialize(
-            model.layers,
-            seed=plan.run.seed,
-            init_weights=model.init_weights,
-            dtype=_dtypes(plan)[1],
-            device=world.device.torch_device,
-            owned={layer.name for layer in stage.layers},
-            cut={key: shard.cut for key, shard in shards.items()},
-        )
-    run = _run(plan, world, topology, groups, model, stage, book, dataset, communicator, folder)
-    run.dataset, run.attention, run.notes = dataset, attention, run.notes + notes
-    run.num_parameters, run.num_trained = sizes
-    run.weight_loader = loader
-    if layer_costs.are_timed(plan) and not world.is_fake:
-        run.found["partition", "layer_costs"] = costs
-    return run
-
-
-def draft_model(plan: Plan, info: DataInfo) -> Model:
-    """The model on meta, with what the plan freezes frozen.
-
-    Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would
-    count the positions of every slice from 0.
-    """
-    plan.model.load()  # what modules make when they are imported is no part of the build
-    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
-    _check_positions(plan, model)
-    book = ParameterBook([model.layers])
-    optimizer: Any = plan.optimizer.config
-    aliases = {alias: entry.name for entry in book for alias in entry.aliases}
-    for name in frozen(book.names, optimizer, aliases):
-        book[name].parameter.requires_grad_(False)
-    return model
-
-
-def _check_positions(plan: Plan, model: Model) -> None:
-    if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
         return
-    if not any(POSITIONS in layer.fields for layer in model.layers):
-        message = (
-            f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
-        )
-        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
-        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
+    materialize(
+        model.layers,
+        seed=plan.run.seed,
+        init_weights=model.init_weights,
+        dtype=dtypes(plan)[1],
+        device=world.device.torch_device,
+        owned={layer.name for layer in stage.layers},
+        cut={key: shard.cut for key, shard in shards.items()},
+    )
 
 
-def _layer_costs(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
-    """What the partition goes by, and what is to be said about it."""
-    if not layer_costs.are_timed(plan):
-        return layer_costs.by_parameters(model), []
-    if world.is_fake:
-        assert plan.partition is not None, "a partition is timed"
-        name = plan.partition.name
-        return layer_costs.by_parameters(model), [f"`{name}` times layers in a run; here they are cut by parameters"]
-    return layer_costs.timed(plan, world, partial(draft_model, plan), _dtypes(plan)[0]), []
-
-
-def _run(
-    plan: Plan,
-    world: World,
-    topology: Topology,
-    groups: Groups,
-    model: Model,
-    stage: Stage,
-    book: ParameterBook,
-    dataset: AnyDataset,
-    communicator: WeightCommunicator | None,
-    folder: Path | None,
-) -> Run:
-    state = StepState()
+def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: Stage, book: ParameterBook) -> Parts:
     planner = loose if groups["stage"].size == 1 else by_reduce_group
-    store = GradientStore(book, DTYPES[plan.precision.gradients], world.device.torch_device, state, planner)
-    policy = plan.activations.build([layer.name for layer in model.layers])
-    hooks: list[SchedulerHook] = []
-    caller = LayerCaller(world.device, plan.run.seed, policy, hooks, groups["sp"].coord)
-    run = Run(plan, world, topology, groups, stage.layers, book, store, caller)
-    hooks.extend(component.build(run) for component in plan.scheduler_hooks)
+    device = world.device.torch_device
+    return Parts(
+        plan.run,
+        plan.batch,
+        plan.precision,
+        plan.limits,
+        world,
+        topology,
+        groups,
+        stage.layers,
+        book,
+        GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
+        Waits(),
+        WeightQueue(),
+        pool=partial(plan.build_named, "memory_pools"),
+    )
+
+
+def _stepper(
+    plan: Plan, parts: Parts, model: Model, stage: Stage, info: DataInfo, communicator: WeightCommunicator | None
+) -> Stepper:
+    """What takes this rank's steps; in it, all that a plugin brought is attached to `parts`."""
+    topology, device = parts.topology, parts.world.device
+    hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     if plan.model.config.compile:
         for layer in stage.layers:
             layer.module.compile()
     handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:
-        handler.attach(run)
-    link = _link(plan, run)
-    crossing = Crossing(stage.lists.placement, stage.lists.stage, link)
+        handler.attach(parts)
+    crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     check_no_parameters(loss := plan.loss.build())
-    fields = sliced_info(dataset.info, topology.sp).fields
-    executor = Executor(stage.chunks, crossing, caller, loss, fields, world.device, hooks)
-    run.slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss if executor.has_loss else None)
-    run.stepper = Stepper(executor, stage.lists, store, handlers, _update(plan, run), groups, world.device)
+    update = _update(plan, parts)
     if communicator is not None:
-        communicator.attach(run)
-        executor.weights = communicator
+        communicator.attach(parts)
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)
+    fields = sliced_info(info, topology.sp).fields
+    executor = Executor(stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator)
+    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device)
     splits = stage.lists.splits_backward(plan.num_micros(topology))
-    if splits or _accumulates_directly(plan, world.device):
-        run.stepper.on_close.append(accumulate_directly(run.layers, book, store, executor.queue, all_types=splits))
-    store.watch()
-    run.meter = Meter.of(run, model.layers, dataset.info)
-    if not world.is_fake:
-        _open_data(plan, run, model, dataset, executor)
-    if folder is not None:
-        _open_outputs(plan, run, folder)
-    return run
+    if splits or _accumulates_directly(plan, device):
+        undo = accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=splits)
+        stepper.on_close.append(undo)
+    parts.store.watch()
+    return stepper
 
 
-def _link(plan: Plan, run: Run) -> StageLink | None:
+def _link(plan: Plan, parts: Parts) -> StageLink | None:
     """The stage link that the schedule's record names, where there is another stage."""
-    if plan.pipeline is None or run.topology.pp == 1:
+    if plan.pipeline is None or parts.topology.pp == 1:
         return None
     record, plugin = plan.pipeline.record, plan.pipeline.plugin
     assert isinstance(record, ScheduleRecord), plan.pipeline
     assert plugin is not None, plan.pipeline
     link: StageLink = plugin.build_of(replace(record, build=record.link))()
-    link.prepare(run)
+    link.prepare(parts)
     return link
 
 
@@ -218,79 +197,91 @@ def _accumulates_directly(plan: Plan, device: Device) -> bool:
     return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
 
 
-def _update(plan: Plan, run: Run) -> Update:
+def _update(plan: Plan, parts: Parts) -> Update:
     config: Any = plan.optimizer.config
-    working, wide = _dtypes(plan)
+    working, wide = dtypes(plan)
     masters = Masters(working, wide)
-    masters.add(run.book.trainable)
-    for entry in run.book:
+    masters.add(parts.book.trainable)
+    for entry in parts.book:
         if not entry.trainable:
             entry.parameter.data = entry.parameter.data.to(working)
-    optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), run.world.device.torch_device)
+    optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), parts.world.device.torch_device)
     return Update(
-        run.store,
+        parts.store,
         masters,
         optimizer,
         partial(parameter_groups, config=config),
         plan.learning_rate.build(plan.run.steps),
-        run.groups,
-        run.world.device,
+        parts.groups,
+        parts.world.device,
         clip_norm=config.clip_norm,
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
         scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
     )
 
 
-def _dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """The type of the working weights, and that of what the optimizer steps: fp32 at least."""
-    working = DTYPES[plan.precision.compute]
-    return working, torch.promote_types(working, torch.float32)
+def _samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:
+    """What the run trains on and what it is measured by; in a fake world nothing is read."""
+    executor, topology, groups = stepper.executor, parts.topology, parts.groups
+    loss = executor.loss if executor.has_loss else None
+    samples = Samples(
+        dataset,
+        Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss),
+        Meter.of(parts, model.layers, dataset.info),
+    )
+    if parts.world.is_fake:
+        return samples
+    stepper.agreement.first = partial(check_first_values, parts, model.per_rank_buffers)
+    rows = rows_of(plan.batch.global_size, parts)
+    config: Any = plan.data.config
+    feed = _feed(plan, dataset, rows, shuffle=config.shuffle)
+    watch = BufferWatch(parts.layers, model.per_rank_buffers)
+    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, parts, stepper, samples.slices, rows))
 
 
-def _open_data(plan: Plan, run: Run, model: Model, dataset: AnyDataset, executor: Executor) -> None:
-    rows = range(run.rows.start, run.rows.stop)
-    data: Any = plan.data.config
-    run.check_batch = partial(check_tokens, info=dataset.info)
-    run.feed = Feed(
+def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True) -> Feed:
+    return Feed(
         dataset,
         seed=plan.run.seed,
         batch_size=plan.batch.global_size,
         rows=rows,
-        shuffle=data.shuffle,
+        shuffle=shuffle,
         timeout_s=plan.limits.data_timeout_s,
         check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
     )
-    run.stepper.agreement.first = partial(check_first_values, run, model.per_rank_buffers)
-    run.check_first_step = BufferWatch(run.layers, model.per_rank_buffers).check
+
+
+def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, slices: Slices, rows: range) -> Evaluation | None:
     if plan.evaluation is None:
-        return
-    held_out = open_dataset(plan.data, DataContext(plan.run.seed, "held_out"))
-    run.evaluation = Evaluation(
-        executor,
-        run.stepper.lists,
-        [layer.module for layer in run.layers],
-        Feed(
-            held_out,
-            seed=plan.run.seed,
-            batch_size=plan.batch.global_size,
-            rows=rows,
-            timeout_s=plan.limits.data_timeout_s,
-            check=lambda batch, samples: check_tokens(batch, held_out.info, samples),
-        ),
-        run.slices,
-        run.groups,
-        run.world.device,
-        run.stepper.agreement,
+        return None
+    return Evaluation(
+        stepper.executor,
+        stepper.lists,
+        [layer.module for layer in parts.layers],
+        _feed(plan, open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), rows),
+        slices,
+        parts.groups,
+        parts.world.device,
+        stepper.agreement,
         num_batches=plan.evaluation.steps,
         num_micros=len(rows) // plan.batch.micro_size,
     )
 
 
-def _open_outputs(plan: Plan, run: Run, folder: Path) -> None:
-    if run.world.rank == 0:
-        run.writers = [component.build(folder) for component in plan.metrics]
+def _outputs(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
+    if folder is None:
+        return Outputs()
+    writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
+    timeline = profiler = None
     if plan.timeline is not None:
-        run.timeline = StepTimeline(plan.timeline.step, folder, run.stepper, run.topology, run.groups)
+        timeline = StepTimeline(plan.timeline.step, folder, stepper, topology, stepper.groups)
     if plan.profile is not None:
         first, last = plan.profile.steps
-        run.profiler = StepProfiler(first, last, folder, run.world.rank, run.world.device)
+        profiler = StepProfiler(first, last, folder, world.rank, world.device)
+    return Outputs(writers, timeline, profiler)
+
+
+def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:
+    """Values of the plan that only the run could tell."""
+    is_timed = layer_costs.are_timed(plan) and not world.is_fake
+    return {("partition", "layer_costs"): costs} if is_timed else {}

@@ -17,8 +17,8 @@ import pluggy
 
 if TYPE_CHECKING:
     from sley_core import records
+    from sley_core.notify import Notified
     from sley_core.plan.plan import Plan
-    from sley_core.run import Run
     from sley_core.topology import Topology
 
 PROJECT = "sley"
@@ -180,7 +180,7 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
 def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ignore[empty-body]
     """Objects that are called around every action.
 
-    `build(config, run) -> SchedulerHook`.
+    `build(config, parts: Parts) -> SchedulerHook`.
 
     Called: when the plan is resolved
     Ranks: all
@@ -288,7 +288,7 @@ def sley_metrics_writers() -> Iterable[records.MetricsWriterRecord]:  # type: ig
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
     """Extra groups, as rank lists. Core makes them on all ranks in plan order; a plugin never calls `new_group`.
 
-    `run.groups[name]` is this rank's; a rank that is in no list has a group of itself alone.
+    `parts.groups[name]` is this rank's; a rank that is in no list has a group of itself alone.
 
     Called: when the topology is known and the model is built on meta
     Ranks: all, with equal results
@@ -321,7 +321,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
 
 
 @hookspec
-def sley_run_started(run: Run) -> None:
+def sley_run_started(run: Notified) -> None:
     """The run is assembled and about to take its first step.
 
     Called: once, after `assemble`
@@ -337,7 +337,7 @@ def sley_run_started(run: Run) -> None:
 
 
 @hookspec
-def sley_step_finished(run: Run, row: Mapping[str, float | int]) -> None:
+def sley_step_finished(run: Notified, row: Mapping[str, float | int]) -> None:
     """An optimizer step is done; `row` is what the metrics writers receive.
 
     Called: once per optimizer step
@@ -354,7 +354,7 @@ def sley_step_finished(run: Run, row: Mapping[str, float | int]) -> None:
 
 
 @hookspec
-def sley_run_finished(run: Run, outcome: str) -> None:
+def sley_run_finished(run: Notified, outcome: str) -> None:
     """The run ends: `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
 
     Called: once, before groups are torn down

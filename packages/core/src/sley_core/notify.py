@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from sley_core.comm.groups import Groups
+    from sley_core.comm.world import World
+    from sley_core.engine.book import ParameterBook
     from sley_core.loader import Plugin
+    from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
+    from sley_core.topology import Topology
 
 NOTIFICATIONS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
+
+
+class Notified(Protocol):
+    """The run that a notification is about: what a listener may look at, and `stop`, which it may ask for."""
+
+    plan: Plan
+    world: World
+    topology: Topology
+    groups: Groups
+    layers: Sequence[Layer]
+    book: ParameterBook
+    num_steps_done: int
+
+    def stop(self) -> None:
+        """Asks all ranks to stop after the step in progress."""
 
 
 class Notifier:

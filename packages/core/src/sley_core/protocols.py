@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from sley_core.actions.action import Action, Transfer
     from sley_core.engine.book import Entry
     from sley_core.engine.boundary import Description
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import MicroStep, Phase, StepState
     from sley_core.model.layers import Layer
-    from sley_core.run import Run
 
 
 class GradientHandler(Protocol):
@@ -35,7 +35,7 @@ class GradientHandler(Protocol):
     forget whatever was under way.
     """
 
-    def attach(self, run: Run) -> None:
+    def attach(self, parts: Parts) -> None:
         """Called once, when book and groups are closed. A reducer lays the store out here."""
 
     def begin_step(self, step: StepState) -> None:
@@ -125,7 +125,7 @@ class StageLink(Protocol):
     key: what the shapes at a boundary depend on; equal on both ends for the same micro-batch.
     """
 
-    def prepare(self, run: Run) -> None: ...
+    def prepare(self, parts: Parts) -> None: ...
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
         """A walk through a list of actions over micro-batches with these `keys`; `peers` are the stages at this one's
         boundaries, which begin the same walk."""
@@ -149,7 +149,7 @@ class WeightCommunicator(Protocol):
                                             └────────────────────────┘
 
     Core cuts, along the dim that it is told. Before it gathers or reads any weight of a layer, the communicator calls
-    `run.caller.wait_for` of that layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
+    `parts.waits.wait_for` of that layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
@@ -163,8 +163,8 @@ class WeightCommunicator(Protocol):
         """
         ...
 
-    def attach(self, run: Run) -> None:
-        """Called once, when weights are cut, handlers attached and the executor is there."""
+    def attach(self, parts: Parts) -> None:
+        """Called once, when weights are cut and handlers attached."""
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """A step, or an evaluation, is about to run `actions` in this order."""

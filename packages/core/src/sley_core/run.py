@@ -10,14 +10,16 @@ with assemble(plan, world) as run:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.data.cut import count_micros, parts
-from sley_core.engine.not_finite import check_step
+from sley_core.data.vocabulary import check_tokens
+from sley_core.engine.not_finite import is_refused, refusal
+from sley_core.equipment import rows_of
 from sley_core.errors import KeyPath, RunError, UsageError, closed
 from sley_core.metrics.parts import counts_of, held_bytes
 from sley_core.notify import Notifier
@@ -26,26 +28,15 @@ from sley_core.plan.load import with_values
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.comm.groups import Groups
-    from sley_core.comm.world import World
-    from sley_core.data.dataset import AnyDataset
-    from sley_core.data.feed import Feed
-    from sley_core.data.slices import Slices
-    from sley_core.engine.book import ParameterBook
-    from sley_core.engine.call import IsDue, LayerCaller, Wait
-    from sley_core.engine.evaluate import Evaluation
     from sley_core.engine.execute import HostBatch
     from sley_core.engine.load import LoadedWeights, WeightLoader
-    from sley_core.engine.profile import StepProfiler
+    from sley_core.engine.parts import Parts
     from sley_core.engine.stepper import Stepper
-    from sley_core.engine.store import GradientStore
-    from sley_core.engine.timeline import StepTimeline
     from sley_core.engine.totals import PendingTotals
-    from sley_core.metrics.throughput import Meter
-    from sley_core.model.layers import Layer
+    from sley_core.engine.waits import IsDue, Wait
+    from sley_core.equipment import Facts, Outputs, Samples
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import MetricsWriter, SequenceAttention
-    from sley_core.topology import Topology
+    from sley_core.protocols import SequenceAttention
 
 Row = dict[str, float | int]
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -66,51 +57,40 @@ class _Launched:
 class Run(AbstractContextManager["Run"]):
     """One rank's part of a run. All ranks call the same methods in the same order.
 
-    plan, world, topology, groups: what it was assembled from. layers: this rank's. book: their parameters. store: the
-    accumulated gradients.  listeners: called with each row, on every rank. notes: what a user should know. found: values of
-    the plan that only the run could tell. num_steps_done: optimizer steps taken. num_parameters, num_trained: elements of the
-    whole model's parameters, and of those that are not frozen. `assemble` fills the rest in.
+    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are theirs. stepper: takes
+    the steps. samples: what it trains on. outputs: what it writes. facts: what assembling found out, `notes` among it: what a
+    user should know. listeners: called with each row, on every rank. num_steps_done: optimizer steps taken.
     """
-
-    stepper: Stepper
-    slices: Slices
-    meter: Meter
-    dataset: AnyDataset
-    weight_loader: WeightLoader
 
     def __init__(
         self,
         plan: Plan,
-        world: World,
-        topology: Topology,
-        groups: Groups,
-        layers: Sequence[Layer],
-        book: ParameterBook,
-        store: GradientStore,
-        caller: LayerCaller,
+        parts: Parts,
+        stepper: Stepper,
+        samples: Samples,
+        outputs: Outputs,
+        load_weights: WeightLoader,
+        attention: SequenceAttention | None,
+        facts: Facts,
     ) -> None:
         self.plan = plan
-        self.world = world
-        self.topology = topology
-        self.groups = groups
-        self.layers = layers
-        self.book = book
-        self.store = store
-        self.caller = caller
+        self.parts = parts
+        self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
+        self.layers, self.book, self.store = parts.layers, parts.book, parts.store
+        self.stepper = stepper
+        self.caller = stepper.executor.caller
+        self.samples = samples
+        self.dataset, self.feed, self.evaluation = samples.dataset, samples.feed, samples.evaluation
+        self.outputs = outputs
+        self.facts = facts
+        self.notes = facts.notes
         self.listeners: list[Callable[[Row], None]] = []
-        self.notes: list[str] = []
-        self.found: dict[KeyPath, Any] = {}
-        self._notify = Notifier(plan)
-        self.num_steps_done = self.num_parameters = self.num_trained = 0
-        self.feed: Feed | None = None
-        self.evaluation: Evaluation | None = None
-        self.writers: Sequence[MetricsWriter] = ()
-        self.attention: SequenceAttention | None = None
-        self.profiler: StepProfiler | None = None
-        self.timeline: StepTimeline | None = None
-        self.check_batch: Callable[[HostBatch], None] = lambda batch: None
-        self.check_first_step: Callable[[], None] = _nothing
+        self.num_steps_done = 0
         self.was_stopped = False
+        self._attention = attention
+        self._load_weights = load_weights
+        self._notify = Notifier(plan)
+        self._watch = samples.watch
         self._stop_asked = False
         self._is_closed = False
         self._is_stepping = False
@@ -120,14 +100,13 @@ class Run(AbstractContextManager["Run"]):
     @property
     def rows(self) -> slice:
         """This rank's samples within the global batch; ranks of one `sp` group have the same ones, whole."""
-        size = self.plan.batch.global_size // self.topology.dp
-        start = self.groups["dp"].coord * size
-        return slice(start, start + size)
+        rows = rows_of(self.plan.batch.global_size, self.parts)
+        return slice(rows.start, rows.stop)
 
     @property
     def resolved_plan(self) -> Plan:
         """The plan with what only the run could tell: the ranks of the world, how many samples an epoch has, ..."""
-        found: dict[KeyPath, Any] = {**self.found, ("parallel", "dp"): self.topology.dp}
+        found: dict[KeyPath, Any] = {**self.facts.found, ("parallel", "dp"): self.topology.dp}
         if self.feed is not None and self.feed.num_samples is not None:
             found["data", "samples_per_epoch"] = self.feed.num_samples
         return with_values(self.plan, found)
@@ -185,12 +164,15 @@ class Run(AbstractContextManager["Run"]):
                 "step-running", "weights are loaded in the middle of a step", hint="load them between two steps"
             )
         self._settle()
-        return self.weight_loader(self, state, strict=strict)
+        found = self._load_weights(state, strict=strict)
+        if self._watch is not None:
+            self._watch.look()
+        return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
         """`wait` is called before every use of the weights of layer `name`, recomputation included, where it `is_due`."""
         self._check_open()
-        self.caller.before_layer(name, wait, is_due)
+        self.parts.waits.before_layer(name, wait, is_due)
 
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress; safe in a signal handler, and nothing once the run is closed."""
@@ -199,12 +181,12 @@ class Run(AbstractContextManager["Run"]):
     @property
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
-        return held_bytes(self)
+        return held_bytes(self.stepper)
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
         """What the parts of this rank's run have counted, by the name in the plan: those that are `protocols.Counts`."""
-        return counts_of(self)
+        return counts_of(self.plan, self.stepper)
 
     def close(self) -> None:
         """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it.
@@ -215,13 +197,13 @@ class Run(AbstractContextManager["Run"]):
             return
         self._is_closed = True
         feeds = (self.feed, self.evaluation.feed if self.evaluation else None)
-        parts = [*self.writers, self.stepper, self.profiler, *feeds]
+        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds]
         with ExitStack() as stack:  # the last first
             for part in parts:
                 if part is not None:
                     stack.callback(part.close)
-            if self.attention is not None:
-                stack.callback(self.attention.detach)
+            if self._attention is not None:
+                stack.callback(self._attention.detach)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -267,25 +249,26 @@ class Run(AbstractContextManager["Run"]):
             wait_s, samples = self.feed.wait_s, self.feed.samples
         else:
             for part in parts(batch):
-                self.check_batch(part)
-        num_micros = count_micros(batch, self.slices.fields, self.plan.batch.micro_size)
+                check_tokens(part, self.dataset.info)
+        slices, profiler, timeline = self.samples.slices, self.outputs.profiler, self.outputs.timeline
+        num_micros = count_micros(batch, slices.fields, self.plan.batch.micro_size)
         number = self.num_steps_done + 1
-        if self.profiler is not None:
-            self.profiler.before_step(number)
-        if self.timeline is not None:
-            self.timeline.before_step(number, num_micros)
+        if profiler is not None:
+            profiler.before_step(number)
+        if timeline is not None:
+            timeline.before_step(number, num_micros)
         with self.world.device.random_state_kept(), self._stepping():
-            own = self.slices(batch) if isinstance(batch, Mapping) else [self.slices(part) for part in batch]
+            own = slices(batch) if isinstance(batch, Mapping) else [slices(part) for part in batch]
             totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked, whole=batch)
-        if self.num_steps_done == 0:
-            self.check_first_step()
-            self.check_first_step = _nothing
-        if self.profiler is not None:
-            self.profiler.after_step(number)
-        if self.timeline is not None:
-            self.timeline.after_step()
+        if self._watch is not None and self.num_steps_done == 0:
+            self._watch.check()
+            self._watch = None  # its copies of buffers are free
+        if profiler is not None:
+            profiler.after_step(number)
+        if timeline is not None:
+            timeline.after_step()
         self.num_steps_done = number
-        tokens = sum(self.meter.num_tokens(part) for part in parts(batch)) * self.topology.dp
+        tokens = sum(self.samples.meter.num_tokens(part) for part in parts(batch)) * self.topology.dp
         return _Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
 
     @contextmanager
@@ -298,21 +281,26 @@ class Run(AbstractContextManager["Run"]):
 
     def _emit(self, launched: _Launched) -> Row:
         result = launched.totals.read()
-        if self.timeline is not None:
-            self.timeline.write(launched.number)
+        if self.outputs.timeline is not None:
+            self.outputs.timeline.write(launched.number)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        check_step(self, launched.number, result, launched.totals, launched.samples)
+        if is_refused(result):
+            self.num_steps_done -= (
+                1  # nothing was changed: a program that goes on takes this step with the next samples
+            )
+            is_latest = self.num_steps_done + 1 == launched.number
+            raise refusal(self.parts, launched.number, result, launched.totals, launched.samples, is_latest=is_latest)
         self.was_stopped = result.wants_stop
         row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
         if result.loss_scale is not None:
             row |= {"loss_scale": result.loss_scale, "skipped": int(result.skipped)}
-        row |= self.meter.measure(launched.tokens, seconds, launched.data_wait_s)
+        row |= self.samples.meter.measure(launched.tokens, seconds, launched.data_wait_s)
         if self._evaluates_after(launched):
             assert self.evaluation is not None
             row["held_out_loss"] = self.evaluation()
             self._clock = time.perf_counter()
-        for writer in self.writers:
+        for writer in self.outputs.writers:
             writer.write(row)
         for listener in self.listeners:
             listener(row)
@@ -323,7 +311,3 @@ class Run(AbstractContextManager["Run"]):
         if self.evaluation is None or self.plan.evaluation is None:
             return False
         return launched.number % self.plan.evaluation.every == 0 or launched.number == self.plan.run.steps
-
-
-def _nothing() -> None:
-    """What a first step's check is after the first step: its copies of buffers are free."""

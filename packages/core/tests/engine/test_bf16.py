@@ -51,19 +51,19 @@ def test_64_equal_gradients_sum_exactly_on_any_number_of_ranks(ranks, own, small
 class Ones(GradientHandler):
     """Every gradient is 1."""
 
-    def attach(self, run):
-        self.run = run
+    def attach(self, parts):
+        self.store = parts.store
 
     def finish_step(self, step):
-        for entry in self.run.store.entries:
-            self.run.store.gradient(entry).fill_(1.0)
+        for entry in self.store.entries:
+            self.store.gradient(entry).fill_(1.0)
 
 
 def test_updates_that_bf16_cannot_hold_come_together_in_the_masters(alone, small):
     """1 - 0.001 is 1 in bf16, whose next number below is 0.9961; ten such steps arrive at 0.99 all the same."""
     with alone(small(precision__compute="bf16", optimizer__lr=1e-3)) as run:
         handler = Ones()
-        handler.attach(run)
+        handler.attach(run.parts)
         run.stepper.handlers.append(handler)
         gain = run.book["blocks.0.norm.weight"].parameter
         assert gain.eq(1).all()

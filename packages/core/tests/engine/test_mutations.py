@@ -36,6 +36,7 @@ def reduce_over_the_wrong_group(run):
     wrong = Group("pairs", pairs[at], run.world.rank, {"main": made[at]})
     handler._groups = run.groups = Groups({**run.groups, "pairs": wrong})
     run.book[ENTRY].reduce_group = "pairs"
+    run.stepper.agreement.first = None  # which knows of no pairs
 
 
 def divide_by_the_ranks_too(run):

@@ -188,7 +188,7 @@ def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
 
     end = run.feed.close
     run.feed.close = fail
-    (writer,) = run.writers
+    (writer,) = run.outputs.writers
     writer.close = lambda close=writer.close: (close(), closed.append("writer"))
     with pytest.raises(OSError, match="as asked"):
         run.close()

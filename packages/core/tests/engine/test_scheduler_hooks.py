@@ -38,7 +38,7 @@ def test_every_micro_batch_is_announced_in_its_place(watched, small, spy):
     forward = ["before_forward", "after_forward", "before_loss", "after_loss"]
     backward = ["before_backward", "after_backward"]
     with watched(small(batch__global_size=2)) as run:
-        assert spy.Spy.latest.run is run
+        assert spy.Spy.latest.parts is run.parts
         for step in range(2):
             run.step()
             expected = [(call, 0, micro, "train", step, micro) for micro in range(2) for call in forward + backward]

@@ -28,8 +28,8 @@ class Early(GradientHandler):
     def __init__(self, config):
         self.norms = []
 
-    def attach(self, run):
-        self.store = run.store
+    def attach(self, parts):
+        self.store = parts.store
 
     def gradient_ready(self, entry, step):
         self.norms.append(float(self.store.gradient(entry).norm()))

@@ -10,7 +10,7 @@ from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Host, Plain
 
 if TYPE_CHECKING:
-    from sley_core.run import Run
+    from sley_core.engine.parts import Parts
     from sley_dp.config import BucketedConfig
 
 
@@ -20,21 +20,21 @@ class Bucketed(BucketReducer):
     def __init__(self, config: BucketedConfig) -> None:
         super().__init__(config, Narrow() if config.reduction == "bf16" else Plain())
 
-    def attach(self, run: Run) -> None:
-        super().attach(run)
-        if isinstance(self.sums, Plain) and (memories := _memories(run)):
+    def attach(self, parts: Parts) -> None:
+        super().attach(parts)
+        if isinstance(self.sums, Plain) and (memories := _memories(parts)):
             self.sums = Host(memories)
 
 
-def _memories(run: Run) -> dict[str, SumMemory]:
+def _memories(parts: Parts) -> dict[str, SumMemory]:
     """By reduce group, for those whose ranks may and can read each other's memory."""
-    if not run.groups.reads_memory:
+    if not parts.groups.reads_memory:
         return {}
     found: dict[str, SumMemory] = {}
-    timeout_s = run.plan.limits.collective_timeout_s
+    timeout_s = parts.limits.collective_timeout_s
     # All ranks of a stage hold the same entries, so those of a group come to it in one order.
-    for axis in dict.fromkeys(entry.reduce_group for entry in run.book):
-        memory = SumMemory.open(run.groups[axis], timeout_s) if run.groups[axis].size > 1 else None
+    for axis in dict.fromkeys(entry.reduce_group for entry in parts.book):
+        memory = SumMemory.open(parts.groups[axis], timeout_s) if parts.groups[axis].size > 1 else None
         if memory is not None:
             found[axis] = memory
     return found

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from sley_core.comm.groups import Group
     from sley_core.engine.book import Entry
+    from sley_core.engine.parts import Parts
     from sley_core.engine.slot import GradientBuffer
     from sley_core.engine.step_state import StepState
-    from sley_core.run import Run
     from sley_dp.config import PowerSGDConfig
 
 
@@ -140,9 +140,9 @@ class PowerSGD(BucketReducer):
         self._plain = Plain()
         super().__init__(config, self._plain)
 
-    def attach(self, run: Run) -> None:
-        self._low_rank = LowRankSums(self.config.rank, self.config.error_feedback, run.plan.run.seed)
-        super().attach(run)
+    def attach(self, parts: Parts) -> None:
+        self._low_rank = LowRankSums(self.config.rank, self.config.error_feedback, parts.run.seed)
+        super().attach(parts)
 
     def begin_step(self, step: StepState) -> None:
         super().begin_step(step)

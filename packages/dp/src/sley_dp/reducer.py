@@ -26,9 +26,9 @@ from sley_dp.replicas import broadcast_values
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
+    from sley_core.engine.parts import Parts
     from sley_core.engine.slot import GradientBuffer
     from sley_core.engine.step_state import StepState
-    from sley_core.run import Run
     from sley_dp.config import ReducerConfig
     from sley_dp.sums import Sums
 
@@ -54,13 +54,13 @@ class BucketReducer(GradientHandler):
         self._layout = -1
         self._has_finished_a_step = False
 
-    def attach(self, run: Run) -> None:
-        self._run = run
-        self._store = run.store
-        self._groups = run.groups
+    def attach(self, parts: Parts) -> None:
+        self._parts = parts
+        self._store = parts.store
+        self._groups = parts.groups
         self._store.lay_out(self._plan)
-        if self._start == "broadcast" and not run.world.is_fake:
-            broadcast_values(run)
+        if self._start == "broadcast" and not parts.world.is_fake:
+            broadcast_values(parts)
 
     def begin_step(self, step: StepState) -> None:
         self.sums.forget()
@@ -120,8 +120,10 @@ class BucketReducer(GradientHandler):
         So it is as long on all ranks, even where they have not frozen the same, which they are told of only now.
         """
         seen = self._store.seen_order
-        unseen = [entry for entry in self._run.book if entry not in set(seen)]
-        indices = torch.tensor([entry.index for entry in [*seen, *unseen]], device=self._run.world.device.torch_device)
+        unseen = [entry for entry in self._parts.book if entry not in set(seen)]
+        indices = torch.tensor(
+            [entry.index for entry in [*seen, *unseen]], device=self._parts.world.device.torch_device
+        )
         # The stage's ranks hold the same entries; all of them come here at the start of their second step.
         broadcast(indices, self._groups["stage"], what="the order of gradients").wait()
-        return [self._run.book.entries[index] for index in indices.tolist()]
+        return [self._parts.book.entries[index] for index in indices.tolist()]

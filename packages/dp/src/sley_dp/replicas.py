@@ -15,17 +15,17 @@ from sley_core.comm.collectives import Pending, broadcast
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
-    from sley_core.run import Run
+    from sley_core.engine.parts import Parts
 
 CHUNK_BYTES = 64 << 20
 """How much is broadcast at a time."""
 
 
-def broadcast_values(run: Run) -> None:
+def broadcast_values(parts: Parts) -> None:
     """Gives this rank the values of the first rank of each group; a collective over every reduce group."""
     under_way: list[tuple[Tensor, Tensor, Pending]] = []
     num_bytes = 0
-    for name, value, group in _replicated(run):
+    for name, value, group in _replicated(parts):
         copy = value.contiguous()
         # The group over which this value is replicated; all of its ranks walk the book in one order.
         under_way.append((value, copy, broadcast(_bytes(copy), group, what=name)))
@@ -36,14 +36,14 @@ def broadcast_values(run: Run) -> None:
     _take(under_way)
 
 
-def _replicated(run: Run) -> Iterator[tuple[str, Tensor, Group]]:
+def _replicated(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
     """Parameters over their reduce group, buffers over the stage, in the order of the book."""
-    for entry in run.book:
-        group = run.groups[entry.reduce_group]
+    for entry in parts.book:
+        group = parts.groups[entry.reduce_group]
         if group.size > 1 and entry.numel:
             yield entry.name, entry.parameter.detach(), group
-    stage = run.groups["stage"]
-    for layer in run.layers if stage.size > 1 else ():
+    stage = parts.groups["stage"]
+    for layer in parts.layers if stage.size > 1 else ():
         for name, buffer in layer.module.named_buffers(layer.name):
             if buffer.numel():
                 yield name, buffer, stage

@@ -39,10 +39,10 @@ from sley_isp.vocabulary.head import Head
 if TYPE_CHECKING:
     from sley_core.comm.host_rows import HostShare
     from sley_core.engine.book import Entry
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import Phase
     from sley_core.model.layers import Layer
     from sley_core.protocols import MemoryPool
-    from sley_core.run import Run
     from sley_isp.config import CommunicatorConfig
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
@@ -84,23 +84,23 @@ class Communicator(WeightCommunicator):
             return None
         return int(self.config.embedding == "hidden" and isinstance(places[0][0], nn.Embedding))
 
-    def attach(self, run: Run) -> None:
-        self._run = run
-        self._group = run.groups[AXIS]
-        self._caller = run.caller
-        self._queue = run.stepper.executor.queue
-        self.pool = run.plan.build_named("memory_pools", self.config.pool)
+    def attach(self, parts: Parts) -> None:
+        self._parts = parts
+        self._group = parts.groups[AXIS]
+        self._waits = parts.waits
+        self._queue = parts.queue
+        self.pool = parts.pool(self.config.pool)
         bound = self.config.bound if self.config.overlap else 0
         once = self.config.reduce == "step"
-        self.reductions = Reductions(bound, run.store, self.pool, self._group, once=once)
-        self.columns = Columns(self._group, run.store, self._queue, self._before_lookup, self._is_overlapping)
+        self.reductions = Reductions(bound, parts.store, self.pool, self._group, once=once)
+        self.columns = Columns(self._group, parts.store, self._queue, self._before_lookup, self._is_overlapping)
         self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool)
         self.parcels = Parcels(fused=self.config.fused, once=once)
-        for layer in run.layers:
+        for layer in parts.layers:
             self._take(layer)
         for site in self.sites:
             self.parcels.add(site)
-        stand_in(run.book)
+        stand_in(parts.book)
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         self._action = None
@@ -186,7 +186,7 @@ class Communicator(WeightCommunicator):
             self._gathered[unit] = self._gather(unit)
 
     def _gather(self, unit: Unit) -> Gathered:
-        has_waited = self._caller.wait_for(unit.layer)
+        has_waited = self._waits.wait_for(unit.layer)
         is_shared = self._action is not None and not has_waited and self._stamps.get(unit) == unit.stamp
         gathered = Gathered(unit, self.pool, self._group, self._share if is_shared else None)
         if self._action is not None:
@@ -205,7 +205,7 @@ class Communicator(WeightCommunicator):
 
     def _share_shards(self) -> None:
         """One offer of all shards that stay as they are; those that a wait may still write are shared at each gather."""
-        still = [unit for unit in self.units if not self._caller.is_due(unit.layer)]
+        still = [unit for unit in self.units if not self._waits.is_due(unit.layer)]
         self._stamps = {unit: unit.stamp for unit in still}
         if not still:
             return
@@ -230,9 +230,9 @@ class Communicator(WeightCommunicator):
         sites: list[Site] = []
         together = Unit(layer.name, layer.name)
         known = [one.module for one in self.sites] + [one.module for one in self.columns.tables]
-        for name, module, held in sharded_modules(layer, self._run.book, known):
+        for name, module, held in sharded_modules(layer, self._parts.book, known):
             for entry in held.values():
-                self._run.store.expect_products(entry)
+                self._parts.store.expect_products(entry)
             if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
                 self.columns.tables.append(Table(self.columns, name, layer.name, module, held["weight"]))
                 continue
@@ -258,7 +258,7 @@ class Communicator(WeightCommunicator):
 
     def _share_vocabulary(self, site: Site) -> None:
         """No action gathers the head's weight; outside of one it is a site like any other."""
-        Head(site, self._group, self._run.store, self.pool, self._queue, lambda: self._action is not None).install()
+        Head(site, self._group, self._parts.store, self.pool, self._queue, lambda: self._action is not None).install()
         self.sites.append(site)
 
     def _is_overlapping(self) -> bool:
@@ -266,7 +266,7 @@ class Communicator(WeightCommunicator):
 
     def _before_lookup(self, table: Table) -> None:
         """A table is about to be read, for which nothing is gathered: what comes after it may be."""
-        self._caller.wait_for(table.layer)
+        self._waits.wait_for(table.layer)
         if self._is_overlapping():
             self._apply(self.prefetch.pass_by())
 
@@ -274,7 +274,7 @@ class Communicator(WeightCommunicator):
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
         gradient = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
         for entry in site.trained:
-            self._run.store.check_open(entry)  # before anything is leased or sent
+            self._parts.store.check_open(entry)  # before anything is leased or sent
         for entry in site.trained:
             self.reductions.add(self.parcels.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
         if self._action is None:

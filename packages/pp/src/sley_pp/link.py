@@ -37,7 +37,7 @@ from sley_pp.walk import WORD_BYTES, is_same, told, word_of
 
 if TYPE_CHECKING:
     from sley_core.comm.collectives import Pending
-    from sley_core.run import Run
+    from sley_core.engine.parts import Parts
 
 Key = Hashable
 """The shapes of a micro-batch's fields: what a boundary carries depends on nothing else, but for the flags of its tensors."""
@@ -72,10 +72,10 @@ class Link:
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
 
-    def prepare(self, run: Run) -> None:
+    def prepare(self, parts: Parts) -> None:
         """Called once, when the groups are there."""
-        device = run.world.device
-        self._lines = Lines(run.groups, apart=heads_are_apart(device))
+        device = parts.world.device
+        self._lines = Lines(parts.groups, apart=heads_are_apart(device))
         self._pool = Pool(device.torch_device, apart=self._lines.apart)
         self._stage = self._lines.stage
 

@@ -16,8 +16,8 @@ from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import StepState
-    from sley_core.run import Run
     from sley_pp.config import SharedModulesConfig
 
 
@@ -27,16 +27,16 @@ class SharedModules(GradientHandler):
     def __init__(self, config: SharedModulesConfig) -> None:
         self.config = config
 
-    def attach(self, run: Run) -> None:
-        self._run = run
-        self._groups = run.groups
-        self._store = run.store
-        self._ties = sorted(entry.name for entry in run.book if entry.tie_group is not None)
+    def attach(self, parts: Parts) -> None:
+        self._parts = parts
+        self._groups = parts.groups
+        self._store = parts.store
+        self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
         pending = []
         for name in self._ties:
-            entry = self._run.book[name]
+            entry = self._parts.book[name]
             if entry in self._store and entry.tie_group is not None:
                 # The tie's own group: one rank of each stage that holds it; all walk the ties by name.
                 group = self._groups[entry.tie_group]
@@ -52,7 +52,7 @@ class SharedModules(GradientHandler):
     def _check_drift(self, number: int) -> None:
         """Raises RunError `tie-drifted` on every holder alike where copies are no longer equal bit for bit."""
         for name in self._ties:
-            entry = self._run.book[name]
+            entry = self._parts.book[name]
             assert entry.tie_group is not None, name
             group = self._groups[entry.tie_group]
             value = entry.parameter.detach()

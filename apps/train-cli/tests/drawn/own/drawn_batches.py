@@ -101,8 +101,8 @@ def _judged(case: Case, faults: Sequence[dict[str, Any]], otherwise: str) -> Ver
     """Whether a case may fail as it did. faults: what the ranks raised, the first first. otherwise: if none said a word."""
     causes = [fault for fault in faults if fault["codes"] != ["collective-failed"]] or list(faults)
     codes = {code for fault in causes for code in fault["codes"] or ["error"]}
-    if codes == {"no-gradient"} and has_nothing_to_train(case):
-        return Verdict("refused", "no-gradient")
+    if codes <= {"no-gradient", "all-frozen"} and codes and has_nothing_to_train(case):
+        return Verdict("refused", min(codes))
     if codes == {"nothing-counts"} and some_step_counts_nothing(case):
         return Verdict("refused", "nothing-counts")
     if codes and codes <= case.refusals:

@@ -13,8 +13,8 @@ from sley_narrow.config import NarrowConfig
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import StepState
-    from sley_core.run import Run
 
 
 class Narrow(GradientHandler):
@@ -24,9 +24,9 @@ class Narrow(GradientHandler):
         self.config = config
         self._under_way: list[tuple[Pending, Tensor, Tensor]] = []
 
-    def attach(self, run: Run) -> None:
-        self._store = run.store
-        self._groups = run.groups
+    def attach(self, parts: Parts) -> None:
+        self._store = parts.store
+        self._groups = parts.groups
 
     def begin_step(self, step: StepState) -> None:
         self._under_way.clear()  # what a failed step has left

@@ -1,7 +1,7 @@
 """The one function through which every layer is called.
 
     wait for what the layer needs ──> seed its generators ──> activation policy ──> layer
-      `before_layer`                   (seed, step, micro, layer)
+        `Waits`                        (seed, step, micro, layer)
 
 Recomputation passes through it again, with phase `recompute`: that is how scheduler hooks see it. Nothing that must happen
 hangs on what comes after the layer, since recomputation stops as soon as it has what it needs.
@@ -9,12 +9,13 @@ hangs on what comes after the layer, since recomputation stops as soon as it has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sley_core.engine.activations import Keep
 from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.waits import Waits
 from sley_core.errors import note_origin
 from sley_core.model.seeds import derive
 
@@ -23,12 +24,9 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
     from sley_core.protocols import ActivationPolicy, SchedulerHook
 
-Wait = Callable[[], None]
-IsDue = Callable[[], bool]
-
 
 class LayerCaller:
-    """Calls layers, before each of which, recomputation included, it calls the waits of that layer that are due.
+    """Calls layers, before each of which, recomputation included, it calls what is due of `waits`.
 
     slice_index: which slice of its sequences this rank has; slices of one sample draw differently.
     """
@@ -40,37 +38,17 @@ class LayerCaller:
         policy: ActivationPolicy,
         hooks: Sequence[SchedulerHook] = (),
         slice_index: int = 0,
+        waits: Waits | None = None,
     ) -> None:
         self.device = device
         self.seed = seed
         self.policy = policy
         self.hooks = hooks
+        self.waits = waits or Waits()
         self._keeps_all = type(policy) is Keep  # a policy derived from it may do more
         self._slice = ("slice", slice_index) if slice_index else ()
         self._place: tuple[int, int] | None = None
         self._layer_seeds: dict[str, int] = {}
-        self._waits: dict[str, list[tuple[Wait, IsDue | None]]] = {}
-
-    def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
-        """From now on `wait` is called before every use of the weights of layer `name`; with `is_due`, where that is true.
-
-        is_due: whether the weights are not all there; it costs little, changes nothing, and says the same on all ranks that
-        hold shards of the layer: between a step's begin and end these read each other's only while nothing is due.
-        """
-        self._waits.setdefault(name, []).append((wait, is_due))
-
-    def wait_for(self, name: str) -> bool:
-        """Calls what is due of layer `name`, in the order in which it was registered; whether there was anything."""
-        found = False
-        for wait, is_due in self._waits.get(name, ()):
-            if is_due is None or is_due():
-                wait()
-                found = True
-        return found
-
-    def is_due(self, name: str) -> bool:
-        """Whether the next use of the weights of layer `name` would call anything."""
-        return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """`layer(*args, **fields)`. args: the previous layer's output, or nothing for the first layer."""
@@ -88,7 +66,7 @@ class LayerCaller:
         return self.policy.call(layer.name, run, args, fields)
 
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        self.wait_for(layer.name)
+        self.waits.wait_for(layer.name)
         self.device.seed(self._of_micro(micro) ^ self._of_layer(layer.name))
         try:
             return layer.module(*args, **fields)

@@ -10,8 +10,8 @@ from sley_core.protocols import GradientHandler
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_core.engine.config import EachConfig
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import StepState
-    from sley_core.run import Run
 
 
 class Each(GradientHandler):
@@ -21,10 +21,10 @@ class Each(GradientHandler):
         self.config = config
         self._pending: list[Pending] = []
 
-    def attach(self, run: Run) -> None:
-        self._store = run.store
-        self._groups = run.groups
-        self._alone = frozenset(axis for axis, group in run.groups.items() if group.size == 1)
+    def attach(self, parts: Parts) -> None:
+        self._store = parts.store
+        self._groups = parts.groups
+        self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
 
     def begin_step(self, step: StepState) -> None:
         # What a failed step began still writes into the slots.

@@ -53,6 +53,8 @@ class Executor:
         fields: Mapping[str, Field],
         device: Device,
         hooks: Sequence[SchedulerHook] = (),
+        queue: WeightQueue | None = None,
+        weights: WeightCommunicator | None = None,
     ) -> None:
         self.chunks = chunks
         self.crossing = crossing
@@ -61,9 +63,9 @@ class Executor:
         self.fields = fields
         self.device = device
         self.hooks = hooks
-        self.queue = WeightQueue()
+        self.queue = queue or WeightQueue()
         self.additive = Additive(loss, fields)
-        self.weights: WeightCommunicator | None = None
+        self.weights = weights
         self.clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)

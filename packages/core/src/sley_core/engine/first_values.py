@@ -19,7 +19,7 @@ from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group
-    from sley_core.run import Run
+    from sley_core.engine.parts import Parts
 
 CHUNK_WORDS = 1 << 20
 """How many words of 8 bytes are fingerprinted at a time: the working memory is a few times that."""
@@ -28,22 +28,22 @@ SHOWN = 3
 _ODD = 2654435761
 
 
-def check_first_values(run: Run, per_rank_buffers: Sequence[str] = ()) -> None:
+def check_first_values(parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
     """Raises RunError `ranks-differ` on all ranks of the run alike, naming the values that are not equal, and where.
 
     per_rank_buffers: patterns of the buffers that each rank may have for itself.
     """
     by_axis: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, value, axis in _copies(run, per_rank_buffers):
+    for name, value, axis in _copies(parts, per_rank_buffers):
         by_axis.setdefault(axis, []).append((name, value))
     faults = []
     # The stage's ranks hold the same entries, and so do a tie's; groups are taken in one order, which no two of them cross.
     for axis in sorted(by_axis):
         names = [name for name, _ in by_axis[axis]]
         prints = torch.stack([fingerprint(value) for _, value in by_axis[axis]])
-        faults.append(_differing(names, prints, run.groups[axis]))
+        faults.append(_differing(names, prints, parts.groups[axis]))
     # Ranks of other groups would wait for those that stop.
-    everyone = gather_objects(faults, run.groups["control"], what="first values that differ")
+    everyone = gather_objects(faults, parts.groups["control"], what="first values that differ")
     if fault := next((fault for found in everyone for fault in found if fault), ""):
         hint = (
             "let the model draw from torch's generator alone, and load weights on every rank"
@@ -66,13 +66,13 @@ def fingerprint(value: Tensor) -> Tensor:
     return total + ((rest + 1) * (torch.arange(1, 1 + rest.numel(), device=value.device) * _ODD | 1)).sum()
 
 
-def _copies(run: Run, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
+def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
     """What other ranks have too: its name, its value and the axis of those ranks, in the order of the book."""
-    for entry in sorted(run.book, key=lambda entry: entry.name):
+    for entry in sorted(parts.book, key=lambda entry: entry.name):
         for axis in (entry.reduce_group, entry.tie_group):
-            if axis is not None and run.groups[axis].size > 1 and entry.numel:
+            if axis is not None and parts.groups[axis].size > 1 and entry.numel:
                 yield entry.name, entry.parameter.detach(), axis
-    for layer in run.layers if run.groups["stage"].size > 1 else ():
+    for layer in parts.layers if parts.groups["stage"].size > 1 else ():
         for name, buffer in layer.module.named_buffers(layer.name):
             if buffer.numel() and not any(fnmatchcase(name, pattern) for pattern in per_rank_buffers):
                 yield name, buffer, "stage"

@@ -19,13 +19,13 @@ from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.book import ParameterBook
 from sley_core.errors import RunError
-from sley_core.model.buffers import BufferWatch
 from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
+    from sley_core.engine.masters import Masters
+    from sley_core.engine.parts import Parts
     from sley_core.model.layers import Layer
-    from sley_core.run import Run
 
 Pairs = Iterable[tuple[str, Tensor]]
 
@@ -48,18 +48,31 @@ class _Report:
     sums: dict[str, int] = field(default_factory=dict)
 
 
+class Names(NamedTuple):
+    """Those of a whole model. first: of each name of a parameter, the one in the book. buffers: those that a state may have."""
+
+    first: Mapping[str, str]
+    buffers: set[str]
+
+
+def names_of(layers: Sequence[Layer]) -> Names:
+    """The names of the model of `layers`, which are on meta and whole."""
+    first = {name: entry.name for entry in ParameterBook([layers]) for name in (entry.name, *entry.aliases)}
+    return Names(first, {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)})
+
+
 class WeightLoader:
-    """Loads into runs of the model of `layers`, which are on meta and whole; called by `Run.load_weights`."""
+    """Loads into this rank's `parts` of a model with these `names`, and into their `masters`; called by `Run.load_weights`."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        book = ParameterBook([layers])
-        self._first = {name: entry.name for entry in book for name in (entry.name, *entry.aliases)}
-        self._buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
+    def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
+        self._names = names
+        self._parts = parts
+        self._masters = masters
 
-    def __call__(self, run: Run, state: Mapping[str, Tensor] | Pairs, *, strict: bool) -> LoadedWeights:
+    def __call__(self, state: Mapping[str, Tensor] | Pairs, *, strict: bool) -> LoadedWeights:
         """As `Run.load_weights` says. Two collectives over `control`: every rank calls it."""
-        Agreement(run.groups).begin("loading weights").check()
-        loading = _Loading(self._first, self._buffers, run)
+        Agreement(self._parts.groups).begin("loading weights").check()
+        loading = _Loading(self._names, self._parts, self._masters)
         if isinstance(state, Mapping):
             loading.look(state.items())
             found = loading.agreed(strict)
@@ -68,22 +81,22 @@ class WeightLoader:
         else:
             loading.look(state, writes=True)
             found = loading.agreed(strict)
-        watch = getattr(run.check_first_step, "__self__", None)
-        if isinstance(watch, BufferWatch):
-            watch.look()
         return found
 
 
 class _Loading:
     """One call on this rank."""
 
-    def __init__(self, first: Mapping[str, str], buffers: set[str], run: Run) -> None:
-        self.first = first
-        self.all_buffers = buffers
-        self.run = run
-        self.entries = {entry.name: entry for entry in run.book}
+    def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
+        self.first = names.first
+        self.all_buffers = names.buffers
+        self.masters = masters
+        self.control = parts.groups["control"]
+        self.entries = {entry.name: entry for entry in parts.book}
         self.buffers = {
-            name: buffer for layer in run.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
+            name: buffer
+            for layer in parts.layers
+            for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
         self.report = _Report()
         self.given: set[str] = set()
@@ -104,13 +117,13 @@ class _Loading:
         entry, buffer = self._held(name)
         if entry is not None:
             own = value.detach() if entry.shard is None else entry.shard.cut(value.detach())
-            self.run.stepper.update.masters.set(entry, own)
+            self.masters.set(entry, own)
         elif buffer is not None:
             buffer.copy_(value)
 
     def agreed(self, strict: bool) -> LoadedWeights:
         """What all ranks miss or do not know; RunError on all of them alike where something is wrong."""
-        control = self.run.groups["control"]
+        control = self.control
         missing = [name for name in self.entries if name not in self.given]
         if strict:
             self.report.wrong += [f"{name!r} is missing" for name in missing]

@@ -12,9 +12,9 @@ from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
     from sley_core.engine.store import GradientStore
     from sley_core.engine.totals import PendingTotals, StepResult
-    from sley_core.run import Run
 
 SHOWN = 16
 """How many samples a message names."""
@@ -28,31 +28,36 @@ class Seen(NamedTuple):
     samples: tuple[int, ...]
 
 
-def check_step(run: Run, number: int, result: StepResult, totals: PendingTotals, samples: Sequence[int]) -> None:
-    """Raises RunError where step `number`, with this `result`, was not taken and must not pass unseen; on all ranks alike.
+def is_refused(result: StepResult) -> bool:
+    """Whether a step with this `result` was not taken, and must not pass unseen."""
+    return not result.skipped and not (result.is_finite and result.weight > 0)
+
+
+def refusal(
+    parts: Parts, number: int, result: StepResult, totals: PendingTotals, samples: Sequence[int], *, is_latest: bool
+) -> RunError:
+    """The error of step `number`, which was refused: the same on all ranks, which all call it.
 
     "not-finite": the loss or the norm is no number. "nothing-counts": the loss weight of the global batch is 0, so that there
     is no mean: torch's own cross-entropy gives NaN for labels that are all ignored.
-    samples: of this rank in that step, empty where a program brought them.
+    samples: of this rank in that step, empty where a program brought them. is_latest: whether the store has its gradients.
     """
-    if result.skipped or (result.is_finite and result.weight > 0):
-        return
-    run.store.state.was_taken = False
-    run.num_steps_done -= 1  # nothing was changed: a program that goes on takes this step with the next samples
-    is_latest = run.num_steps_done + 1 == number
-    own = Seen(float(totals.own_loss), _first_bad(run.store) if is_latest else None, tuple(samples[: SHOWN + 1]))
+    parts.store.state.was_taken = False
+    own = Seen(float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step.
-    seen = [Seen(*one) for one in gather_objects(own, run.groups["control"], what="what is no number")]  # it sends JSON
+    seen = [
+        Seen(*one) for one in gather_objects(own, parts.groups["control"], what="what is no number")
+    ]  # it sends JSON
     if result.is_finite:
-        raise RunError(
+        return RunError(
             "nothing-counts",
             f"step {number}: the loss weight of the batch is {result.weight:g}, so there is no mean to take a step by"
             + _samples(range(len(seen)), seen),
             hint="look at the data of this step: all of its labels are ignored",
         )
-    raise RunError(
+    return RunError(
         "not-finite",
-        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{_where(run, seen)}",
+        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{_where(parts, seen)}",
         hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed",
     )
 
@@ -65,7 +70,7 @@ def _first_bad(store: GradientStore) -> str | None:
     return None
 
 
-def _where(run: Run, seen: Sequence[Seen]) -> str:
+def _where(parts: Parts, seen: Sequence[Seen]) -> str:
     """The ranks whose loss it is, with their samples; the first parameter, of the last stage that has one."""
     bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
     text = ""
@@ -74,7 +79,7 @@ def _where(run: Run, seen: Sequence[Seen]) -> str:
         text += f"; the loss of {whose} is no number" if len(seen) > 1 else ""
     for rank in reversed(range(len(seen))):
         if seen[rank].parameter is not None:
-            stage = f" (stage {rank // run.topology.ranks_per_stage})" if run.topology.pp > 1 else ""
+            stage = f" (stage {rank // parts.topology.ranks_per_stage})" if parts.topology.pp > 1 else ""
             text += f"; first in the gradient of {seen[rank].parameter!r}{stage}"
             break
     return text + _samples(bad or range(len(seen)), seen)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.comm.collectives import all_gather
-from sley_core.model.build import like
+from sley_core.model.layers import like
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group, Groups

@@ -7,33 +7,32 @@ from typing import TYPE_CHECKING
 from sley_core.protocols import Counts
 
 if TYPE_CHECKING:
-    from sley_core.plan.plan import Component
-    from sley_core.run import Run
+    from sley_core.engine.stepper import Stepper
+    from sley_core.plan.plan import Component, Plan
 
 
-def held_bytes(run: Run) -> dict[str, int]:
+def held_bytes(stepper: Stepper) -> dict[str, int]:
     """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
-    states = run.stepper.update.optimizer.state.values()
+    states = stepper.update.optimizer.state.values()
     tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
     return {
-        "parameters": sum(entry.numel * entry.parameter.element_size() for entry in run.book),
-        "masters": run.stepper.update.masters.num_bytes,
-        "gradients": run.store.num_bytes,
+        "parameters": sum(entry.numel * entry.parameter.element_size() for entry in stepper.store.book),
+        "masters": stepper.update.masters.num_bytes,
+        "gradients": stepper.store.num_bytes,
         "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
     }
 
 
-def counts_of(run: Run) -> dict[str, dict[str, float]]:
+def counts_of(plan: Plan, stepper: Stepper) -> dict[str, dict[str, float]]:
     """What those parts have counted that are `protocols.Counts`, by their names in the plan.
 
     A name that the plan lists twice is followed by its number.
     """
-    plan, stepper = run.plan, run.stepper
     parts: list[tuple[Component | None, object]] = [
         (plan.weights, stepper.executor.weights),
         *zip(plan.gradient_handlers, stepper.handlers, strict=True),
         *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
-        (plan.activations, run.caller.policy),
+        (plan.activations, stepper.executor.caller.policy),
     ]
     found: dict[str, dict[str, float]] = {}
     for component, part in parts:

@@ -16,8 +16,8 @@ from sley_core.metrics.memory import memory_mb
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
+    from sley_core.engine.parts import Parts
     from sley_core.model.layers import Layer
-    from sley_core.run import Run
 
 
 MEMORY_EVERY_S = 0.5
@@ -43,19 +43,19 @@ class Meter:
         self._name, self._field = next((item for item in fields if item[1].sequence_dim is not None), fields[0])
 
     @classmethod
-    def of(cls, run: Run, layers: Iterable[Layer], info: DataInfo) -> Meter:
+    def of(cls, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
         """The meter of this run: FLOPs of all layers of the model, peak of all devices."""
-        device = run.world.device.torch_device
-        peak = device_peak_flops(device, run.plan.precision.compute)
+        device = parts.world.device.torch_device
+        peak = device_peak_flops(device, parts.precision.compute)
         return cls(
             device,
             info,
             flops_per_token=model_flops_per_token(
                 (layer.module for layer in layers),
                 info.sequence or 0,
-                {id(entry.parameter): prod(entry.shape) for entry in run.book if entry.shard},
+                {id(entry.parameter): prod(entry.shape) for entry in parts.book if entry.shard},
             ),
-            peak_flops=None if peak is None else peak * run.world.size,
+            peak_flops=None if peak is None else peak * parts.world.size,
         )
 
     def num_samples(self, batch: Mapping[str, Tensor]) -> int:

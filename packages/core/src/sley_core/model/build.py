@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.model.journal import Journal, unwatched
-from sley_core.model.layers import MODEL, Layer, Model, as_model, with_fields
+from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
 from sley_core.model.record import Recorder
 from sley_core.model.seeds import derive
 from sley_core.model.steps import Ref, is_blank, needed
@@ -183,13 +183,6 @@ def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = 
         yield
     finally:
         handle.remove()
-
-
-def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A new parameter over `data`, with the old one's `requires_grad` and whatever a user hung on it."""
-    new = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    new.__dict__.update(parameter.__dict__)
-    return new
 
 
 def _refused_buffer(message: str, hint: str) -> PlanError:

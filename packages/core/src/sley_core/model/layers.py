@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 
@@ -196,3 +196,10 @@ def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnos
 def _misfit(layer: Layer, what: str, hint: str) -> Diagnostic:
     message = f"layer {layer.name!r} ({type(layer.module).__name__}.forward) {what}"
     return Diagnostic("model-field", message, path=MODEL, hint=hint)
+
+
+def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A new parameter over `data`, with the old one's `requires_grad` and whatever a user hung on it."""
+    new = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new

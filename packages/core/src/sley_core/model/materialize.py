@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.model.build import like
-from sley_core.model.layers import MODEL, InitWeights, Layer
+from sley_core.model.layers import MODEL, InitWeights, Layer, like
 from sley_core.model.seeds import derive
 from sley_core.model.steps import ChangedError, is_blank, replay, seeded
 from sley_core.plan.factory import cause

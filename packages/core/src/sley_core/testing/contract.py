@@ -247,7 +247,7 @@ def _split_reduce_groups(run: Run) -> None:
     assert run.groups["sp"].size == 1, run.groups["sp"]
     run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
-        handler.attach(run)
+        handler.attach(run.parts)
 
 
 def _fail_once(run: Run, num_micros: int) -> None:

@@ -20,8 +20,8 @@ class Spy:
 
     latest: Spy
 
-    def __init__(self, config: SpyConfig, run: Any) -> None:
-        self.run = run
+    def __init__(self, config: SpyConfig, parts: Any) -> None:
+        self.parts = parts
         self.seen: list[tuple[str, Any, Any]] = []
         Spy.latest = self
 

@@ -1,0 +1,68 @@
+"""The model of a plan before anything of it has memory: on meta, with what is frozen frozen, and what its layers cost."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sley_core.data.slices import POSITIONS, sliced_info
+from sley_core.engine import layer_costs
+from sley_core.engine.book import ParameterBook
+from sley_core.errors import PlanError
+from sley_core.model.build import build_on_meta
+from sley_core.optim.groups import frozen
+
+if TYPE_CHECKING:
+    from sley_core.comm.world import World
+    from sley_core.data.dataset import DataInfo
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def draft_model(plan: Plan, info: DataInfo) -> Model:
+    """The model on meta, with what the plan freezes frozen.
+
+    Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would
+    count the positions of every slice from 0.
+    """
+    plan.model.load()  # what modules make when they are imported is no part of the build
+    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed)
+    _check_positions(plan, model)
+    book = ParameterBook([model.layers])
+    optimizer: Any = plan.optimizer.config
+    aliases = {alias: entry.name for entry in book for alias in entry.aliases}
+    for name in frozen(book.names, optimizer, aliases):
+        book[name].parameter.requires_grad_(False)
+    return model
+
+
+def _check_positions(plan: Plan, model: Model) -> None:
+    if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
+        return
+    if not any(POSITIONS in layer.fields for layer in model.layers):
+        message = (
+            f"no layer takes the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would count from 0"
+        )
+        hint = f"name `{POSITIONS}` in the forward that needs them; or `[sequence] positions = false` if none does"
+        raise PlanError.many([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
+
+
+def layer_costs_of(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
+    """What the partition goes by, and what is to be said about it."""
+    if not layer_costs.are_timed(plan):
+        return layer_costs.by_parameters(model), []
+    if world.is_fake:
+        assert plan.partition is not None, "a partition is timed"
+        name = plan.partition.name
+        return layer_costs.by_parameters(model), [f"`{name}` times layers in a run; here they are cut by parameters"]
+    return layer_costs.timed(plan, world, partial(draft_model, plan), dtypes(plan)[0]), []
+
+
+def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
+    """The type of the working weights, and that of what the optimizer steps: fp32 at least."""
+    working = DTYPES[plan.precision.compute]
+    return working, torch.promote_types(working, torch.float32)

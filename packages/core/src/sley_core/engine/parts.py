@@ -1,0 +1,44 @@
+"""What a plugin is given to work with: one rank's part of the run, complete and not to be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Groups
+    from sley_core.comm.world import World
+    from sley_core.engine.book import ParameterBook
+    from sley_core.engine.store import GradientStore
+    from sley_core.engine.waits import Waits
+    from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.model.layers import Layer
+    from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
+    from sley_core.protocols import MemoryPool
+    from sley_core.topology import Topology
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
+
+    run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
+    axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients.
+    waits: what must have come before a layer's weights are used. queue: weight gradients that a split backward defers.
+    pool: makes the memory pool of a name, as `isp.slots`.
+    """
+
+    run: RunTable
+    batch: BatchTable
+    precision: PrecisionTable
+    limits: LimitsTable
+    world: World
+    topology: Topology
+    groups: Groups
+    layers: Sequence[Layer]
+    book: ParameterBook
+    store: GradientStore
+    waits: Waits
+    queue: WeightQueue
+    pool: Callable[[str], MemoryPool]

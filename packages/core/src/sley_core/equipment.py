@@ -1,0 +1,67 @@
+"""What a run has beside its parts: samples and what measures them, files that it writes, and what is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sley_core.errors import KeyPath
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import AnyDataset
+    from sley_core.data.feed import Feed
+    from sley_core.data.slices import Slices
+    from sley_core.engine.evaluate import Evaluation
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.profile import StepProfiler
+    from sley_core.engine.timeline import StepTimeline
+    from sley_core.metrics.throughput import Meter
+    from sley_core.model.buffers import BufferWatch
+    from sley_core.protocols import MetricsWriter
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a run trains on, and is measured by.
+
+    slices: this rank's of each sequence. feed: the next samples, None in a fake world. watch: the buffers that the first step
+    must leave alone. evaluation: of held-out samples, where the plan has one.
+    """
+
+    dataset: AnyDataset
+    slices: Slices
+    meter: Meter
+    feed: Feed | None = None
+    watch: BufferWatch | None = None
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What writes into the run's folder; nothing where it has none. writers: on rank 0."""
+
+    writers: Sequence[MetricsWriter] = ()
+    timeline: StepTimeline | None = None
+    profiler: StepProfiler | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What assembling found out.
+
+    num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: what a user
+    should know. found: values of the plan that only the run could tell.
+    """
+
+    num_parameters: int
+    num_trained: int
+    notes: list[str] = field(default_factory=list)
+    found: Mapping[KeyPath, Any] = field(default_factory=dict)
+
+
+def rows_of(global_size: int, parts: Parts) -> range:
+    """This rank's samples within a global batch of `global_size`; ranks of one `sp` group have the same ones, whole."""
+    size = global_size // parts.topology.dp
+    start = parts.groups["dp"].coord * size
+    return range(start, start + size)
