@@ -1,4 +1,4 @@
-"""Layers that hand on what they were given, in every form in which memory is shared: `factory = "aliasing:drawn"`.
+"""Layers that hand on what they were given, in every form in which memory is shared: `factory = "aliasing:layers"`.
 
 Between layers goes a tuple of tensors [b, SIDE, SIDE]; sides are equal so that a transposed one takes any place.
 """
@@ -155,8 +155,8 @@ WAYS: dict[str, Callable[[Tensors], Tensors]] = {
 PARTS: dict[str, Callable[[], nn.Module]] = {"mix": Mix, "positions": Positions, "keeps": Keeps, "in place": InPlace}
 
 
-def kinds(seed: int, num_layers: int) -> list[str]:
-    """What the layers between the first and the last one are."""
+def drawn(seed: int, num_layers: int = 8) -> list[str]:
+    """Kinds of layers that may follow one another."""
     draw = random.Random(seed)
     found: list[str] = []
     width = draw.randint(1, 3)
@@ -174,9 +174,10 @@ def kinds(seed: int, num_layers: int) -> list[str]:
     return found
 
 
-def drawn(data: DataInfo, seed: int, num_layers: int = 8) -> list[tuple[str, nn.Module]]:
-    first, *others = kinds(seed, num_layers)
-    made: list[tuple[str, nn.Module]] = [("first", First(int(first)))]
+def layers(data: DataInfo, kinds: list[str]) -> list[tuple[str, nn.Module]]:
+    """Of these kinds, the first of which is how many tensors the first layer hands on."""
+    width, *others = kinds
+    made: list[tuple[str, nn.Module]] = [("first", First(int(width)))]
     for at, name in enumerate(others):
         part: Any = PARTS[name]() if name in PARTS else Apply(WAYS[name])
         made.append((f"{at}.{name.replace(' ', '_')}", part))
