@@ -36,10 +36,15 @@ def plan(factory, stages=1, schedule="one_f_one_b", **options):
     return tables
 
 
-def recorded(plans, own, *, apart=False):
-    if apart:
-        sley_pp.link.heads_are_apart = lambda device: True
+def recorded(plans, own):
     return [record(tables, 2, folder=own) for tables in plans]
+
+
+def recorded_both_ways(plans, own):
+    """With heads in front of tensors, and then with heads apart."""
+    together = recorded(plans, own)
+    sley_pp.link.heads_are_apart = lambda device: True
+    return together + recorded(plans, own)
 
 
 def assert_equal(reference, layouts):
@@ -49,18 +54,27 @@ def assert_equal(reference, layouts):
         assert [row["loss"] for row in layout.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=1e-10)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_types_many_tensors_and_layers_that_begin_in_place(ranks, own, apart):
-    """Named tuples, dataclasses, torch's and registered types arrive as they were; heads in front of tensors or apart."""
-    every = [(plan("typed"), "typed", {}, 3), (plan("many", number=300), "many", {"number": 300}, 2)]
-    every.append((plan("in_place"), "in_place", {}, 3))
-    wanted = [record(alone, 2, folder=own) for alone, *_ in every]
-    for size in (2, 3):
-        cases = [at for at, case in enumerate(every) if case[3] >= size]
-        plans = [plan(every[at][1], size, name, **every[at][2]) for at in cases for name in SCHEDULES]
-        by_rank = ranks(size, 120)(recorded, plans, own, apart=apart)
-        for number, layouts in enumerate(zip(*by_rank, strict=True)):
-            assert_equal(wanted[cases[number // len(SCHEDULES)]], layouts)
+def assert_crosses(ranks, own, factory, stages, **options):
+    wanted = record(plan(factory, **options), 2, folder=own)
+    plans = [plan(factory, stages, name, **options) for name in SCHEDULES]
+    for layouts in zip(*ranks(stages, 120)(recorded_both_ways, plans, own), strict=True):
+        assert_equal(wanted, layouts)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_tensors_arrive_in_the_types_that_they_were_in(ranks, own, stages):
+    """Named tuples, dataclasses, torch's and registered types."""
+    assert_crosses(ranks, own, "typed", stages)
+
+
+@pytest.mark.parametrize("number", [40, 300])
+def test_as_many_tensors_cross_as_a_layer_returns(ranks, own, number):
+    """What announces them has no greatest length."""
+    assert_crosses(ranks, own, "many", 2, number=number)
+
+
+def test_a_layer_may_write_to_what_its_stage_received(ranks, own):
+    assert_crosses(ranks, own, "in_place", 3)
 
 
 def test_data_may_decide_which_tensors_are_one(ranks, own):
@@ -109,17 +123,17 @@ def gradual(tables, own):
         return first, losses, weights(run)
 
 
-def by_hand(run_first, own):
+def by_hand(factory, run_first, own):
     """The same of a plain loop; `zero_grad(set_to_none=False)`, as a step of the engine takes what is frozen as zero."""
     module = import_module("crossings")
-    named = module.in_place(module.Rows.info)
+    named = getattr(module, factory)(module.Rows.info)
     for layer in dict(named).values():
         layer.double()
     parameters = {f"{name}.{key}": value for name, layer in named for key, value in layer.named_parameters()}
     with torch.no_grad():
         for name, value in parameters.items():
             value.copy_(run_first[name])
-    with assemble(plan_from_dict(plan("in_place"), own), World.alone("cpu")) as run:
+    with assemble(plan_from_dict(plan(factory), own), World.alone("cpu")) as run:
         batches = [run.feed.next() for _ in FROZEN]
     losses = []
     for frozen, batch in zip(FROZEN, batches, strict=True):
@@ -146,14 +160,18 @@ def several(plans, own):
 @pytest.mark.parametrize("stages", [2, 3])
 def test_whole_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
     """Which tensors have a gradient may change, and nobody waits for one that does not come."""
-    plans = [plan("in_place", stages, name) for name in (*SCHEDULES, "interleaved", "zero_bubble_v")]
-    by_rank = ranks(stages, 120)(several, plans, own)
-    for at in range(len(plans)):
-        first = {name: value for rank in by_rank for name, value in rank[at][0].items()}
-        losses, parameters = by_hand(first, own)
-        for rank in by_rank:
-            assert rank[at][1] == pytest.approx(losses, rel=1e-9), plans[at]["pipeline"]
-            for name, value in rank[at][2].items():
+    every = [
+        (factory, plan(factory, stages, name))
+        for factory in ("chain", "in_place")
+        for name in (*SCHEDULES, "interleaved", "zero_bubble_v")
+    ]
+    by_rank = ranks(stages, 120)(several, [tables for _, tables in every], own)
+    for (factory, tables), layouts in zip(every, zip(*by_rank, strict=True), strict=True):
+        first = {name: value for layout in layouts for name, value in layout[0].items()}
+        losses, parameters = by_hand(factory, first, own)
+        for _, own_losses, own_weights in layouts:
+            assert own_losses == pytest.approx(losses, rel=1e-9), tables["pipeline"]
+            for name, value in own_weights.items():
                 torch.testing.assert_close(value, parameters[name].detach(), rtol=1e-9, atol=1e-12)
 
 
@@ -187,9 +205,9 @@ def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ra
     """In use are messages that are posted, or held by a micro-batch, or on their way."""
     longest, num_micros = 200, 40
     message = 2 * longest * 4 * 8
-    for alone, many, made in ranks(2, 120)(lengths, plan("in_place", 2, schedule), own, longest, num_micros):
+    for alone, many, made in ranks(2, 120)(lengths, plan("chain", 2, schedule), own, longest, num_micros):
+        assert many <= 2 * alone, f"{many // message} messages after other lengths, {alone // message} before"
         assert message <= alone <= 20 * 1.3 * message, alone / message
-        assert many <= 2 * alone, (alone, many)
         assert made == 0, "messages of a length that was met are made again"
 
 
@@ -231,7 +249,8 @@ def apart_in_size(tables, own, micros_of, length_of, walk):
     ],
 )
 def test_stages_that_were_given_other_steps_say_so_at_once(ranks, own, micros, length, walk, words):
-    tables = plan("in_place", 2, "gpipe") | {"evaluation": {"every": 100, "steps": 1}}
+    tables = plan("chain", 2, "gpipe") | {"evaluation": {"every": 100, "steps": 1}}
+    tables["limits"] = {"collective_timeout_s": 20}
     for code, message, seconds in ranks(2, 60)(apart_in_size, tables, own, micros, length, walk):
         assert code == "stages-differ"
         assert all(word in message for word in words), message

@@ -133,6 +133,11 @@ def in_place(data: DataInfo) -> list[tuple[str, nn.Module]]:
     return [("first", Plain()), *((f"{at}", Begins()) for at in range(4)), ("last", Plain())]
 
 
+def chain(data: DataInfo) -> list[tuple[str, nn.Module]]:
+    """The same without a write to what was given."""
+    return [("first", Plain()), *((f"{at}", nn.Sequential(nn.Tanh(), Plain())) for at in range(4)), ("last", Plain())]
+
+
 def numbers(data: DataInfo) -> list[tuple[str, nn.Module]]:
     """The second layer returns a number beside its tensor."""
     return [("first", Plain()), ("counts", Counts()), ("last", Forgets())]
