@@ -13,11 +13,6 @@ from sley_core.testing.habits import layers as layers_of
 from sley_core.testing.runs import record
 
 
-def recorded(every, folder, batches):
-    """One after the other in the same ranks: starting them takes longer than a small run."""
-    return [record(tables, len(batches), folder=folder, batches=batches) for tables in every]
-
-
 def batch(step, sample):
     rows = [sample(8 * step + at) for at in range(8)]
     made = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -26,29 +21,27 @@ def batch(step, sample):
     return made
 
 
-@pytest.mark.parametrize(("schedule", "dp"), [("pp.zero_bubble_h1", 1), ("pp.zero_bubble_v", 2)])
-def test_habits_under_split_backwards(ranks, own, small, schedule, dp):
+CASES = [
+    *(("pp.zero_bubble_h1", 1, habit) for habit in HABITS if habit != "Mapped"),  # its warning is an error in the ranks
+    *(("pp.zero_bubble_v", 2, habit) for habit in ("InPlace", "Adaptive", "Normed", "Frozen", "GradientWithin")),
+]
+
+
+@pytest.mark.parametrize(("schedule", "dp", "habit"), CASES)
+def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habit):
     """With replicas each has samples, and so depths, of its own; their reductions begin in one order all the same."""
     from pp_parts import Rows, sample
 
     batches = [batch(step, sample) for step in range(4)]
-    habits = ["InPlace", "Adaptive", "Normed", "Frozen", "GradientWithin"] if dp == 2 else [*HABITS]
-    habits = [
-        habit for habit in habits if habit != "Mapped"
-    ]  # its warning is an error in the ranks, which no mark reaches
-    every = [
-        small(
-            schedule,
-            pp=2,
-            dp=dp,
-            model={"factory": "sley_core.testing.habits:model", "options": {"habit": habit}},
-            optimizer={"use": "core.sgd", "lr": 0.1},
-        )
-        for habit in habits
-    ]
-    by_rank = ranks(2 * dp, 180)(recorded, every, own, batches)
-    for habit, layouts in zip(habits, zip(*by_rank, strict=True), strict=True):
-        first = {name: value for layout in layouts for name, value in layout.first.items()}
-        for layout in layouts:
-            by_hand = partial(torch.optim.SGD, lr=0.1)
-            assert_by_hand(layout, layers_of(Rows.info, habit), batches, by_hand, micro_size=2, first=first)
+    tables = small(
+        schedule,
+        pp=2,
+        dp=dp,
+        model={"factory": "sley_core.testing.habits:model", "options": {"habit": habit}},
+        optimizer={"use": "core.sgd", "lr": 0.1},
+    )
+    layouts = ranks(2 * dp)(record, tables, len(batches), folder=own, batches=batches)
+    first = {name: value for layout in layouts for name, value in layout.first.items()}
+    for layout in layouts:
+        by_hand = partial(torch.optim.SGD, lr=0.1)
+        assert_by_hand(layout, layers_of(Rows.info, habit), batches, by_hand, micro_size=2, first=first)
