@@ -191,6 +191,18 @@ def test_a_handler_for_ties_is_needed_beside_any_other(small, own):
     assert [problem.code for problem in check_plan(plan_from_dict(wrong, own), 4)] == ["handler-order"]
 
 
+@pytest.mark.parametrize("memory", [True, False])
+def test_copies_that_stages_drew_for_themselves_are_refused(ranks, small, own, memory):
+    """Before the first step, and no others: what one stage holds alone may begin as it likes."""
+    tables = small("pp.gpipe", 2, model={"factory": "pp_parts:drawn_apart"})
+    tables["parallel"]["host_memory"] = memory
+    with pytest.raises(RunError) as caught:
+        ranks(2)(record, tables, 2, folder=own)
+    (told,) = caught.value.diagnostics
+    assert told.code == "ranks-differ"
+    assert told.message.endswith("first values differ between rank 0 and rank 1: embed.weight")
+
+
 # -- drift -------------------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,18 @@ def test_ranks_that_differ_are_told_alike(ranks, small, own, size):
     assert f"rank {odd} begins loading weights, rank 0 step 3" in loaded
 
 
+@pytest.mark.parametrize("memory", [True, False])
+def test_replicas_that_drew_first_values_of_their_own_are_refused(ranks, small, own, memory):
+    """Before the first step, whatever sums their gradients: they would be trained apart for ever."""
+    tables = small(model__factory="own_models:drawn_apart", parallel={"dp": 2, "host_memory": memory})
+    with pytest.raises(RunError) as caught:
+        ranks(2)(record, tables, 2, folder=own)
+    (told,) = caught.value.diagnostics
+    assert told.code == "ranks-differ"
+    assert "first values differ between rank 0 and rank 1: blocks.0.inner.bias" in told.message
+    assert "and 4 more" in told.message
+
+
 PAIRS = {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}
 
 

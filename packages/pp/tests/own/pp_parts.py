@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_core.model.layers import Model
 
 VOCAB = 16
 LENGTH = 6
@@ -120,6 +122,17 @@ def tied(
     if ends:
         head.weight = embed.weight
     return [("embed", embed), *((f"blocks.{at}", block) for at, block in enumerate(blocks)), ("head", head)]
+
+
+def drawn_apart(data: DataInfo) -> Model:
+    """The ends tied; first values from a generator that every process has for itself."""
+    generator = torch.Generator().manual_seed(os.getpid())
+
+    def draw(module: nn.Module, name: str) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+
+    return Model(tied(data, ends=True), draw)
 
 
 class NormalHead(nn.Module):
