@@ -105,42 +105,52 @@ SIZES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-def late_reads(tables: dict[str, Any], folder: Any) -> Any:
-    """What each of READS is answered that begins after a step and an evaluation without it: in both, and by hand."""
+def late_read(tables: dict[str, Any], folder: Any, name: str) -> list[str]:
+    """What one of READS is answered that begins after a step and an evaluation without it: in both, and by hand."""
     from isp_readers import Asks
 
-    said: dict[str, list[str]] = {}
+    said = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
         run.step()
         run.evaluate()
         linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
-        for name, read in READS.items():
-            Asks.asks = staticmethod(read)
-            for ask in (run.step, run.evaluate, torch.no_grad()(lambda read=read: read(linear))):
-                try:
-                    ask()
-                    said.setdefault(name, []).append("nothing")
-                except RunError as error:
-                    said.setdefault(name, []).append(str(error))
+        read = READS[name]
+        Asks.asks = staticmethod(read)
+        for ask in (run.step, run.evaluate, torch.no_grad()(lambda: read(linear))):
+            try:
+                ask()
+                said.append("nothing")
+            except RunError as error:
+                said.append(str(error))
         Asks.asks = None
         run.step()
-        sizes = {name: float(size(linear)) for name, size in SIZES.items()}
-        linear.requires_grad_(False)
-        frozen = [entry.trainable for entry in run.book if entry.name.startswith("asks.linear")]
-    return said, sizes, frozen
+    return said
 
 
 @pytest.mark.parametrize("memory", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, folder, own, memory):
+@pytest.mark.parametrize("name", READS)
+def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, folder, own, name, memory):
     """Training, evaluating, without gradients, by hand: whenever somebody asks for values, and however."""
     tables = sharded(2, parallel={"host_memory": memory}, **model("asks"))
+    for answers in ranks(2)(late_read, tables, folder, name):
+        for answer in answers:
+            assert f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in answer
+
+
+def sizes(tables: dict[str, Any], folder: Any) -> tuple[dict[str, float], list[bool]]:
+    """SIZES of a sharded linear, and whether its entries are trained after it was frozen."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
+        linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
+        found = {name: float(size(linear)) for name, size in SIZES.items()}
+        linear.requires_grad_(False)
+        return found, [entry.trainable for entry in run.book if entry.name.startswith("asks.linear")]
+
+
+def test_a_sharded_weight_has_the_sizes_of_the_whole(ranks, sharded, folder, own):
     whole = nn.Linear(6, 13, dtype=torch.float64)
-    for said, sizes, frozen in ranks(2)(late_reads, tables, folder):
-        for name, answers in said.items():
-            for answer in answers:
-                assert f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in answer, name
-        assert sizes == {name: float(size(whole)) for name, size in SIZES.items()}, "those of the whole"
-        assert frozen == [False, False], "what is trained is still theirs to say"
+    for found, trained in ranks(2)(sizes, sharded(2, **model("asks")), folder):
+        assert found == {name: float(size(whole)) for name, size in SIZES.items()}
+        assert trained == [False, False], "what is trained is still theirs to say"
 
 
 def test_a_model_that_goes_by_the_size_of_its_weights(parity, own):
@@ -148,6 +158,7 @@ def test_a_model_that_goes_by_the_size_of_its_weights(parity, own):
     parity(2, wp=2, weights={"embedding": "hidden"}, **model("by_size"))
 
 
-def test_weights_that_are_not_the_linear_s_own(parity, own):
-    """torch's weight norms, a forward that was replaced, and a call with other tensors for a while."""
-    parity(2, wp=2, **model("normed"))
+@pytest.mark.parametrize("name", ["normed", "replaced"])
+def test_weights_that_are_not_the_linear_s_own(parity, own, name):
+    """torch's weight norms; a forward that was replaced, and a call with other tensors for a while."""
+    parity(2, wp=2, **model(name))

@@ -133,7 +133,7 @@ class BySize(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.table(tokens % self.table.weight.shape[0]) * self.table.weight.shape[1] ** 0.5
         scale = self.linear.weight.numel() ** -0.5 + 1 / len(self.linear.bias)
-        return self.linear(hidden) * scale + torch.zeros_like(self.linear.bias)
+        return self.linear(hidden) * scale
 
 
 def by_size() -> Layers:
@@ -141,7 +141,7 @@ def by_size() -> Layers:
 
 
 class Normed(nn.Module):
-    """Linears whose weights are computed anew by a hook before each forward, and one whose forward was replaced."""
+    """Linears whose weights are computed anew by a hook before each forward, in torch's older way and in the newer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +149,20 @@ class Normed(nn.Module):
             warnings.simplefilter("ignore", FutureWarning)
             self.old = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.new(self.old(hidden))
+
+
+def normed() -> Model:
+    return Model([("embed", Embed()), ("normed", Normed()), ("head", nn.Linear(WIDTH, WIDTH))], first_values)
+
+
+class Replaced(nn.Module):
+    """A linear whose forward was replaced, and one that is called with other tensors for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.doubled = nn.Linear(WIDTH, WIDTH)
         self.doubled.forward = lambda x: 2.0 * F.linear(x, self.doubled.weight, self.doubled.bias)
         self.free = nn.Linear(WIDTH, WIDTH)
@@ -156,11 +170,11 @@ class Normed(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         given = {"weight": hidden.mean((0, 1)).outer(hidden.sum((0, 1))), "bias": hidden.mean((0, 1))}
         hidden = hidden + torch.func.functional_call(self.free, given, (hidden,)).tanh()
-        return self.free(self.doubled(self.new(self.old(hidden))))
+        return self.free(self.doubled(hidden))
 
 
-def normed() -> Model:
-    return Model([("embed", Embed()), ("normed", Normed()), ("head", nn.Linear(WIDTH, WIDTH))], first_values)
+def replaced() -> Layers:
+    return [("embed", Embed()), ("replaced", Replaced()), ("head", nn.Linear(WIDTH, WIDTH))]
 
 
 def first_values(module: nn.Module, name: str) -> None:
