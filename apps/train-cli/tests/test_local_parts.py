@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,6 +55,23 @@ def test_every_attempt_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytes
         stores.append(os.environ[STORE])
     assert len(set(stores)) == 2
     assert all(store.startswith(tmp_path.as_uri()) for store in stores)
+
+
+def test_the_agent_waits_for_no_file_of_a_folder_that_was_tidied_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its ranks have ended, which may be days after the folder was made."""
+    from torch.distributed.elastic.utils.store import barrier
+
+    from sley_core.comm.world import STORE
+    from train_cli.rendezvous import FileRendezvous
+
+    monkeypatch.setenv(STORE, "")
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    store = FileRendezvous(meeting, "local").next_rendezvous().store
+    shutil.rmtree(meeting)
+    barrier(store, 1, "ended", barrier_timeout=1)
 
 
 def program(body: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,22 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert summary(folder)["outcome"] == "interrupted"
     lines = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
+
+
+def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, folder: Path) -> None:
+    """Which tells the launcher and its ranks alike."""
+    program = start("run", plan, *LONG, launcher=("nohup", sys.executable))
+    program.wait_for("step 3/")
+    ranks = [rank.pid for rank in program.ranks()]
+    assert len(ranks) == 2
+    for pid in (program.process.pid, *ranks):
+        os.kill(pid, signal.SIGHUP)
+    last = int(re.findall(r"step (\d+)/", program.err)[-1])
+    program.wait_for(f"step {last + 5}/")
+    assert [rank.pid for rank in program.ranks()] == ranks
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.finish(40).code == 143
+    assert summary(folder)["outcome"] == "interrupted"
 
 
 def test_the_second_interrupt_ends_at_once(start: Start, own_model: Callable[[str], Path]) -> None:

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,20 @@ def test_a_folder_that_is_deleted_is_noticed_at_the_next_step(cli: Cli, own_mode
     assert result.code == 1
     (told,) = errors(result.err)
     assert "error[metrics-file]: `runs/small/metrics.jsonl` was deleted while the run wrote to it" in told
+
+
+@pytest.mark.campaign
+def test_a_run_whose_temporary_files_were_tidied_away_ends_after_its_last_step(
+    cli: Cli, own_model: Own, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher does not wait for what nobody will write there any more."""
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    action = f"rank == 1 and self.calls == 5 and __import__('shutil').rmtree({str(temporary)!r})"
+    result = cli("run", own_model(doing(action)))
+    assert not temporary.exists()
+    assert (result.code, summary(folder)["outcome"]) == (0, "finished"), result.err
 
 
 # -- a signal, and a step that does not end ----------------------------------------------------------------------------
