@@ -59,7 +59,7 @@ def watched(tables: dict[str, Any]) -> bool:
             run.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launched = run._launch(None)
+            launched = run.loop.launch(None)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return launched.totals.read().is_finite

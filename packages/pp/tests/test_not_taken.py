@@ -38,4 +38,4 @@ def test_a_stage_whose_gradient_is_no_number_is_named_by_all(ranks, own, small):
     assert told == found[1][0]
     assert "error[not-finite]: step 2: loss " in told
     assert f"; first in the gradient of '{NAME}' (stage 0); samples " in told
-    assert row["step"] == found[1][1]["step"] == 2
+    assert row["step"] == found[1][1]["step"] == 3

@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(alone, tables):
         values = {entry.name: entry.parameter.detach().clone() for entry in whole.book}
         rows += [whole.step(), whole.step()]
     with alone(tables(run__steps=4)) as later:
-        later.num_steps_done = 2
+        later.loop.num_steps_done = 2
         later.feed.restore(place)
         for entry in later.book:
             entry.parameter.detach().copy_(values[entry.name])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from sley_core.errors import RunError
 from sley_core.optim.skip import skips_on_device, step_if
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.runs import record, weights
+from sley_core.testing.runs import weights
 
 
 def go_on(tables, folder):
@@ -41,7 +44,7 @@ def test_after_a_loss_that_is_no_number_a_program_can_go_on(own, small, ranks, c
     for told, rows, after in layouts:
         (message,) = told
         assert message.startswith("error[not-finite]: step 2: loss nan, gradient norm nan")
-        assert [row["step"] for row in rows] == [1, 2, 3, 4], "a step that was not taken does not count"
+        assert [row["step"] for row in rows] == [1, 3, 4, 5], "a step that was not taken keeps its number"
         assert all(torch.isfinite(value).all() for value in after.values())
     assert "first in the gradient of 'head.bias'; samples 4, 5, 6, 7\n" in layouts[0][0][0]
     assert "; the loss of rank 1 is no number; first in the gradient of 'head.bias'; samples 6, 7\n" in layouts[1][0][0]
@@ -62,7 +65,13 @@ class Late:
 
 
 def test_a_step_under_way_when_the_one_before_is_refused_is_told_by_the_next_call(own, small, monkeypatch):
-    tables = small(model={"factory": "own_models:poisoned", "options": {"token": 7}}, data__shuffle=False, run__steps=4)
+    """As on a device that is not asynchronous: the same rows, learning rates and weights."""
+    tables = small(
+        model={"factory": "own_models:poisoned", "options": {"token": 7}},
+        data__shuffle=False,
+        run__steps=5,
+        learning_rate={"warmup_steps": 4},
+    )
     _, wanted, after = go_on(tables, own)
     told = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
@@ -72,8 +81,23 @@ def test_a_step_under_way_when_the_one_before_is_refused_is_told_by_the_next_cal
             run.train()
         assert [row["step"] for row in told] == [1]
         assert run.train() == "finished"
-        assert [(row["step"], row["loss"]) for row in told] == [(row["step"], row["loss"]) for row in wanted]
+        assert [(row["step"], row["lr"], row["loss"]) for row in told] == [
+            (row["step"], row["lr"], row["loss"]) for row in wanted
+        ]
         assert_same_bits(after, weights(run))
+
+
+def test_a_listener_may_not_evaluate_weights_of_the_step_after(alone, small, monkeypatch):
+    """On CUDA these are there already; on the CPU they are those of the row."""
+    tables = small(evaluation={"every": 9, "steps": 1}, run__steps=3)
+    with alone(tables) as run:
+        run.listeners.append(lambda row: run.evaluate())
+        assert run.train() == "finished"
+    with alone(tables) as run:
+        monkeypatch.setattr(run.world, "device", Late(run.world.device))
+        run.listeners.append(lambda row: run.evaluate())
+        with pytest.raises(RunError, match="step-running"):
+            run.train()
 
 
 def test_a_gradient_that_is_no_number_is_named_where_the_loss_is_one(alone, small):
@@ -88,7 +112,7 @@ def test_a_gradient_that_is_no_number_is_named_where_the_loss_is_one(alone, smal
             run.step()
         hook.remove()
         assert_same_bits(before, weights(run))
-        assert run.step()["step"] == 2
+        assert run.step()["step"] == 3
 
 
 def test_a_batch_of_which_nothing_counts_is_no_loss_of_zero(alone, small):
@@ -102,7 +126,7 @@ def test_a_batch_of_which_nothing_counts_is_no_loss_of_zero(alone, small):
         with pytest.raises(RunError, match=r"error\[nothing-counts\]: step 1: the loss weight of the batch is 0"):
             run.step(batch)
         assert_same_bits(before, weights(run))
-        assert run.step(own_data.batch(0, 4))["step"] == 1
+        assert run.step(own_data.batch(0, 4))["step"] == 2
         run.evaluation.executor.loss.weight = lambda batch: 0.0
         with pytest.raises(RunError, match=r"nothing-counts\]: the held-out samples have a loss weight of 0"):
             run.evaluate()
@@ -115,8 +139,12 @@ def test_a_held_out_loss_that_is_no_number_is_noticed(own, small):
         data={"factory": "own_data:Rows", "options": {"num_samples": 1}},
         evaluation={"every": 1, "steps": 1},
     )
-    with pytest.raises(RunError, match=r"not-finite\]: the held-out loss is nan"):
-        record(tables, 1, folder=own)
+    rows = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
+        run.loop.outputs = replace(run.outputs, writers=[SimpleNamespace(write=rows.append, close=lambda: None)])
+        with pytest.raises(RunError, match=r"not-finite\]: the held-out loss is nan"):
+            run.step()
+    assert [row["step"] for row in rows] == [1], "the step was taken, and is told"
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

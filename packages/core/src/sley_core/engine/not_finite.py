@@ -42,7 +42,8 @@ def refusal(
     is no mean: torch's own cross-entropy gives NaN for labels that are all ignored.
     samples: of this rank in that step, empty where a program brought them. is_latest: whether the store has its gradients.
     """
-    parts.store.state.was_taken = False
+    if is_latest:
+        parts.store.state.was_taken = False
     own = Seen(float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step.
     seen = [

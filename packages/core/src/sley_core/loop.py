@@ -1,0 +1,187 @@
+"""Steps, one after the other, and a row for each.
+
+launch ──> forward, backward, update, on the device ──> emit: totals on the host ──> row ──> writers ──> who is told
+   next launch ──> ...                             (CUDA: a row is read while the next step runs)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sley_core.data.cut import count_micros, parts
+from sley_core.data.vocabulary import check_tokens
+from sley_core.engine.not_finite import is_refused, refusal
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.engine.execute import HostBatch
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.stepper import Stepper
+    from sley_core.engine.totals import PendingTotals
+    from sley_core.equipment import Outputs, Samples
+    from sley_core.plan.plan import Plan
+
+Row = dict[str, float | int]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose totals are still on their way to the host."""
+
+    number: int
+    totals: PendingTotals
+    lr: float
+    tokens: int
+    data_wait_s: float
+    samples: tuple[int, ...]
+
+
+class Loop:
+    """Takes the steps of a run. tell: called with each row, on every rank, after the writers.
+
+    num_steps_done: optimizer steps, those that were refused included. was_stopped: whether all ranks have agreed to stop.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Parts,
+        stepper: Stepper,
+        samples: Samples,
+        outputs: Outputs,
+        tell: Callable[[Row], None],
+    ) -> None:
+        self.plan = plan
+        self.parts = parts
+        self.stepper = stepper
+        self.samples = samples
+        self.outputs = outputs
+        self.tell = tell
+        self.num_steps_done = 0
+        self.was_stopped = False
+        self._is_stepping = False
+        self._is_training = False
+        self._stop_asked = False
+        self._watch = samples.watch
+        self._clock = 0.0
+        self._late: Launched | None = None
+
+    def train(self) -> None:
+        """Steps until the plan's last, or until the ranks have agreed to stop."""
+        self._clock = time.perf_counter()
+        with self._while("_is_training"):
+            self._train()
+
+    def _train(self) -> None:
+        while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
+            before, self._late = self._late, self.launch(None)
+            if before is not None:
+                self._emit(before)
+            if self._evaluates_after(self._late) or not self.parts.world.device.is_async:
+                self._emit_late()
+        self._emit_late()
+
+    def step(self, batch: HostBatch | None) -> Row:
+        """One step, as `Run.step` says."""
+        self._clock = time.perf_counter()
+        return self._emit(self.launch(batch))
+
+    def stop(self) -> None:
+        """This rank's vote to stop after the step in progress; safe in a signal handler."""
+        self._stop_asked = True
+
+    def settle(self) -> None:
+        """Before anything but a step of `train`: emits a step that was under way when the one before it was refused.
+
+        Raises RunError `step-running` in the middle of a step, as a hook of a module is, and from a listener on CUDA, where
+        the weights are those of the next step already.
+        """
+        if self._is_stepping or (self._is_training and self._late is not None):
+            raise RunError("step-running", "a step is under way", hint="do it between two steps")
+        self._emit_late()
+
+    def weights_loaded(self) -> None:
+        """Buffers are as they should be now."""
+        if self._watch is not None:
+            self._watch.look()
+
+    def launch(self, batch: HostBatch | None) -> Launched:
+        """Runs a step on `batch`, or on the next samples of the feed; on CUDA it goes on after this returns."""
+        wait_s = 0.0
+        numbers: tuple[int, ...] = ()
+        if batch is None:
+            feed = self.samples.feed
+            assert feed is not None, "a fake world takes no steps"
+            batch = feed.next()
+            wait_s, numbers = feed.wait_s, feed.samples
+        else:
+            for part in parts(batch):
+                check_tokens(part, self.samples.dataset.info)
+        slices, profiler, timeline = self.samples.slices, self.outputs.profiler, self.outputs.timeline
+        num_micros = count_micros(batch, slices.fields, self.plan.batch.micro_size)
+        number = self.num_steps_done + 1
+        if profiler is not None:
+            profiler.before_step(number)
+        if timeline is not None:
+            timeline.before_step(number, num_micros)
+        with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
+            own = slices(batch) if isinstance(batch, Mapping) else [slices(part) for part in batch]
+            totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked, whole=batch)
+        if self._watch is not None and self.num_steps_done == 0:
+            self._watch.check()
+            self._watch = None  # its copies of buffers are free
+        if profiler is not None:
+            profiler.after_step(number)
+        if timeline is not None:
+            timeline.after_step()
+        self.num_steps_done = number
+        tokens = sum(self.samples.meter.num_tokens(part) for part in parts(batch)) * self.parts.topology.dp
+        return Launched(number, totals, self.stepper.update.lr, tokens, wait_s, numbers)
+
+    @contextmanager
+    def _while(self, flag: str) -> Iterator[None]:
+        setattr(self, flag, True)
+        try:
+            yield
+        finally:
+            setattr(self, flag, False)
+
+    def _emit_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            self._emit(late)
+
+    def _emit(self, launched: Launched) -> Row:
+        """The row of a step, told. Raises RunError, on all ranks alike, for one that was refused."""
+        result = launched.totals.read()
+        if self.outputs.timeline is not None:
+            self.outputs.timeline.write(launched.number)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        if is_refused(result):
+            is_latest = launched.number == self.num_steps_done
+            raise refusal(self.parts, launched.number, result, launched.totals, launched.samples, is_latest=is_latest)
+        self.was_stopped = result.wants_stop
+        row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
+        if result.loss_scale is not None:
+            row |= {"loss_scale": result.loss_scale, "skipped": int(result.skipped)}
+        row |= self.samples.meter.measure(launched.tokens, seconds, launched.data_wait_s)
+        try:
+            if self._evaluates_after(launched):
+                assert self.samples.evaluation is not None
+                row["held_out_loss"] = self.samples.evaluation()
+                self._clock = time.perf_counter()
+        finally:  # the step was taken, whatever became of its evaluation
+            for writer in self.outputs.writers:
+                writer.write(row)
+        self.tell(row)
+        return row
+
+    def _evaluates_after(self, launched: Launched) -> bool:
+        if self.samples.evaluation is None or self.plan.evaluation is None:
+            return False
+        return launched.number % self.plan.evaluation.every == 0 or launched.number == self.plan.run.steps
