@@ -20,17 +20,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tarfile
 import tempfile
-import tomllib
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
+from imports import import_rules
+from packages import PACKAGES, alone_program, assert_licensed, first_cases, torch_floor
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_external_run = True
@@ -45,35 +43,6 @@ FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 tests start find compiled modules, as those of a user do."""
 SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile")
 """Files of tests at a time, one more than cores: much of a test of ranks is waiting."""
-
-
-class Package:
-    """A folder with a pyproject.toml: `folder` relative to the root, `module` its import name."""
-
-    def __init__(self, pyproject: Path) -> None:
-        self.folder = pyproject.parent.relative_to(ROOT).as_posix()
-        self.source = f"{self.folder}/src"
-        self.tests = f"{self.folder}/tests"
-        self.manifest = tomllib.loads(pyproject.read_text("utf-8"))
-        self.distribution: str = self.manifest["project"]["name"]
-        self.module = next(path.parent.name for path in pyproject.parent.glob("src/*/py.typed"))
-        self.is_plugin = self.folder.startswith(("packages/", "examples/")) and self.module != "sley_core"
-
-    def test_requirements(self) -> list[str]:
-        """What the package's own tests need: its extra `test`, and its dependency group `tests`."""
-        extras = self.manifest["project"].get("optional-dependencies", {})
-        return [*extras.get("test", ()), *nox.project.dependency_groups(self.manifest, "tests")]
-
-
-def find_packages() -> list[Package]:
-    """All packages, core first: the others need it."""
-    patterns = ("packages/*/pyproject.toml", "apps/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
-    found = [Package(path) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    return sorted(found, key=lambda package: package.module != "sley_core")
-
-
-PACKAGES = find_packages()
-LOWEST_TORCH = re.compile(r"torch>=([0-9.]+)$")
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
@@ -224,99 +193,3 @@ def bench(session: nox.Session) -> None:
 def campaign(session: nox.Session) -> None:
     """The tests that are too long for every change."""
     in_dev(session, "python", "-m", "pytest", "-m", "campaign", *session.posargs, **FOR_TESTS)
-
-
-# -- what the sessions are made of -------------------------------------------------------------------------------------
-
-
-def torch_floor() -> str:
-    """The version of torch from which core's requirements begin, with all three numbers."""
-    (core,) = (package for package in PACKAGES if package.module == "sley_core")
-    (lowest,) = (found[1] for need in core.manifest["project"]["dependencies"] if (found := LOWEST_TORCH.match(need)))
-    return lowest if lowest.count(".") == 2 else f"{lowest}.0"
-
-
-def import_rules() -> Iterator[str]:
-    """The configuration of import-linter: which package may import which, and what must stay free of torch."""
-    modules = [package.module for package in PACKAGES]
-    plugins = [package.module for package in PACKAGES if package.is_plugin]
-    apps = [package.module for package in PACKAGES if package.folder.startswith("apps/")]
-    yield "[tool.importlinter]"
-    yield f"root_packages = {modules}"
-    yield "include_external_packages = true"
-    yield "exclude_type_checking_imports = true"
-
-    def contract(name: str, kind: str, **lists: list[str]) -> Iterator[str]:
-        yield from ("[[tool.importlinter.contracts]]", f'name = "{name}"', f'type = "{kind}"')
-        yield from (f"{key} = {values}" for key, values in lists.items())
-
-    if len(plugins) > 1:
-        yield from contract("no plugin imports a sibling", "independence", modules=plugins)
-    yield from contract(
-        "core imports no plugin and no app", "forbidden", source_modules=["sley_core"], forbidden_modules=modules[1:]
-    )
-    if plugins:
-        yield from contract(
-            "an app meets plugins through core only", "forbidden", source_modules=apps, forbidden_modules=plugins
-        )
-        yield from contract("a plugin imports no app", "forbidden", source_modules=plugins, forbidden_modules=apps)
-    yield from contract(
-        "plans and plugins are known without torch",
-        "forbidden",
-        source_modules=sorted(torch_free_modules()),
-        forbidden_modules=["torch"],
-    )
-
-
-def torch_free_modules() -> Iterator[str]:
-    """What `train-cli check` and `train-cli plugins` may import: a second and a half is too long for a help page."""
-    of_core = {"errors", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"}
-    for package in PACKAGES:
-        for path in (ROOT / package.source).rglob("*.py"):
-            name = path.relative_to(ROOT / package.source).with_suffix("").as_posix().replace("/", ".")
-            first, *rest = name.removesuffix(".__init__").split(".")
-            if rest[-1:] in (["config"], ["plugin"]) and "testing" not in rest:
-                yield name
-            elif first == "sley_core" and len(rest) == 1 and rest[0] in of_core:
-                yield f"{first}.{rest[0]}"
-
-
-def first_cases(listed: str) -> list[str]:
-    """Of the names of tests that pytest lists, one a line, the first of each test: the others differ in parameters."""
-    names = [line for line in listed.splitlines() if "::" in line]
-    return list({name.partition("[")[0]: name for name in reversed(names)}.values())[::-1]
-
-
-def assert_licensed(package: Package, archives: Path) -> None:
-    """Both archives of the package, in the folder `archives`, have the licence that its metadata name."""
-    if "license" not in package.manifest["project"]:
-        return
-    with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel, tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
-        for names in (wheel.namelist(), sdist.getnames()):
-            assert any(Path(name).name == "LICENSE" for name in names), (
-                f"{package.distribution} has no LICENSE: {names}"
-            )
-
-
-def alone_program(package: Package) -> str:
-    """A program that fails unless `package` comes from a wheel, all of it imports, and no sibling can be imported.
-
-    So what it imports is in its requirements; a module may lack what an extra of the package brings, `test` included.
-    """
-    absent = [other.module for other in PACKAGES if other.module not in (package.module, "sley_core")]
-    extras = package.manifest["project"].get("optional-dependencies", {}).values()
-    optional = sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra})
-    return f"""
-import importlib, importlib.util, pkgutil
-import {package.module} as package
-assert "site-packages" in package.__file__, package.__file__
-found = [name for name in {absent} if importlib.util.find_spec(name)]
-assert not found, f"siblings can be imported: {{found}}"
-for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
-    if not module.name.endswith("__main__"):
-        try:
-            importlib.import_module(module.name)
-        except ModuleNotFoundError as error:
-            if error.name not in {optional}:
-                raise
-"""

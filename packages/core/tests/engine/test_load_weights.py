@@ -162,7 +162,7 @@ def test_it_is_refused_in_the_middle_of_a_step_and_after_the_end(alone, small):
 
     with alone(small()) as run:
         run.stepper.handlers.append(During())
-        with pytest.raises(RunError, match="step-running.*a step is under way"):
+        with pytest.raises(RunError, match=r"step-running.*a step is under way"):
             run.step()
         run.stepper.handlers.clear()
         run.step()

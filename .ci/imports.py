@@ -1,0 +1,52 @@
+"""Which package may import which, and what must stay free of torch: the configuration of import-linter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packages import PACKAGES, ROOT
+
+
+def import_rules() -> Iterator[str]:
+    """The configuration of import-linter: which package may import which, and what must stay free of torch."""
+    modules = [package.module for package in PACKAGES]
+    plugins = [package.module for package in PACKAGES if package.is_plugin]
+    apps = [package.module for package in PACKAGES if package.folder.startswith("apps/")]
+    yield "[tool.importlinter]"
+    yield f"root_packages = {modules}"
+    yield "include_external_packages = true"
+    yield "exclude_type_checking_imports = true"
+
+    def contract(name: str, kind: str, **lists: list[str]) -> Iterator[str]:
+        yield from ("[[tool.importlinter.contracts]]", f'name = "{name}"', f'type = "{kind}"')
+        yield from (f"{key} = {values}" for key, values in lists.items())
+
+    if len(plugins) > 1:
+        yield from contract("no plugin imports a sibling", "independence", modules=plugins)
+    yield from contract(
+        "core imports no plugin and no app", "forbidden", source_modules=["sley_core"], forbidden_modules=modules[1:]
+    )
+    if plugins:
+        yield from contract(
+            "an app meets plugins through core only", "forbidden", source_modules=apps, forbidden_modules=plugins
+        )
+        yield from contract("a plugin imports no app", "forbidden", source_modules=plugins, forbidden_modules=apps)
+    yield from contract(
+        "plans and plugins are known without torch",
+        "forbidden",
+        source_modules=sorted(torch_free_modules()),
+        forbidden_modules=["torch"],
+    )
+
+
+def torch_free_modules() -> Iterator[str]:
+    """What `train-cli check` and `train-cli plugins` may import: a second and a half is too long for a help page."""
+    of_core = {"errors", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"}
+    for package in PACKAGES:
+        for path in (ROOT / package.source).rglob("*.py"):
+            name = path.relative_to(ROOT / package.source).with_suffix("").as_posix().replace("/", ".")
+            first, *rest = name.removesuffix(".__init__").split(".")
+            if rest[-1:] in (["config"], ["plugin"]) and "testing" not in rest:
+                yield name
+            elif first == "sley_core" and len(rest) == 1 and rest[0] in of_core:
+                yield f"{first}.{rest[0]}"

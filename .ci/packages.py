@@ -1,0 +1,90 @@
+"""The packages of this repository, as their own manifests say, and what a wheel of one must be."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent.parent
+
+
+class Package:
+    """A folder with a pyproject.toml: `folder` relative to the root, `module` its import name."""
+
+    def __init__(self, pyproject: Path) -> None:
+        self.folder = pyproject.parent.relative_to(ROOT).as_posix()
+        self.source = f"{self.folder}/src"
+        self.tests = f"{self.folder}/tests"
+        self.manifest = tomllib.loads(pyproject.read_text("utf-8"))
+        self.distribution: str = self.manifest["project"]["name"]
+        self.module = next(path.parent.name for path in pyproject.parent.glob("src/*/py.typed"))
+        self.is_plugin = self.folder.startswith(("packages/", "examples/")) and self.module != "sley_core"
+
+    def test_requirements(self) -> list[str]:
+        """What the package's own tests need: its extra `test`, and its dependency group `tests`."""
+        extras = self.manifest["project"].get("optional-dependencies", {})
+        return [*extras.get("test", ()), *nox.project.dependency_groups(self.manifest, "tests")]
+
+
+def find_packages() -> list[Package]:
+    """All packages, core first: the others need it."""
+    patterns = ("packages/*/pyproject.toml", "apps/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
+    found = [Package(path) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return sorted(found, key=lambda package: package.module != "sley_core")
+
+
+PACKAGES = find_packages()
+LOWEST_TORCH = re.compile(r"torch>=([0-9.]+)$")
+
+
+def torch_floor() -> str:
+    """The version of torch from which core's requirements begin, with all three numbers."""
+    (core,) = (package for package in PACKAGES if package.module == "sley_core")
+    (lowest,) = (found[1] for need in core.manifest["project"]["dependencies"] if (found := LOWEST_TORCH.match(need)))
+    return lowest if lowest.count(".") == 2 else f"{lowest}.0"
+
+
+def first_cases(listed: str) -> list[str]:
+    """Of the names of tests that pytest lists, one a line, the first of each test: the others differ in parameters."""
+    names = [line for line in listed.splitlines() if "::" in line]
+    return list({name.partition("[")[0]: name for name in reversed(names)}.values())[::-1]
+
+
+def assert_licensed(package: Package, archives: Path) -> None:
+    """Both archives of the package, in the folder `archives`, have the licence that its metadata name."""
+    if "license" not in package.manifest["project"]:
+        return
+    with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel, tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
+        for names in (wheel.namelist(), sdist.getnames()):
+            assert any(Path(name).name == "LICENSE" for name in names), (
+                f"{package.distribution} has no LICENSE: {names}"
+            )
+
+
+def alone_program(package: Package) -> str:
+    """A program that fails unless `package` comes from a wheel, all of it imports, and no sibling can be imported.
+
+    So what it imports is in its requirements; a module may lack what an extra of the package brings, `test` included.
+    """
+    absent = [other.module for other in PACKAGES if other.module not in (package.module, "sley_core")]
+    extras = package.manifest["project"].get("optional-dependencies", {}).values()
+    optional = sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra})
+    return f"""
+import importlib, importlib.util, pkgutil
+import {package.module} as package
+assert "site-packages" in package.__file__, package.__file__
+found = [name for name in {absent} if importlib.util.find_spec(name)]
+assert not found, f"siblings can be imported: {{found}}"
+for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name not in {optional}:
+                raise
+"""

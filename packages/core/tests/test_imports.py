@@ -1,0 +1,64 @@
+"""Who names whom, annotations included: what import-linter, which looks at what runs, does not see."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+def modules() -> dict[str, ast.Module]:
+    """The modules of sley_core, parsed, by name."""
+    files = {file.relative_to(SOURCE).with_suffix(""): file for file in (SOURCE / "sley_core").rglob("*.py")}
+    return {
+        ".".join(name.parts).removesuffix(".__init__"): ast.parse(file.read_text("utf-8"))
+        for name, file in files.items()
+    }
+
+
+def named(tree: ast.Module) -> Iterator[str]:
+    """The modules, or things in them, that imports of `tree` name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+
+
+def graph() -> dict[str, set[str]]:
+    """By module, the modules that it imports, those for annotations too."""
+    trees = modules()
+    found: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        targets = {target if target in trees else target.rpartition(".")[0] for target in named(tree)}
+        found[name] = {target for target in targets if target in trees and target != name}
+    return found
+
+
+def reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+    """What `start` imports, and what that imports, and so on."""
+    seen: set[str] = set()
+    left = list(edges[start])
+    while left:
+        if (name := left.pop()) not in seen:
+            seen.add(name)
+            left += edges[name]
+    return seen
+
+
+def test_no_circle_of_imports_has_more_than_six_modules():
+    edges = graph()
+    reach = {name: reached(name, edges) for name in edges}
+    circles = {frozenset(other for other in reach[name] if name in reach[other]) for name in edges}
+    assert len(edges) > 150
+    assert max(map(len, circles)) <= 6, sorted(map(sorted, circles), key=len)[-1]
+
+
+def test_nothing_below_the_run_names_it():
+    """Plugins are given `Parts`; whoever needs a run is above it."""
+    names = {name for name, targets in graph().items() if "sley_core.run" in targets}
+    below = {name for name in names if not name.startswith(("sley_core.testing", "sley_core.assemble"))}
+    assert below - {"sley_core"} == set()
