@@ -9,7 +9,8 @@ from textwrap import dedent
 import pytest
 
 from sley_core.errors import Diagnostic, Place
-from train_cli.console import MessageFormat, default_format, wants_color
+from train_cli.console import default_format, wants_color
+from train_cli.options import MessageFormat
 from train_cli.render import render
 
 TYPO = Diagnostic(

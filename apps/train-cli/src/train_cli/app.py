@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from train_cli.console import MessageFormat, Settings
+from train_cli.console import Settings
 from train_cli.lazy import LazyCommand, foreign, foreign_summary, load_foreign, own
+from train_cli.options import MessageFormat
 
 COMMANDS = {
     "run": "Train as the plan says.",

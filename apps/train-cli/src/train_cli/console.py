@@ -9,19 +9,12 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, TextIO
+
+from train_cli.options import MessageFormat
 
 if TYPE_CHECKING:
     from train_cli.faults import Fault
-
-
-class MessageFormat(StrEnum):
-    """The form of diagnostics; `render` shows each."""
-
-    full = "full"
-    short = "short"
-    json = "json"
 
 
 @dataclass

@@ -18,6 +18,14 @@ class OutputFormat(StrEnum):
     json = "json"
 
 
+class MessageFormat(StrEnum):
+    """The form of diagnostics; `render` shows each."""
+
+    full = "full"
+    short = "short"
+    json = "json"
+
+
 def _complete_key(incomplete: str) -> Iterator[str]:
     from sley_core.plan.tables import OPTIONAL, TABLES
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import typer
 
 from sley_core.errors import Diagnostic, dotted
-from train_cli.console import MessageFormat
+from train_cli.options import MessageFormat
 
 _WIDEST_LINE = 160
 _BEFORE_CULPRIT = 60

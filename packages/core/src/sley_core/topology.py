@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
 """Every group that core makes, in the order in which all ranks make them."""
@@ -150,10 +149,6 @@ class Topology:
                 backend = "gloo" if axis == "control" else "device"
                 for lane in LANES.get(axis, (DEFAULT_LANE,)):
                     yield GroupEntry(axis, lane, ranks, backend)
-
-    @cached_property
-    def last_stage(self) -> int:
-        return self.pp - 1
 
     def _partition(self, axis: str) -> Iterator[tuple[int, ...]]:
         seen: set[int] = set()

@@ -24,11 +24,11 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli import console, lifeline, report
-from train_cli.console import MessageFormat, Settings
+from train_cli.console import Settings
 from train_cli.faults import Fault
 from train_cli.folder_lock import is_restart
 from train_cli.opening import ranks
-from train_cli.options import PlanArgument, SetOption
+from train_cli.options import MessageFormat, PlanArgument, SetOption
 from train_cli.progress import draws_line
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
 
