@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from packages import PACKAGES, ROOT
@@ -17,9 +18,9 @@ def import_rules() -> Iterator[str]:
     yield "include_external_packages = true"
     yield "exclude_type_checking_imports = true"
 
-    def contract(name: str, kind: str, **lists: list[str]) -> Iterator[str]:
+    def contract(name: str, kind: str, **options: list[str] | bool) -> Iterator[str]:
         yield from ("[[tool.importlinter.contracts]]", f'name = "{name}"', f'type = "{kind}"')
-        yield from (f"{key} = {values}" for key, values in lists.items())
+        yield from (f"{key} = {json.dumps(value)}" for key, value in options.items())
 
     if len(plugins) > 1:
         yield from contract("no plugin imports a sibling", "independence", modules=plugins)
@@ -31,12 +32,30 @@ def import_rules() -> Iterator[str]:
             "an app meets plugins through core only", "forbidden", source_modules=apps, forbidden_modules=plugins
         )
         yield from contract("a plugin imports no app", "forbidden", source_modules=plugins, forbidden_modules=apps)
+        yield from contract(
+            "a plugin imports what core makes public",
+            "forbidden",
+            source_modules=plugins,
+            forbidden_modules=sorted(internal_modules()),
+            allow_indirect_imports=True,
+        )
     yield from contract(
         "plans and plugins are known without torch",
         "forbidden",
         source_modules=sorted(torch_free_modules()),
         forbidden_modules=["torch"],
     )
+
+
+PUBLIC = {"api", "errors", "hookspecs", "protocols", "records", "testing"}
+"""Of core, what a plugin may import: docs/api.md."""
+
+
+def internal_modules() -> Iterator[str]:
+    """The modules and packages right below `sley_core` that a plugin does not import."""
+    for path in (ROOT / "packages/core/src/sley_core").iterdir():
+        if not path.stem.startswith("__") and path.stem not in PUBLIC and (path.suffix == ".py" or path.is_dir()):
+            yield f"sley_core.{path.stem}"
 
 
 def torch_free_modules() -> Iterator[str]:
@@ -46,7 +65,8 @@ def torch_free_modules() -> Iterator[str]:
         for path in (ROOT / package.source).rglob("*.py"):
             name = path.relative_to(ROOT / package.source).with_suffix("").as_posix().replace("/", ".")
             first, *rest = name.removesuffix(".__init__").split(".")
-            if rest[-1:] in (["config"], ["plugin"]) and "testing" not in rest:
+            is_table_or_hooks = rest[-1:] in (["config"], ["plugin"]) and "testing" not in rest
+            if is_table_or_hooks or name in ("sley_core.api.plan", "sley_core.api.actions"):
                 yield name
             elif first == "sley_core" and len(rest) == 1 and rest[0] in of_core:
                 yield f"{first}.{rest[0]}"

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from sley_core.data.dataset import DataInfo
-from sley_core.model.attention import Attention
-from sley_core.model.layers import Model
+from sley_core.api.model import Attention, DataInfo, Model
 
 
 def attend(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from sley_core.model.attention import Attention
+from sley_core.api.model import Attention
 
 PARTS = {
     "gpt_neox": ("gpt_neox", "final_layer_norm", "attention"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sley_core.comm.host_sum import SumMemory
+from sley_core.api.comm import SumMemory
 from sley_dp.narrow import Narrow
 from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Host, Plain
 
 if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
+    from sley_core.api.parts import Parts
     from sley_dp.config import BucketedConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sley_core.plan.types import Positive, PositiveFloat, Table
+from sley_core.api.plan import Positive, PositiveFloat, Table
 
 BF16_TOLERANCE = 2**-7
 """Each rank's term and the sum are rounded to bf16 once, by 2^-8 at most; ranks whose terms cancel may be further off."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import Pending, all_gather, all_to_all
+from sley_core.api.comm import Pending, all_gather, all_to_all
 from sley_dp.sums import Sums, described
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
-    from sley_core.engine.slot import GradientBuffer
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import GradientBuffer
 
 WIRE = torch.bfloat16
 NUM_SLOTS = 2

@@ -10,7 +10,7 @@ from sley_core.records import GradientHandlerRecord, Problem
 from sley_dp.config import BucketedConfig, PowerSGDConfig
 
 if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
+    from sley_core.api.plan import Plan
 
 
 @hookimpl

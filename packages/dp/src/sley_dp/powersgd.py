@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.comm.collectives import Pending, all_reduce
-from sley_core.engine.flat import FlatBuffer
-from sley_core.model.seeds import derive
+from sley_core.api.comm import Pending, all_reduce
+from sley_core.api.model import derive
+from sley_core.api.parts import FlatBuffer
 from sley_dp.low_rank import LowRank, as_matrix
 from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Plain, Sums, described
@@ -24,11 +24,8 @@ from sley_dp.sums import Plain, Sums, described
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sley_core.comm.groups import Group
-    from sley_core.engine.book import Entry
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.slot import GradientBuffer
-    from sley_core.engine.step_state import StepState
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
     from sley_dp.config import PowerSGDConfig
 
 

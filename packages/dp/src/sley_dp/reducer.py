@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sley_core.comm.collectives import broadcast
-from sley_core.engine.flat import ALIGNMENT_BYTES
-from sley_core.engine.store import Layout
+from sley_core.api.comm import broadcast
+from sley_core.api.parts import ALIGNMENT_BYTES, Layout
 from sley_core.protocols import GradientHandler
 from sley_dp.buckets import fill
 from sley_dp.replicas import broadcast_values
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.slot import GradientBuffer
-    from sley_core.engine.step_state import StepState
+    from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
     from sley_dp.config import ReducerConfig
     from sley_dp.sums import Sums
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import Pending, broadcast
+from sley_core.api.comm import Pending, broadcast
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
-    from sley_core.engine.parts import Parts
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import Parts
 
 CHUNK_BYTES = 64 << 20
 """How much is broadcast at a time."""

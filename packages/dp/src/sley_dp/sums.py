@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from sley_core.comm.collectives import Pending, all_reduce
-from sley_core.comm.host_sum import HostSum, SumMemory
+from sley_core.api.comm import HostSum, Pending, SumMemory, all_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sley_core.comm.groups import Group
-    from sley_core.engine.slot import GradientBuffer
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import GradientBuffer
 
 
 class Sums(Protocol):

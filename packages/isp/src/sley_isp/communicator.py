@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sley_core.actions.action import GRADIENT_KINDS, Action, Kind
-from sley_core.comm.rows import share_rows
-from sley_core.engine.shards import AXIS
-from sley_core.engine.stand_in import stand_in
-from sley_core.engine.weight_queue import Handover
+from sley_core.api.actions import GRADIENT_KINDS, Action, Kind
+from sley_core.api.comm import share_rows
+from sley_core.api.parts import Handover
+from sley_core.api.weights import AXIS, stand_in
 from sley_core.protocols import WeightCommunicator
 from sley_isp.counts import Tally
 from sley_isp.embedding.columns import Columns, Table
@@ -37,11 +36,9 @@ from sley_isp.vocabulary.find import find_head
 from sley_isp.vocabulary.head import Head
 
 if TYPE_CHECKING:
-    from sley_core.comm.host_rows import HostShare
-    from sley_core.engine.book import Entry
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.step_state import Phase
-    from sley_core.model.layers import Layer
+    from sley_core.api.comm import HostShare
+    from sley_core.api.model import Layer
+    from sley_core.api.parts import Entry, Parts, Phase
     from sley_core.protocols import MemoryPool
     from sley_isp.config import CommunicatorConfig
 

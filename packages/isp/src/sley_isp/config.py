@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from sley_core.plan.tables import SequenceConfig
-from sley_core.plan.types import Array, NonNegative, Positive, RecordReference, Table
+from sley_core.api.plan import Array, NonNegative, Positive, RecordReference, SequenceConfig, Table
 
 ANYWHERE = "*"
 """`launch` where every sharded module will do."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sley_core.actions.action import Action
-from sley_core.engine.step_state import Phase
+from sley_core.api.actions import Action
+from sley_core.api.parts import Phase
 
 if TYPE_CHECKING:
     from sley_core.protocols import MemoryPool

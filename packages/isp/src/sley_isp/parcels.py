@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.engine.book import Entry
+    from sley_core.api.parts import Entry
     from sley_isp.sites import Site
 
 

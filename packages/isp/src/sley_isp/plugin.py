@@ -13,7 +13,7 @@ from sley_isp.sequence.check import check_heads
 from sley_isp.vocabulary.check import check_loss
 
 if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
+    from sley_core.api.plan import Plan
 
 
 @hookimpl

@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.comm.marks import checksum
-from sley_core.comm.rows import Reduction, num_received, reduce_rows
-from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
+from sley_core.api.comm import Reduction, checksum, num_received, reduce_rows
+from sley_core.api.parts import ALIGNMENT_BYTES, offsets
 from sley_isp.parcels import Open
 from sley_isp.units import padded, shard_of
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
-    from sley_core.engine.book import Entry
-    from sley_core.engine.store import GradientStore
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import Entry, GradientStore
     from sley_core.protocols import MemoryPool
     from sley_isp.parcels import Parcel
     from sley_isp.sites import Site

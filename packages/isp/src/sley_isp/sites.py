@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from sley_core.engine.direct import Asked, asked_of, no_view
-from sley_core.engine.slot import add_at
-from sley_core.engine.stand_in import StandIn
+from sley_core.api.parts import add_at
+from sley_core.api.weights import Asked, StandIn, asked_of, no_view
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
+    from sley_core.api.parts import Entry
     from sley_isp.units import Gathered, Unit
 
 Sink = Callable[[Tensor, Tensor], None]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.comm.rows import gather_rows
+from sley_core.api.comm import gather_rows
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
+    from sley_core.api.comm import Group
     from sley_core.protocols import MemoryPool
 
 

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from sley_core.comm.rows import gather_rows
-from sley_core.engine.flat import ALIGNMENT_BYTES, offsets
+from sley_core.api.comm import gather_rows
+from sley_core.api.parts import ALIGNMENT_BYTES, offsets
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
-    from sley_core.comm.host_rows import HostShare
-    from sley_core.engine.book import Entry, ParameterBook
-    from sley_core.engine.shards import Shard
-    from sley_core.model.layers import Layer
+    from sley_core.api.comm import Group, HostShare
+    from sley_core.api.model import Layer
+    from sley_core.api.parts import Entry, ParameterBook
+    from sley_core.api.weights import Shard
     from sley_core.protocols import MemoryPool
 
 

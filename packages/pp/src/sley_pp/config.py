@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sley_core.plan.types import Array, NonNegative, NonNegativeFloat, PlanPath, Positive, Table
+from sley_core.api.plan import Array, NonNegative, NonNegativeFloat, PlanPath, Positive, Table
 
 
 class GPipeConfig(Table):

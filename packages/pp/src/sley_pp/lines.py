@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.actions.action import way_of
-from sley_core.comm.collectives import receive_from, send_to
-from sley_core.topology import DEFAULT_LANE
+from sley_core.api.actions import DEFAULT_LANE, way_of
+from sley_core.api.comm import receive_from, send_to
 
 if TYPE_CHECKING:
-    from sley_core.comm.collectives import Pending
-    from sley_core.comm.device import Device
-    from sley_core.comm.groups import Group, Groups
+    from sley_core.api.comm import Device, Group, Groups, Pending
 
 
 def heads_are_apart(device: Device) -> bool:

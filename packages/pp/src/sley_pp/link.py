@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import Transfer, Way, way_of
-from sley_core.engine.boundary import Description, gradients_of, with_overlaps
+from sley_core.api.actions import Transfer, Way, way_of
+from sley_core.api.boundary import Description, gradients_of, with_overlaps
 from sley_core.errors import RunError
 from sley_pp.lines import Lines, heads_are_apart
 from sley_pp.message import Message, from_bytes, layout_of, to_bytes
@@ -36,8 +36,8 @@ from sley_pp.pool import Pool
 from sley_pp.walk import WORD_BYTES, is_same, told, word_of
 
 if TYPE_CHECKING:
-    from sley_core.comm.collectives import Pending
-    from sley_core.engine.parts import Parts
+    from sley_core.api.comm import Pending
+    from sley_core.api.parts import Parts
 
 Key = Hashable
 """The shapes of a micro-batch's fields: what a boundary carries depends on nothing else, but for the flags of its tensors."""

@@ -23,8 +23,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sley_core.engine.boundary import FLAG_BYTES, Description, Leaf
-from sley_core.engine.flat import ALIGNMENT_BYTES
+from sley_core.api.boundary import FLAG_BYTES, Description, Leaf
+from sley_core.api.parts import ALIGNMENT_BYTES
 
 HEAD_BYTES = 1024
 """Room for the numbers and for the words of a mismatch; the flags of each tensor are behind it."""

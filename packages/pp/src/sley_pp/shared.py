@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sley_core.comm.collectives import all_reduce
+from sley_core.api.comm import all_reduce
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.step_state import StepState
+    from sley_core.api.parts import Parts, StepState
     from sley_pp.config import SharedModulesConfig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sley_core.plan.types import NonNegative, Table
+from sley_core.api.plan import NonNegative, Table
 
 
 class NarrowConfig(Table):

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.comm.collectives import Pending, all_reduce
+from sley_core.api.comm import Pending, all_reduce
 from sley_core.protocols import GradientHandler
 from sley_narrow.config import NarrowConfig
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.step_state import StepState
+    from sley_core.api.parts import Entry, Parts, StepState
 
 
 class Narrow(GradientHandler):

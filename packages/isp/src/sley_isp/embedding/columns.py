@@ -19,17 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.comm.rows import GATHER, REDUCE, Exchange, swap_rows
-from sley_core.engine.direct import no_view
-from sley_core.engine.stand_in import StandIn
+from sley_core.api.comm import GATHER, REDUCE, Exchange, swap_rows
+from sley_core.api.weights import StandIn, no_view
 from sley_isp.sites import closed, is_summed, own_of
 from sley_isp.tokens import AllTokens, padded
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
-    from sley_core.engine.book import Entry
-    from sley_core.engine.store import GradientStore
-    from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import Entry, GradientStore, WeightQueue
 
 
 class Table:

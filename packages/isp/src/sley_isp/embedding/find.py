@@ -11,7 +11,7 @@ from sley_core.errors import PlanError
 from sley_isp.sites import is_plain
 
 if TYPE_CHECKING:
-    from sley_core.model.layers import Layer
+    from sley_core.api.model import Layer
 
 
 def check_tables(layers: Sequence[Layer]) -> None:

@@ -9,7 +9,7 @@ from sley_core.records import Problem
 from sley_isp.config import ANYWHERE, CommunicatorConfig
 
 if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
+    from sley_core.api.plan import Plan
 
 
 def check_launch(plan: Plan) -> Iterator[Problem]:

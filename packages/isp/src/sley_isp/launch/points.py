@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from sley_core.api.plan import suggestion
 from sley_core.errors import PlanError
-from sley_core.plan.words import suggestion
 from sley_isp.config import ANYWHERE
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from sley_core.model.layers import Layer
+    from sley_core.api.model import Layer
     from sley_isp.sites import Site
     from sley_isp.units import Unit
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sley_core.comm.groups import Group
+from sley_core.api.comm import Group
+from sley_core.api.model import Attention, Layer
 from sley_core.errors import PlanError
-from sley_core.model.attention import Attention
-from sley_core.model.layers import Layer
 from sley_core.protocols import SequenceAttention as SequenceAttentionProtocol
 from sley_isp.config import AllToAllConfig
 from sley_isp.sequence.attention import SequenceAttention, attend

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.groups import Group
-from sley_core.comm.marks import checksum
+from sley_core.api.comm import Group, checksum
 from sley_core.errors import RunError
 from sley_isp.sequence.exchange import heads_of_all, slice_of_all
 from sley_isp.sequence.proof import Proof

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sley_core.comm.groups import Group
-from sley_core.comm.rows import swap_rows
-from sley_core.topology import DEFAULT_LANE
+from sley_core.api.actions import DEFAULT_LANE
+from sley_core.api.comm import Group, swap_rows
 from sley_isp.sequence.pack import pack_heads, pack_positions, repeat_heads, sum_copies, unpack_heads, unpack_positions
 
 

@@ -9,7 +9,7 @@ from sley_core.records import LossRecord, Problem
 from sley_isp.config import CommunicatorConfig
 
 if TYPE_CHECKING:
-    from sley_core.plan.plan import Plan
+    from sley_core.api.plan import Plan
 
 
 def check_loss(plan: Plan) -> Iterator[Problem]:

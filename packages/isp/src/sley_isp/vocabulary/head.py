@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sley_core.comm.rows import Exchange, num_received, reduce_rows
-from sley_core.engine.weight_queue import Handover
+from sley_core.api.comm import Exchange, num_received, reduce_rows
+from sley_core.api.parts import Handover
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
 from sley_isp.sites import Site, as_autocast, is_summed, linear_forward
@@ -28,9 +28,8 @@ from sley_isp.units import shard_of
 from sley_isp.vocabulary import sums
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Group
-    from sley_core.engine.store import GradientStore
-    from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.api.comm import Group
+    from sley_core.api.parts import GradientStore, WeightQueue
     from sley_core.protocols import MemoryPool
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.losses.cross_entropy import chunks, wide
+from sley_core.api.model import chunks, wide
 
 NO_TARGET = -(1 << 62)
 """The target of a token whose label is ignored; no label is like it, so that a wrong one is not ignored too."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sley_core.actions.action import Action
-from sley_core.actions.schedule import Schedule
+from sley_core.api.actions import Action, Schedule
 from sley_core.errors import PlanError
 from sley_pp.config import (
     CsvConfig,

@@ -12,10 +12,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.placement import Placement, Style
+from sley_core.api.actions import Action, Kind, Placement, Style
+from sley_core.api.plan import read_bounded
 from sley_core.errors import Place, PlanError
-from sley_core.plan.read import read_bounded
 
 LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
 WORDS = {kind: letter for letter, kind in LETTERS.items()}

@@ -10,7 +10,7 @@ The simplest, and the one that holds most: every micro-batch of the step at once
 
 from __future__ import annotations
 
-from sley_core.actions.action import Action
+from sley_core.api.actions import Action
 from sley_pp.schedules.words import B, F, numbered, wrong_chunks
 
 

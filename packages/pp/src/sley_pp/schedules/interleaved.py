@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from sley_core.actions.action import Action, Kind
+from sley_core.api.actions import Action, Kind
 from sley_pp.schedules.words import Word, numbered, wrong_chunks
 
 

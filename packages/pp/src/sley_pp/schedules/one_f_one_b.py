@@ -10,7 +10,7 @@ As long as GPipe, with P - s micro-batches held on stage s of P instead of all.
 
 from __future__ import annotations
 
-from sley_core.actions.action import Action
+from sley_core.api.actions import Action
 from sley_pp.schedules.words import B, F, numbered, wrong_chunks
 
 

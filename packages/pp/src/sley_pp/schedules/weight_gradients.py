@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.machine import Parcel, given, taken
-from sley_core.actions.placement import Placement
+from sley_core.api.actions import Action, Kind, Parcel, Placement, given, taken
 
 
 def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, most: int) -> list[list[Action]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from sley_core.actions.action import Action, Kind
+from sley_core.api.actions import Action, Kind
 from sley_core.errors import PlanError
 
 Word = tuple[Kind, int]

@@ -11,8 +11,7 @@ as much as stage 0 does in 1F1B. The bubble is (P - 1)(F + D - W), as long as W 
 
 from __future__ import annotations
 
-from sley_core.actions.action import Action
-from sley_core.actions.placement import Placement
+from sley_core.api.actions import Action, Placement
 from sley_pp.schedules.weight_gradients import with_weight_gradients
 from sley_pp.schedules.words import D, F, numbered, wrong_chunks
 

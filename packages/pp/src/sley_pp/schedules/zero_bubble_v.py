@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sley_core.actions.action import Action, Kind
-from sley_core.actions.placement import Placement
+from sley_core.api.actions import Action, Kind, Placement
 from sley_pp.schedules.weight_gradients import with_weight_gradients
 from sley_pp.schedules.words import Word, numbered, wrong_chunks
 

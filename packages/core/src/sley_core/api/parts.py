@@ -1,0 +1,26 @@
+"""Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
+
+from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
+from sley_core.engine.parts import Parts
+from sley_core.engine.slot import GradientBuffer, add_at
+from sley_core.engine.step_state import Phase, StepState
+from sley_core.engine.store import GradientStore, Layout
+from sley_core.engine.weight_queue import Handover, WeightQueue
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Entry",
+    "FlatBuffer",
+    "GradientBuffer",
+    "GradientStore",
+    "Handover",
+    "Layout",
+    "ParameterBook",
+    "Parts",
+    "Phase",
+    "StepState",
+    "WeightQueue",
+    "add_at",
+    "offsets",
+]

@@ -1,0 +1,31 @@
+"""Gives a plugin's tables their types, and its checks the plan; imports no torch."""
+
+from sley_core.plan.plan import Plan
+from sley_core.plan.read import read_bounded
+from sley_core.plan.tables import SequenceConfig
+from sley_core.plan.types import (
+    Array,
+    NonNegative,
+    NonNegativeFloat,
+    PlanPath,
+    Positive,
+    PositiveFloat,
+    RecordReference,
+    Table,
+)
+from sley_core.plan.words import suggestion
+
+__all__ = [
+    "Array",
+    "NonNegative",
+    "NonNegativeFloat",
+    "Plan",
+    "PlanPath",
+    "Positive",
+    "PositiveFloat",
+    "RecordReference",
+    "SequenceConfig",
+    "Table",
+    "read_bounded",
+    "suggestion",
+]
