@@ -102,7 +102,9 @@ class _NoUpdate:
 
     def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
         nothing = torch.zeros_like(loss)
-        return Totals(loss, torch.ones_like(loss), grad_norm=nothing, stops=nothing, own_loss=loss)
+        return Totals(
+            loss, torch.ones_like(loss), grad_norm=nothing, stops=nothing, own_loss=loss, numbers=loss.new_empty(0)
+        )
 
 
 class Torch:

@@ -187,3 +187,20 @@ def test_everything_at_once(ranks, texts):
     handlers = [{"use": "dp.bucketed", "bucket_mb": 0.0005}, {"use": "pp.shared_modules"}]
     changes = {"pipeline": {"use": "pp.interleaved"}, "gradient_handlers": handlers, "model__tie_embeddings": True}
     check(ranks, texts, 8, {"pp": 2, "dp": 4, "wp": 2}, batch__micro_size=1, **changes)
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2, "wp": 2}, {"wp": 2}], ids=str)
+def test_the_norm_of_each_gradient_is_that_of_one_process(ranks, texts, parallel):
+    """A tied table on two stages, shards, and what stays whole count once; every rank has the names of all."""
+    tied = {"model__tie_embeddings": True}
+    norms = {"use": "core.gradient_norms"}
+    reference = record(plan(gradient_handlers=[{"use": "core.each"}, norms], **tied), 2, folder=texts)
+    stages = {"pipeline": {"use": "pp.one_f_one_b"}} if "pp" in parallel else {}
+    handlers = [{"use": "core.each"}, *([{"use": "pp.shared_modules"}] if stages else []), norms]
+    tables = plan(parallel, gradient_handlers=handlers, **stages, **tied)
+    for rank in ranks(4 if stages else 2, 180)(record, tables, 2, folder=texts):
+        for one, row in zip(reference.rows, rank.rows, strict=True):
+            names = [name for name in one if name.startswith("gradient_norm/")]
+            assert len(names) > 10
+            assert names == [name for name in row if name.startswith("gradient_norm/")]
+            assert {name: row[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-9)

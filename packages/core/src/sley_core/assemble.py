@@ -35,6 +35,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, stage_of
+from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore, by_reduce_group, loose
@@ -146,6 +147,7 @@ def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: 
         GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
         Waits(),
         WeightQueue(),
+        StepNumbers(groups),
         pool=partial(plan.build_named, "memory_pools"),
     )
 
@@ -164,10 +166,14 @@ def _stepper(
         handler.attach(parts)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     check_no_parameters(loss := plan.loss.build())
+    if hasattr(loss, "attach"):
+        loss.attach(parts)
     update = _update(plan, parts)
     if communicator is not None:
         communicator.attach(parts)
     policy = plan.activations.build([layer.name for layer in model.layers])
+    if not parts.world.is_fake:
+        parts.numbers.agree()
     caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)
     fields = sliced_info(info, topology.sp).fields
     executor = Executor(stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator)
@@ -214,6 +220,7 @@ def _update(plan: Plan, parts: Parts) -> Update:
         plan.learning_rate.build(plan.run.steps),
         parts.groups,
         parts.world.device,
+        parts.numbers,
         clip_norm=config.clip_norm,
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
         scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),

@@ -169,6 +169,7 @@ class Loop:
         row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
         if result.loss_scale is not None:
             row |= {"loss_scale": result.loss_scale, "skipped": int(result.skipped)}
+        row |= self.parts.numbers.row(result.numbers)
         row |= self.samples.meter.measure(launched.tokens, seconds, launched.data_wait_s)
         try:
             if self._evaluates_after(launched):

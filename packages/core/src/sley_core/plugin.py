@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.data.check import check_data
 from sley_core.data.config import TextConfig, TokensConfig
-from sley_core.engine.config import EachConfig, KeepConfig, RecomputeConfig
+from sley_core.engine.config import EachConfig, GradientNormsConfig, KeepConfig, RecomputeConfig
 from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.metrics.check import check_metrics
@@ -80,7 +80,16 @@ def sley_lr_schedules() -> list[LRScheduleRecord]:
 
 @hookimpl
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
-    return [GradientHandlerRecord(name="each", config=EachConfig, build="sley_core.engine.each:Each", role="reducer")]
+    home = "sley_core.engine"
+    return [
+        GradientHandlerRecord(name="each", config=EachConfig, build=f"{home}.each:Each", role="reducer"),
+        GradientHandlerRecord(
+            name="gradient_norms",
+            config=GradientNormsConfig,
+            build=f"{home}.gradient_norms:GradientNorms",
+            role="observer",
+        ),
+    ]
 
 
 @hookimpl

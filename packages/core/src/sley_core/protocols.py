@@ -33,6 +33,10 @@ class GradientHandler(Protocol):
     The store calls `gradient_ready` once per entry and step, in one order that is the same on all ranks of the entry's
     reduce group, so a collective may be started there. A step that fails ends at the next `begin_step`, which must
     forget whatever was under way.
+
+    With `[precision] loss_scale`, as fp16 needs, gradients are those of the loss times its scale in all of these methods: they
+    are unscaled after `finish_step`, and clipped after that. A handler whose result is not linear in the gradients refuses such
+    plans (`sley_check_plan`). `parts.numbers.add` in `attach` puts a number into every row; it is asked for unscaled ones.
     """
 
     def attach(self, parts: Parts) -> None:
@@ -79,7 +83,8 @@ class Loss(Protocol):
     batch. A weight that depends on the output cannot be known before the first backward and is refused; so is one that is not
     the sum of its micro-batches' weights, as that of a mean, and a loss with parameters, which belong in the last layer.
 
-    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device.
+    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device; and
+    `attach(parts)`, called once as a handler's is, to add numbers to rows. `loss` runs in evaluations too, without gradients.
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:

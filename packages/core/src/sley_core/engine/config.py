@@ -9,6 +9,10 @@ class EachConfig(Table):
     """`core.each`: one all-reduce per parameter. The default, and the oracle of every other reducer."""
 
 
+class GradientNormsConfig(Table):
+    """`core.gradient_norms`: the norm of each parameter's gradient in every row, as `gradient_norm/NAME`."""
+
+
 class KeepConfig(Table):
     """`core.keep`: every layer keeps what its backward needs."""
 

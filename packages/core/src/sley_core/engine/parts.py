@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
     from sley_core.engine.book import ParameterBook
+    from sley_core.engine.step_numbers import StepNumbers
     from sley_core.engine.store import GradientStore
     from sley_core.engine.waits import Waits
     from sley_core.engine.weight_queue import WeightQueue
@@ -26,7 +27,7 @@ class Parts:
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
     axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients.
     waits: what must have come before a layer's weights are used. queue: weight gradients that a split backward defers.
-    pool: makes the memory pool of a name, as `isp.slots`.
+    numbers: takes what plugins add to each step's row. pool: makes the memory pool of a name, as `isp.slots`.
     """
 
     run: RunTable
@@ -41,4 +42,5 @@ class Parts:
     store: GradientStore
     waits: Waits
     queue: WeightQueue
+    numbers: StepNumbers
     pool: Callable[[str], MemoryPool]

@@ -17,6 +17,7 @@ class Totals:
 
     loss: the sum over the global batch. weight: by which it is divided. stops: how many ranks ask to stop.
     own_loss: this rank's part of the sum, by which only a failure is explained.
+    numbers: [n], the sums of what plugins add to the row.
     loss_scale: of this step, and overflows: how many ranks found a gradient that is not finite; only in fp16.
     """
 
@@ -25,6 +26,7 @@ class Totals:
     grad_norm: Tensor
     stops: Tensor
     own_loss: Tensor
+    numbers: Tensor
     loss_scale: float | None = None
     overflows: Tensor | None = None
 
@@ -38,13 +40,15 @@ class Totals:
 class StepResult:
     """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch.
 
-    skipped: nobody's weights moved, because some rank's gradients overflowed in fp16.
+    numbers: the sums of what plugins add to the row. skipped: nobody's weights moved, because some rank's gradients overflowed
+    in fp16.
     """
 
     loss: float
     grad_norm: float
     weight: float
     wants_stop: bool
+    numbers: list[float]
     loss_scale: float | None = None
     skipped: bool = False
 
@@ -58,7 +62,9 @@ class PendingTotals:
 
     def __init__(self, totals: Totals, device: Device) -> None:
         overflows = [] if totals.overflows is None else [totals.overflows]
-        values = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight, *overflows])
+        scalars = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight, *overflows])
+        values = torch.cat([scalars, totals.numbers])
+        self._num_overflows = len(overflows)
         self.own_loss = totals.own_loss
         self._loss_scale = totals.loss_scale
         self._event: torch.cuda.Event | None = None
@@ -73,6 +79,7 @@ class PendingTotals:
     def read(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, stops, weight, *overflows = self._values.tolist()
+        loss, grad_norm, stops, weight, *more = self._values.tolist()
+        overflows, numbers = more[: self._num_overflows], more[self._num_overflows :]
         mean = loss / weight if weight else 0.0
-        return StepResult(mean, grad_norm, weight, stops > 0, self._loss_scale, any(overflows))
+        return StepResult(mean, grad_norm, weight, stops > 0, numbers, self._loss_scale, any(overflows))

@@ -23,6 +23,7 @@ from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
+from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore, Piece
 from sley_core.engine.totals import Totals
 from sley_core.optim.groups import scale_learning_rate
@@ -50,6 +51,7 @@ class Update:
         factor: Callable[[int], float],
         groups: Groups,
         device: Device,
+        numbers: StepNumbers,
         *,
         clip_norm: float | None,
         norm_kind: float,
@@ -62,6 +64,7 @@ class Update:
         self.factor = factor
         self.groups = groups
         self.device = device
+        self.numbers = numbers
         self.clip_norm = clip_norm
         self.norm_kind = norm_kind
         self.scale = scale
@@ -120,20 +123,25 @@ class Update:
             self.optimizer.add_param_group(group)
 
     def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, stop: bool) -> Totals:
-        """Norm, loss and votes in one all-reduce over all ranks (two for the inf-norm), once per step."""
+        """Norm, loss, votes and plugins' numbers in one all-reduce over all ranks (two for the inf-norm), once per step."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
         norm = self._local_norm(pieces)
         host = torch.tensor([weight, float(stop)], dtype=torch.float64)
-        scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow])
+        scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow, *self._numbers()])
         if math.isinf(self.norm_kind):
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
         if not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
-        totals = Totals(scalars[0], scalars[2], norm, scalars[3], loss)
+        first = 5 if self.scale else 4
+        totals = Totals(scalars[0], scalars[2], norm, scalars[3], loss, numbers=scalars[first:])
         return replace(totals, loss_scale=self.scale.value, overflows=scalars[4]) if self.scale else totals
+
+    def _numbers(self) -> list[Tensor]:
+        """This rank's shares of what plugins add to the row."""
+        return [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
 
     def _unscale(self, pieces: list[Piece], factor: float) -> Tensor:
         """Multiplies every gradient by `factor`; returns float64 [1]: 1 where one of this rank's was not finite, else 0."""

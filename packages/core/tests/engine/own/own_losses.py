@@ -33,6 +33,23 @@ class Mean(Sum):
         return summed(output, batch, "mean")
 
 
+class Counted(Sum):
+    """Says in each row how many of the batch's labels the model had right."""
+
+    def attach(self, parts):
+        self.correct = 0
+        parts.numbers.add("own/correct", self._taken)
+
+    def _taken(self):
+        correct, self.correct = self.correct, 0
+        return correct
+
+    def loss(self, output, batch):
+        if output.requires_grad:  # not in an evaluation
+            self.correct += (output.argmax(-1) == batch["labels"]).sum()
+        return summed(output, batch)
+
+
 class Tempered(nn.Module, Sum):
     def __init__(self, trained: bool = True) -> None:
         super().__init__()
