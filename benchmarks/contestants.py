@@ -103,7 +103,14 @@ class _NoUpdate:
     def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
         nothing = torch.zeros_like(loss)
         return Totals(
-            loss, torch.ones_like(loss), grad_norm=nothing, stops=nothing, own_loss=loss, numbers=loss.new_empty(0)
+            loss,
+            torch.ones_like(loss),
+            grad_norm=nothing,
+            stops=nothing,
+            own_loss=loss,
+            differs=nothing,
+            own_exchanges={},
+            numbers=loss.new_empty(0),
         )
 
 

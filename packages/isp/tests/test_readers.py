@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sley_core.assemble import assemble
+from sley_core.comm import rows
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -65,6 +66,34 @@ def test_ranks_that_go_different_ways_are_told(ranks, sharded, folder, own, weig
         assert "ranks-differ" in message
         assert "of branch." in message
         assert not memory or "LayerDrop" in message, "data is not all that a forward may depend on"
+
+
+def by_collectives(tables: dict[str, Any], folder: Any, evaluates: bool) -> tuple[str, bool]:
+    """As on a backend whose collectives have no place for a mark; and whether all weights are as they were."""
+    rows.is_direct = lambda lane, device: False  # type: ignore[assignment]
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
+        before = [entry.parameter.detach().clone() for entry in run.book]
+        with pytest.raises(RunError) as caught:
+            (run.evaluate if evaluates else run.step)()
+        return str(caught.value), all(
+            torch.equal(entry.parameter, one) for entry, one in zip(run.book, before, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("weights", "evaluates"), [({"fused": False}, False), ({"unit": "module", "overlap": False}, True)]
+)
+def test_ranks_that_go_different_ways_are_told_where_no_mark_rides_along(
+    ranks, sharded, folder, own, weights, evaluates
+):
+    """Branches of one size: their weights or gradients are taken for each other's, but no step is taken with them."""
+    changes = model("branches") | {"batch__micro_size": 1, "parallel": {"host_memory": False}}
+    tables = sharded(2, weights=weights, evaluation={"every": 9, "steps": 1}, **changes)
+    for message, is_as_before in ranks(2)(by_collectives, tables, folder, evaluates):
+        assert "ranks-differ" in message
+        assert "of wp[0, 1], rank 1 made " in message
+        assert "exchanges, the last of " in message
+        assert is_as_before
 
 
 def test_a_frozen_weight_that_is_read(ranks, sharded, folder, own):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
+from sley_core.comm.compare import difference
 from sley_core.comm.groups import Group
 from sley_core.comm.world import World
-from sley_core.engine.agreement import Agreement
 from sley_core.engine.first_values import CHUNK_WORDS, fingerprint
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -120,9 +120,7 @@ PAIRS = {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}
 def test_what_differs_in_one_place_is_not_made_up_for_in_another(numbers, groups):
     def total(numbers: tuple[int, ...]) -> int:
         return sum(
-            Agreement({"control": Group("control", (rank,), rank, {}), "pp": Group("pp", ranks, rank, {})})._term(
-                "pp", number
-            )
+            difference(Group("pp", ranks, rank, {}), number)
             for (rank, ranks), number in zip(sorted(groups.items()), numbers, strict=True)
         )
 

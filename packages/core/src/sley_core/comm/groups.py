@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.host_memory import HostMemory
 from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_LANE, LANES, TIE, GroupEntry, Topology
@@ -25,7 +26,8 @@ class Group:
     """The ranks of one axis that this rank talks to, with one communicator per lane.
 
     ranks: global, ascending. A group of one rank has no communicator, and every collective on it is the identity.
-    memories: for those lanes whose ranks can read each other's memory, and `SHARED`.
+    memories: for those lanes whose ranks can read each other's memory, and `SHARED`. log: of the exchanges in which
+    nothing says what they are.
     """
 
     axis: str
@@ -33,6 +35,7 @@ class Group:
     rank: int
     lanes: dict[str, dist.ProcessGroup]
     memories: dict[str, HostMemory] = field(default_factory=dict)
+    log: ExchangeLog = field(default_factory=ExchangeLog)
 
     @property
     def size(self) -> int:

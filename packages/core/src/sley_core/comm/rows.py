@@ -6,7 +6,8 @@
 On the CPU of one host, ranks read each other's memory where the system lets them. On gloo otherwise every rank sends to
 every other directly: two to four times faster than gloo's own reduce-scatter, and what is received needs no copy
 (docs/measurements.md). Either way each rank says what it exchanges and how long it is, and something else is an error on
-both sides (`marks`). Elsewhere the backend's own collectives are the best there are. A shard is summed on its own rank, own
+both sides (`marks`). Elsewhere the backend's own collectives are the best there are; what they exchange is noted, and
+compared before a step ends (`exchange_log`). A shard is summed on its own rank, own
 part first, then by ascending coordinate, so the result depends neither on who is late nor on the way that it took.
 """
 
@@ -83,13 +84,14 @@ def gather_rows(
             return share.gather(wholes, shards)
         return HostGather(memory, wholes, shards, mark_of("gather", what, shards))
     lane = group.lane(GATHER)
+    mark = mark_of("gather", what, shards)
     if not is_direct(lane, shards[0].device):
+        group.log.add(GATHER, mark)
         works = guarded(lambda: gather_together(wholes, shards, lane), "gather", group, what)
         return Messages(works, [], "gather", group, what)
     peers = others(group)
     rows = [whole.view(group.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
     places = [[whole[peer] for peer in peers] for whole in rows]
-    mark = mark_of("gather", what, shards)
     started = pass_around(places, [[shard] * len(peers) for shard in shards], group, lane, mark, "gather")
     for whole, shard in zip(rows, shards, strict=True):
         whole[own].copy_(shard)
@@ -122,7 +124,9 @@ def reduce_rows(
     lane = group.lane(REDUCE)
     parts = [whole.view(group.size, whole.shape[0] // group.size, *whole.shape[1:]) for whole in wholes]
     own = [rows[group.coord] for rows in parts]
+    mark = mark_of("reduce", what, wholes, contents)
     if not is_direct(lane, wholes[0].device):
+        group.log.add(REDUCE, mark)
         works = guarded(lambda: reduce_together(own, wholes, lane), "reduce", group, what)
         return Messages(works, [], "reduce", group, what)
     arriving = [one.view(group.size - 1, *rows.shape[1:]) for one, rows in zip(scratches, parts, strict=True)]
@@ -133,7 +137,6 @@ def reduce_rows(
                 total.add_(part)
 
     out = [[rows[peer] for peer in others(group)] for rows in parts]
-    mark = mark_of("reduce", what, wholes, contents)
     return pass_around([list(one) for one in arriving], out, group, lane, mark, "reduce", finish)
 
 
@@ -151,10 +154,11 @@ def swap_rows(received: Tensor, sent: Tensor, group: Group, *, lane: str, what: 
         _tell("swap", group, [sent])
         return HostSwap(memory, received, sent, mark_of("swap", what, [sent], contents))
     joined = group.lane(lane)
+    mark = mark_of("swap", what, [sent], contents)
     if not is_direct(joined, sent.device):
+        group.log.add(lane, mark)
         return Messages([all_to_all(received, sent, group, what=what, lane=lane)], [], "swap", group, what)
     peers = others(group)
-    mark = mark_of("swap", what, [sent], contents)
     places, parts = ([[whole[peer] for peer in peers]] for whole in (received, sent))
     started = pass_around(places, parts, group, joined, mark, "swap")
     received[group.coord].copy_(sent[group.coord])

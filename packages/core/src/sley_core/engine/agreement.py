@@ -16,13 +16,13 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import Pending, all_reduce, gather_objects
+from sley_core.comm.compare import difference
 from sley_core.comm.marks import checksum
 from sley_core.data.cut import AnyBatch, parts
 from sley_core.errors import RunError
@@ -85,7 +85,7 @@ class Agreement:
         ]
         self._sum = torch.zeros(_SIZE, dtype=torch.float64)
         for at, fact in enumerate(self._facts):
-            self._sum[at] = sum(self._term(axis, number) for axis, (_, number) in fact.items())
+            self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
         self._sum[_WEIGHT] = weight
         # All ranks, on the host; every step and every evaluation begins with it.
         self._pending = all_reduce(self._sum, self._everyone, what=f"what all ranks agree on before {what}")
@@ -108,13 +108,6 @@ class Agreement:
     def may_wait(self) -> bool:
         """Whether `check` may come after the first action: that waits for no other rank, on any."""
         return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
-
-    def _term(self, axis: str, number: int) -> int:
-        group = self.groups[axis]
-        told = blake2b(
-            f"{axis} {group.ranks[0]} {number}".encode(), digest_size=4
-        )  # a sum of what is linear could cancel
-        return int.from_bytes(told.digest(), "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
 
     def _entries(self) -> dict[str, View]:
         """Which entries are trained, in which order they lie, by the group whose ranks must agree; once per layout."""

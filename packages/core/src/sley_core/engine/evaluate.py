@@ -10,6 +10,7 @@ import torch
 
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
+from sley_core.comm.compare import differing, exchanges_differ, exchanges_of
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
@@ -74,6 +75,8 @@ class Evaluation:
         self.feed.restore({"samples": 0})
         state = StepState()
         totals = torch.zeros(2, dtype=torch.float64)
+        for group in self.groups.values():
+            group.log.clear()
         for number in range(self.num_batches):
             whole = self.feed.next()
             # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
@@ -86,10 +89,13 @@ class Evaluation:
             weight = self.executor.loss.weight(batch) if self.executor.has_loss else 0.0
             totals += torch.tensor([float(loss), weight], dtype=torch.float64)
         self.feed.close()
-        totals = self.device.move(totals)
+        differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
+        totals = self.device.move(torch.cat([totals, differs]))
         # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
         all_reduce(totals, self.groups["all"], what="the held-out loss").wait()
-        loss_sum, weight_sum = totals.tolist()
+        loss_sum, weight_sum, ranks_differ = totals.tolist()
+        if ranks_differ:
+            raise differing("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
         if not weight_sum:
             hint = "look at the held-out data: all of its labels are ignored"
             raise RunError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sley_core.comm.collectives import gather_objects
+from sley_core.comm.compare import differing
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Seen(NamedTuple):
 
 def is_refused(result: StepResult) -> bool:
     """Whether a step with this `result` was not taken, and must not pass unseen."""
-    return not result.skipped and not (result.is_finite and result.weight > 0)
+    return result.ranks_differ or (not result.skipped and not (result.is_finite and result.weight > 0))
 
 
 def refusal(
@@ -39,11 +40,14 @@ def refusal(
     """The error of step `number`, which was refused: the same on all ranks, which all call it.
 
     "not-finite": the loss or the norm is no number. "nothing-counts": the loss weight of the global batch is 0, so that there
-    is no mean: torch's own cross-entropy gives NaN for labels that are all ignored.
+    is no mean: torch's own cross-entropy gives NaN for labels that are all ignored. "ranks-differ": some have exchanged other
+    weights or gradients than the others.
     samples: of this rank in that step, empty where a program brought them. is_latest: whether the store has its gradients.
     """
     if is_latest:
         parts.store.state.was_taken = False
+    if result.ranks_differ:
+        return differing(f"step {number}", totals.own_exchanges, parts.groups["control"])
     own = Seen(float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step.
     seen = [

@@ -79,6 +79,8 @@ class Stepper:
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
         self.store.begin_step()
+        for group in self.groups.values():
+            group.log.clear()
         weight = self._weight(batch)
         self.agreement.begin(f"step {step + 1}", num_micros, whole, weight.local if weight else 0.0)
         self._num_begun += 1

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.collectives import all_reduce
+from sley_core.comm.compare import exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
 from sley_core.engine.loss_scale import LossScale
@@ -127,7 +128,8 @@ class Update:
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
         norm = self._local_norm(pieces)
-        host = torch.tensor([weight, float(stop)], dtype=torch.float64)
+        differs = exchanges_differ(self.groups.values())
+        host = torch.tensor([weight, float(stop), differs], dtype=torch.float64)
         scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow, *self._numbers()])
         if math.isinf(self.norm_kind):
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
@@ -135,9 +137,10 @@ class Update:
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
         if not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
-        first = 5 if self.scale else 4
-        totals = Totals(scalars[0], scalars[2], norm, scalars[3], loss, numbers=scalars[first:])
-        return replace(totals, loss_scale=self.scale.value, overflows=scalars[4]) if self.scale else totals
+        exchanges = exchanges_of(self.groups.values())
+        first = 6 if self.scale else 5
+        totals = Totals(scalars[0], scalars[2], norm, scalars[3], loss, scalars[4], exchanges, scalars[first:])
+        return replace(totals, loss_scale=self.scale.value, overflows=scalars[5]) if self.scale else totals
 
     def _numbers(self) -> list[Tensor]:
         """This rank's shares of what plugins add to the row."""

@@ -1,0 +1,65 @@
+"""Compares numbers of ranks by one sum over all of them, and what they have exchanged where no mark rides along.
+
+In each group one rank adds size - 1 times a hash of its number, the others subtract theirs: a sum that costs the same for any
+number of groups, and is 0 where all agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from sley_core.comm.collectives import gather_objects
+from sley_core.comm.exchange_log import Exchanged
+from sley_core.comm.groups import Group
+from sley_core.comm.marks import HINT
+from sley_core.errors import RunError
+
+Exchanges = dict[str, Exchanged]
+"""What a rank has exchanged without marks, by the label of the group."""
+
+_NOTHING = ((), 0, 0, "")
+
+
+def difference(group: Group, number: int) -> int:
+    """This rank's part of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
+
+    A whole number below 2^32 x the group's size; float64 sums are exact below 2^53. Ranks that differ make it 0 once in 2^32.
+    A hash of the group too: what differs in one group is not made up for in another, as something linear could be.
+    """
+    told = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4)
+    return int.from_bytes(told.digest(), "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
+
+
+def exchanges_of(groups: Iterable[Group]) -> Exchanges:
+    """This rank's exchanges since the logs of `groups` were cleared."""
+    found = ((str(group), group.log.exchanged(group.ranks)) for group in groups)
+    return {label: exchanged for label, exchanged in found if exchanged is not None}
+
+
+def exchanges_differ(groups: Iterable[Group]) -> int:
+    """This rank's part of a sum over all ranks that is 0 if those of each group have exchanged the same."""
+    noted = ((group, group.log.exchanged(group.ranks)) for group in groups)
+    return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
+
+
+def differing(when: str, own: Exchanges, control: Group) -> RunError:
+    """The error `ranks-differ`, the same on all ranks, which all call it. own: this rank's exchanges."""
+    views = gather_objects(own, control, what="what ranks have exchanged")
+    groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}
+    for label, ranks in groups.items():
+        found = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}
+        (usual, _), *others = Counter(found.values()).most_common()
+        if others:
+            other = next(rank for rank, one in found.items() if one == usual)
+            odd = next(rank for rank, one in found.items() if one != usual)
+            message = f"{when}: of {label}, rank {odd} made {_told(found[odd])}, rank {other} {_told(usual)}"
+            return RunError("ranks-differ", message, hint=HINT)
+    raise AssertionError(f"all ranks have exchanged the same: {views}")
+
+
+def _told(exchanged: Sequence[Any]) -> str:
+    times, _, last = exchanged
+    return f"{times} exchanges, the last of {last}" if times else "none"

@@ -1,0 +1,52 @@
+"""Remembers exchanges that carry no mark: a checksum per group, which its ranks compare before anything comes of them.
+
+A backend's own collectives have no place for a mark, so ranks that exchange other things there get numbers. Every rank keeps
+the marks of a step in one checksum per lane; the sum that ends the step says whether all have the same, and else no weight
+moves (`compare`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+from sley_core.comm.marks import Mark
+
+
+class Exchanged(NamedTuple):
+    """What a rank has exchanged with `ranks`: how often, the checksum of it all, and in words what came last."""
+
+    ranks: tuple[int, ...]
+    times: int
+    number: int
+    last: str
+
+
+class ExchangeLog:
+    """The exchanges of one group since the last `clear`, in their order on each lane; lanes run side by side."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, int] = {}
+        self._count = 0
+        self._last = ""
+
+    def add(self, lane: str, mark: Mark) -> None:
+        """Notes that the exchange of `mark` starts on `lane`."""
+        self._lanes[lane] = zlib.crc32(mark.number.to_bytes(4, "little"), self._lanes.get(lane, 0))
+        self._count += 1
+        self._last = mark.what
+
+    def clear(self) -> None:
+        """Forgets all of it: a step or an evaluation begins."""
+        self._lanes.clear()
+        self._count = 0
+        self._last = ""
+
+    def exchanged(self, ranks: tuple[int, ...]) -> Exchanged | None:
+        """All that was noted of the group of `ranks`; None if that is nothing."""
+        if not self._count:
+            return None
+        number = 0
+        for lane, value in sorted(self._lanes.items()):
+            number = zlib.crc32(f"{lane} {value}".encode(), number)
+        return Exchanged(ranks, self._count, number, self._last)
