@@ -60,7 +60,7 @@ def internal_modules() -> Iterator[str]:
 
 def torch_free_modules() -> Iterator[str]:
     """What `train-cli check` and `train-cli plugins` may import: a second and a half is too long for a help page."""
-    of_core = {"errors", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"}
+    of_core = {"errors", "table", "topology", "records", "hookspecs", "protocols", "loader", "plan", "actions"}
     for package in PACKAGES:
         for path in (ROOT / package.source).rglob("*.py"):
             name = path.relative_to(ROOT / package.source).with_suffix("").as_posix().replace("/", ".")

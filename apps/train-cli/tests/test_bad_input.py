@@ -147,7 +147,7 @@ def handlers(*records: str) -> str:
     """The source of a plugin with these gradient-handler records."""
     return f"""
         from sley_core.hookspecs import hookimpl
-        from sley_core.plan.types import Table
+        from sley_core.table import Table
         from sley_core.records import GradientHandlerRecord, OptimizerRecord
         from sley_core.optim.config import AdamWConfig
 

@@ -167,7 +167,7 @@ def test_show_says_which_handler_is_not_exact(cli: Cli, plan: Path, install: Cal
         "odd",
         """
         from sley_core.hookspecs import hookimpl
-        from sley_core.plan.types import Table
+        from sley_core.table import Table
         from sley_core.records import GradientHandlerRecord
 
         class Config(Table):

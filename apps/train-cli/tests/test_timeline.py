@@ -13,8 +13,8 @@ from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
-from sley_core.plan.types import Table
 from sley_core.records import PartitionerRecord, ScheduleRecord
+from sley_core.table import Table
 from train_cli.timeline import timeline
 
 

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from sley_core import hook_reference, hookspecs, records
-from sley_core.plan.types import RecordKind
+from sley_core.table import RecordKind
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks.md"
 HOOKS = [name for name in vars(hookspecs) if name.startswith("sley_")]

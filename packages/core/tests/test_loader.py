@@ -18,12 +18,12 @@ from sley_core import discovery, records
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
-from sley_core.plan.types import Table
 from sley_core.plugin_rules import is_of_surroundings
+from sley_core.table import Table
 
 GOOD = """
 from sley_core.hookspecs import hookimpl
-from sley_core.plan.types import Table
+from sley_core.table import Table
 from sley_core.records import GradientHandlerRecord
 
 @hookimpl

@@ -14,10 +14,10 @@ from typing import Any
 from sley_core.discovery import CORE, CORE_DIST, GROUP, Found, core_version, installed, unmet_requirement
 from sley_core.errors import PlanError, PluginError
 from sley_core.plan.kinds import words
-from sley_core.plan.types import RecordKind
 from sley_core.plan.words import suggestion
 from sley_core.plugin_rules import hooks_of, imported, is_of_surroundings, records_of, said
 from sley_core.records import Record
+from sley_core.table import RecordKind
 
 FIRST_PARTY = ("dp", "isp", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""

@@ -13,9 +13,9 @@ from sley_core.discovery import Found, core_version
 from sley_core.errors import PluginError
 from sley_core.hookspecs import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
-from sley_core.plan.types import RecordKind, Table
 from sley_core.plan.words import suggestion
 from sley_core.records import Record
+from sley_core.table import RecordKind, Table
 
 RESERVED = ("use", "factory")
 """Keys of every component table; a config must not have them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
-from sley_core.plan.types import Table
+from sley_core.table import Table
 
 Role = Literal["reducer", "tie", "transform", "observer"]
 Scope = Literal["elementwise", "per_matrix", "global"]

@@ -19,8 +19,8 @@ from sley_core.errors import RunError
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
-from sley_core.plan.types import Table
 from sley_core.records import ActivationPolicyRecord
+from sley_core.table import Table
 from sley_core.testing.contract import Data
 from sley_core.topology import Topology
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from sley_core.data.config import FactoryDataConfig, TextConfig, TokensConfig
-from sley_core.plan.types import Table
+from sley_core.table import Table
 
 
 def refused(model: type[Table], message: str, **table: Any) -> None:

@@ -18,7 +18,7 @@ from sley_core.optim.config import (
     WarmupStableDecayConfig,
 )
 from sley_core.plan.descriptions import description
-from sley_core.plan.types import Table
+from sley_core.table import Table
 
 TABLES = [
     AdamWConfig,

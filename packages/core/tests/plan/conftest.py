@@ -14,7 +14,6 @@ from sley_core.loader import Loader
 from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.plan.types import Array, PlanPath, RecordReference, Table
 from sley_core.records import (
     GradientHandlerRecord,
     MemoryPoolRecord,
@@ -23,6 +22,7 @@ from sley_core.records import (
     Problem,
     SchedulerHookRecord,
 )
+from sley_core.table import Array, PlanPath, RecordReference, Table
 
 TEXT = """\
 plan = 1

@@ -288,8 +288,8 @@ def test_a_check_that_fails_names_its_plugin(tables: dict[str, Any]) -> None:
 
         @hookimpl
         def sley_metrics_writers(self) -> Any:
-            from sley_core.plan.types import Table
             from sley_core.records import MetricsWriterRecord
+            from sley_core.table import Table
 
             return [MetricsWriterRecord(name="csv", config=Table, build="nowhere:Csv")]
 

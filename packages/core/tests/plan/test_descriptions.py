@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from sley_core.plan.descriptions import describe_all, description
-from sley_core.plan.types import Table
+from sley_core.table import Table
 
 
 class Inner(Table):

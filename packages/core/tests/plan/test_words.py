@@ -10,8 +10,8 @@ import pytest
 from pydantic import Field
 
 from sley_core.plan.kinds import RECORDS, a_word, words
-from sley_core.plan.types import Array, FactoryPath, Fraction, PlanPath, Positive, RecordReference, Table
 from sley_core.plan.words import field_at, inner_table, shown, suggestion, takes
+from sley_core.table import Array, FactoryPath, Fraction, PlanPath, Positive, RecordReference, Table
 
 
 class Inner(Table):

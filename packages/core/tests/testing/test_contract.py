@@ -13,7 +13,7 @@ from sley_core.testing.ranks import Ranks
 
 SOURCE = """\
 from sley_core.hookspecs import hookimpl
-from sley_core.plan.types import Table
+from sley_core.table import Table
 from sley_core.protocols import GradientHandler
 from sley_core.records import GradientHandlerRecord
 

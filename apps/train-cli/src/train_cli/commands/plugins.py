@@ -14,9 +14,9 @@ from sley_core.loader import Loader, Plugin
 from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, words
-from sley_core.plan.types import Table
 from sley_core.plan.words import suggestion, takes
 from sley_core.records import Record
+from sley_core.table import Table
 from train_cli.options import FormatOption, OutputFormat
 
 

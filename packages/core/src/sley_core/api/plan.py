@@ -3,7 +3,8 @@
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_bounded
 from sley_core.plan.tables import SequenceConfig
-from sley_core.plan.types import (
+from sley_core.plan.words import suggestion
+from sley_core.table import (
     Array,
     NonNegative,
     NonNegativeFloat,
@@ -13,7 +14,6 @@ from sley_core.plan.types import (
     RecordReference,
     Table,
 )
-from sley_core.plan.words import suggestion
 
 __all__ = [
     "Array",

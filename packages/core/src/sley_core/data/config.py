@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field as Limits
 from pydantic import model_validator
 
-from sley_core.plan.types import Array, NonNegative, PlanPath, Positive, Table
+from sley_core.table import Array, NonNegative, PlanPath, Positive, Table
 
 DType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 Documents = Literal["pack", "cut", "pad"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sley_core.plan.types import Fraction, Table
+from sley_core.table import Fraction, Table
 
 
 class EachConfig(Table):

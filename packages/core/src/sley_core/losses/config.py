@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sley_core.plan.types import Table
+from sley_core.table import Table
 
 
 class CrossEntropyConfig(Table):

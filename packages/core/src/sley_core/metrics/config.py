@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sley_core.plan.types import Positive, Table
+from sley_core.table import Positive, Table
 
 
 class JsonlConfig(Table):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from sley_core.plan.tables import ModelConfig
-from sley_core.plan.types import Positive, PositiveFloat
+from sley_core.table import Positive, PositiveFloat
 
 FFN_MULTIPLE = 64
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from sley_core.plan.types import (
+from sley_core.table import (
     Array,
     FactoryPath,
     Fraction,

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from textwrap import dedent
 
-from sley_core.plan.types import Table
+from sley_core.table import Table
 
 
 def description(model: type[Table], key: str) -> str | None:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
 from sley_core.plan.locate import Span, Spot
-from sley_core.plan.types import Table
 from sley_core.plan.words import printable
+from sley_core.table import Table
 
 OriginKind = Literal["file", "set", "default", "core"]
 

@@ -11,7 +11,7 @@ from sley_core import records
 from sley_core.data.config import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
 from sley_core.plan.tables import ModelConfig, SequenceConfig
-from sley_core.plan.types import FactoryPath, RecordKind, Table
+from sley_core.table import FactoryPath, RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
     "models": records.ModelRecord,

@@ -24,9 +24,9 @@ from sley_core.plan.tables import (
     RunTable,
     TimelineTable,
 )
-from sley_core.plan.types import RecordKind
 from sley_core.plan.write import digest, to_tables, to_toml
 from sley_core.records import Record
+from sley_core.table import RecordKind
 from sley_core.topology import Topology
 
 

@@ -17,9 +17,9 @@ from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.tables import FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
-from sley_core.plan.types import Table
 from sley_core.plan.words import inner_table, takes
 from sley_core.plan.write import inline
+from sley_core.table import Table
 
 INTRODUCTION = f"""\
 # Plan reference

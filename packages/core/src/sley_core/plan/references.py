@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from sley_core.errors import KeyPath
-from sley_core.plan.types import RecordKind, RecordReference, Table
+from sley_core.table import RecordKind, RecordReference, Table
 
 
 class Reference(NamedTuple):

@@ -20,9 +20,9 @@ from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import references
 from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
-from sley_core.plan.types import Table
 from sley_core.plan.words import shown, suggestion
 from sley_core.plan.write import leaves
+from sley_core.table import Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 

@@ -13,8 +13,8 @@ from sley_core.loader import Loader
 from sley_core.plan.descriptions import describe_all
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
 from sley_core.plan.tables import FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
-from sley_core.plan.types import Table
 from sley_core.records import Record
+from sley_core.table import Table
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 ITEM_LIMITS = {"minLength": "minItems", "maxLength": "maxItems"}

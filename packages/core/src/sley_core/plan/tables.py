@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sley_core.plan.types import Array, Positive, PositiveFloat, Table, Words
+from sley_core.table import Array, Positive, PositiveFloat, Table, Words
 
 FORMAT = 1
 """The format of plans that this core reads."""

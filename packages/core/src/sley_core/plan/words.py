@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as limits
 
-from sley_core.plan.types import RecordReference, Table, Words
+from sley_core.table import RecordReference, Table, Words
 
 SIMPLE = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
 LONGEST = 40

@@ -26,9 +26,9 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.store import by_reduce_group
 from sley_core.plan.load import plan_from_dict
-from sley_core.plan.types import Table
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
+from sley_core.table import Table
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.recorder import collectives
 from sley_core.testing.sequence import Collective, assert_same_sequence

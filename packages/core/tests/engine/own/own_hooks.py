@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sley_core.hookspecs import hookimpl
-from sley_core.plan.types import Table
 from sley_core.records import SchedulerHookRecord
+from sley_core.table import Table
 
 CALLS = ("before_forward", "after_forward", "before_loss", "after_loss", "before_backward", "after_backward")
 
