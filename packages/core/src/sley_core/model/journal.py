@@ -59,7 +59,7 @@ class Journal:
         return self.cell(tensor).shown if tensor.is_meta else tensor.device
 
     def ref(self, tensor: Tensor) -> Ref:
-        return Ref(self.cell(tensor), tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        return Ref.of(tensor, self.cell(tensor))
 
     def twin(self, tensor: Tensor) -> Tensor:
         """A tensor on meta that is, for this journal, the same memory."""
@@ -70,8 +70,7 @@ class Journal:
         if cell.twin is None:
             cell.twin = torch.empty(cell.nbytes, dtype=torch.uint8, device=META).untyped_storage()
             self._know(cell, cell.twin)
-        empty = torch.empty(0, dtype=tensor.dtype, device=META)
-        return empty.set_(cell.twin, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return Ref.of(tensor, cell).over(cell.twin)
 
     def realised(self, tensor: Tensor) -> Tensor:
         """The values of a tensor on meta as they are now, a copy."""
@@ -99,7 +98,8 @@ class Journal:
 
     def refresh(self, tensor: Tensor) -> None:
         """The real memory gets what was written to it on meta."""
-        cell, storage = self.cell(tensor), tensor.untyped_storage()
+        with torch._C.DisableTorchFunction():  # lazy ones, which have a type of their own, refuse to be asked
+            cell, storage = self.cell(tensor), tensor.untyped_storage()
         if not cell.is_stale:
             return
         every = bytes_of(storage)

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-from sley_core.model.storage import SMALL_BYTES, bytes_of, looks
+from sley_core.model.memory import Memory
+from sley_core.model.storage import SMALL_BYTES, blank, bytes_of, looks
 
 
 class ChangedError(Exception):
@@ -77,6 +78,26 @@ class Ref:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, cell: Cell) -> Ref:
+        bits = (tensor.is_conj(), tensor.is_neg())
+        return cls(cell, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), *bits)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its numbers are those in memory, not their conjugates or negatives."""
+        return not (self.is_conj or self.is_neg)
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same view of `storage`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        torch._C._set_conj(tensor, self.is_conj)
+        torch._C._set_neg(tensor, self.is_neg)
+        return tensor
 
     @property
     def is_whole(self) -> bool:
@@ -116,11 +137,7 @@ class Blank(Step):
     is_copy: bool = True
 
     def run(self, memory: Memory) -> None:
-        every = bytes_of(memory.allocate(self.cell))
-        if self.dtype.is_floating_point and every.numel() % self.dtype.itemsize == 0:
-            every.view(self.dtype).fill_(torch.nan)
-        else:
-            every.zero_()
+        blank(memory.allocate(self.cell), self.dtype)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -181,55 +198,6 @@ class Call(Step):
         for ref, tensor in zip(self.results, found, strict=True):
             if ref is not None:
                 memory.take(ref, tensor)
-
-
-class Memory:
-    """What a replay has written so far."""
-
-    def __init__(self) -> None:
-        self._storages: dict[Cell, torch.UntypedStorage] = {}
-        self._shared: set[Cell] = set()
-
-    def allocate(self, cell: Cell) -> torch.UntypedStorage:
-        """Memory of the cell's size, with anything in it."""
-        self._storages[cell] = torch.empty(cell.nbytes, dtype=torch.uint8, device=cell.device).untyped_storage()
-        self._shared.discard(cell)
-        return self._storages[cell]
-
-    def share(self, cell: Cell, storage: torch.UntypedStorage) -> None:
-        self._storages[cell] = storage
-        self._shared.add(cell)
-
-    def make_own(self, cell: Cell) -> None:
-        """The cell may be written."""
-        if cell not in self._storages:
-            self.allocate(cell)
-        elif cell in self._shared:
-            self._storages[cell] = bytes_of(self._storages[cell]).clone().untyped_storage()
-            self._shared.discard(cell)
-
-    def take(self, ref: Ref, tensor: Tensor) -> None:
-        """A result becomes memory of its own, laid out as it was when it was recorded."""
-        storage = tensor.untyped_storage()
-        as_before = (tensor.storage_offset(), tensor.stride()) == (ref.offset, ref.stride)
-        if as_before and tensor.dtype == ref.dtype and storage.nbytes() == ref.cell.nbytes:
-            self._storages[ref.cell] = storage
-            self._shared.discard(ref.cell)
-        else:
-            self.allocate(ref.cell)
-            self.view(ref).copy_(tensor)
-
-    def view(self, ref: Ref) -> Tensor:
-        storage = self._storages.get(ref.cell)
-        if storage is None:  # only its shape matters, or it is about to be overwritten
-            storage = self.allocate(ref.cell)
-        return torch.empty(0, dtype=ref.dtype, device=storage.device).set_(storage, ref.offset, ref.size, ref.stride)
-
-    def value(self, ref: Ref) -> Tensor:
-        """The tensor in memory that nobody else has."""
-        found = self.view(ref)
-        alone = ref.is_whole and ref.cell not in self._shared
-        return found if alone else found.clone(memory_format=torch.preserve_format)
 
 
 @torch.no_grad()
