@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sley_core.errors import PlanError
+from sley_core.model.convert import CONVERTS, MAKES, Conversions
 from sley_core.model.journal import META, Journal, unwatched
+from sley_core.model.layers import MODEL
 from sley_core.model.record import draw_seed
 from sley_core.model.steps import Call
 
@@ -37,6 +40,7 @@ class Surface(TorchFunctionMode):
     def __init__(self, journal: Journal, registered: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
         self.journal = journal
+        self.conversions = Conversions(journal)
         self.registered = registered  # the parameter on meta that stands for a real one
 
     def __torch_function__(
@@ -50,8 +54,14 @@ class Surface(TorchFunctionMode):
             return _PLACES[func](shown)
         if name == "__set__" and len(args) == 2:
             return self._set(func, *args)
+        if func in MAKES:
+            return self.conversions.make(func, args, kwargs)
         if not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
+        if name in CONVERTS:
+            return self.conversions.convert(func, args, kwargs)
+        if name in {"new", "new_tensor"}:
+            return self.conversions.new(func, args, kwargs)
         if name == "requires_grad_" and (twin := self.registered(args[0])) is not None:
             func(twin, *args[1:], **kwargs)
         if name in _BY_ELEMENT:
@@ -74,6 +84,12 @@ class Surface(TorchFunctionMode):
                     twin.data = self.journal.twin(value)
                 if tensor.is_meta != value.is_meta:
                     value = self.journal.twin(value) if tensor.is_meta else self.journal.realised(value)
+            if tensor.is_meta and (value.is_conj(), value.is_neg()) != (tensor.is_conj(), tensor.is_neg()):
+                message = (
+                    f"a parameter of shape {list(tensor.shape)} was given a view of conjugates or negatives as `.data`"
+                )
+                hint = "give it numbers of its own: `.resolve_conj()`, `.resolve_neg()`"
+                raise PlanError("model-init", message, path=MODEL, hint=hint)
         elif attribute is torch.Tensor.requires_grad and twin is not None:
             twin.requires_grad = value
         func(tensor, value)
