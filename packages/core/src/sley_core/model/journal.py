@@ -7,8 +7,10 @@ a file) or were given it (`.numpy()`), is looked at again whenever it is used.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -35,6 +37,8 @@ class Journal:
     def __init__(self) -> None:
         self._cells: dict[int, Cell] = {}
         self._sweep_at = 10_000
+        self._lent: list[torch.UntypedStorage] = []
+        self.lock = RLock()
 
     def cell(self, tensor: Tensor) -> Cell:
         """The cell of a tensor's memory; what nobody saw before came from outside."""
@@ -81,6 +85,22 @@ class Journal:
         step.reads, step.overwrites = [ref.cell], [made.cell]
         self.note(step, [made.cell], [])
         return value
+
+    def lend(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
+        """The values of a tensor on meta as they are now, in memory that those of the same cell share until it is written.
+
+        keep: as long as the factory runs, for somebody who takes no more than the address.
+        """
+        cell = self.cell(tensor)
+        number, known = cell.steps[-1].number, cell.lent
+        storage = known[1]() if known is not None and known[0] == number else None
+        if storage is None:
+            (value,) = replay([Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,))])
+            storage = value.untyped_storage()
+            cell.lent = (number, weakref.ref(storage))
+        if keep:
+            self._lent.append(storage)
+        return Ref.of(tensor, cell).over(storage)
 
     def look(self, tensor: Tensor, *, writes: bool) -> None:
         """Before an operation on a real tensor: the memory has what was written to it on meta, and what was written unseen.

@@ -13,6 +13,7 @@ overwrites a cell as a whole ends the search: what a constructor drew and a chec
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class Cell:
     shown: the device that code sees: where plain PyTorch would have it. steps: what wrote to it, in order. keys: hold its
     addresses, so that no other memory gets them. twin: the same memory on meta, for what is real. real: the real memory.
     is_stale: that lacks what was written through the twin. is_watched: others may write to it unseen, and it is
-    `held` to be looked at again.
+    `held` to be looked at again. lent: its values after the step of that number, in memory that code was given.
     """
 
     nbytes: int
@@ -54,6 +55,7 @@ class Cell:
     is_stale: bool = False
     is_watched: bool = False
     held: torch.UntypedStorage | None = None
+    lent: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
 
     @property
     def given(self) -> Given | None:
@@ -165,7 +167,9 @@ class Given(Step):
 
     def run(self, memory: Memory) -> None:
         if self.is_lost or not (self.is_own or torch.equal(self.looks, looks(self.storage))):
-            raise ChangedError
+            raise ChangedError(
+                "memory that the factory gave was written again by code that nobody saw, and is read now"
+            )
         memory.share(self.cell, self.storage)
 
 

@@ -19,6 +19,7 @@ from sley_core.model.convert import CONVERTS, MAKES, Conversions
 from sley_core.model.journal import META, Journal, unwatched
 from sley_core.model.layers import MODEL
 from sley_core.model.record import draw_seed
+from sley_core.model.saved import deep_copied, reads_by_address, saved_with_values
 from sley_core.model.steps import Call
 
 _EXPOSES = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
@@ -68,8 +69,12 @@ class Surface(TorchFunctionMode):
             return self._by_element(func, args, kwargs)
         if name in _READS and args[0].is_meta:
             return self._read(func, args, kwargs)
+        if name == "__deepcopy__" and type(args[0]) is Tensor and args[0].is_leaf and args[0].is_meta:
+            return deep_copied(self.journal, *args)
         if name == "data_ptr" and args[0].is_meta:
             with unwatched():  # who compares addresses asks whether it is the same memory
+                if reads_by_address():
+                    return self.journal.lend(args[0].detach(), keep=True).data_ptr()
                 return (id(self.journal.cell(args[0])) << 40) + args[0].storage_offset() * args[0].element_size()
         if name in _EXPOSES and not args[0].is_meta:
             with unwatched():
@@ -113,7 +118,10 @@ class Surface(TorchFunctionMode):
 
 @contextmanager
 def whole_functions(journal: Journal) -> Iterator[None]:
-    """Inside, `nn.init.trunc_normal_` is one operation: it looks at what it drew and draws again, as often as it takes."""
+    """Inside, `nn.init.trunc_normal_` is one operation: it looks at what it drew and draws again, as often as it takes.
+
+    What is pickled has values.
+    """
     original: Any = torch.nn.init._no_grad_trunc_normal_
 
     def truncated(
@@ -135,6 +143,7 @@ def whole_functions(journal: Journal) -> Iterator[None]:
 
     torch.nn.init._no_grad_trunc_normal_ = truncated
     try:
-        yield
+        with saved_with_values(journal):
+            yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = original
