@@ -120,11 +120,11 @@ class Conversions:
     def _value(self, tensor: Tensor) -> Tensor:
         if self._shown(tensor) == tensor.device:
             return tensor
-        with unwatched():
+        with self.journal.lock, unwatched():
             return self.journal.realised(tensor.detach())
 
     def _shown(self, tensor: Tensor) -> torch.device:
         if not tensor.is_meta:
             return tensor.device
-        with unwatched():
+        with self.journal.lock, unwatched():
             return self.journal.shown(tensor)

@@ -32,13 +32,24 @@ def unwatched() -> Iterator[None]:
 
 
 class Journal:
-    """The cells of all tensors that were seen, by the address of their memory."""
+    """The cells of all tensors that were seen, by the address of their memory.
+
+    lock: who looks something up and then notes it holds this, for threads of the factory's that work at the same time.
+    is_closed: the factory is done, and nothing is noted any more.
+    """
 
     def __init__(self) -> None:
         self._cells: dict[int, Cell] = {}
         self._sweep_at = 10_000
         self._lent: list[torch.UntypedStorage] = []
         self.lock = RLock()
+        self.is_closed = False
+
+    def close(self) -> None:
+        """The factory is done: threads of its that go on are watched no more, and what was lent goes."""
+        with self.lock:
+            self.is_closed = True
+            self._lent.clear()
 
     def cell(self, tensor: Tensor) -> Cell:
         """The cell of a tensor's memory; what nobody saw before came from outside."""

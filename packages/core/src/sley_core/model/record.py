@@ -34,7 +34,7 @@ _WRITES_UNSAID = {
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers in `journal` what this thread's operations write. Enter it together with `Surface`."""
+    """Remembers in `journal` what a thread's operations write. Enter it in that thread, together with `Surface`."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,9 +44,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.journal.is_closed:
+            return func(*args, **kwargs)
         if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)  # as a parameter it is refused by name
-        with torch._C.DisableTorchFunction():
+        with self.journal.lock, torch._C.DisableTorchFunction():
             return _Operation(self.journal, func, args, kwargs).run()
 
 

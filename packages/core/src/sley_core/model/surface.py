@@ -48,9 +48,11 @@ class Surface(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.journal.is_closed:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__" and args[0].is_meta and func in _PLACES:
-            with unwatched():
+            with self.journal.lock, unwatched():
                 shown = self.journal.shown(args[0])
             return _PLACES[func](shown)
         if name == "__set__" and len(args) == 2:
@@ -72,19 +74,19 @@ class Surface(TorchFunctionMode):
         if name == "__deepcopy__" and type(args[0]) is Tensor and args[0].is_leaf and args[0].is_meta:
             return deep_copied(self.journal, *args)
         if name == "data_ptr" and args[0].is_meta:
-            with unwatched():  # who compares addresses asks whether it is the same memory
+            with self.journal.lock, unwatched():  # who compares addresses asks whether it is the same memory
                 if reads_by_address():
                     return self.journal.lend(args[0].detach(), keep=True).data_ptr()
                 return (id(self.journal.cell(args[0])) << 40) + args[0].storage_offset() * args[0].element_size()
         if name in _EXPOSES and not args[0].is_meta:
-            with unwatched():
+            with self.journal.lock, unwatched():
                 self.journal.expose(args[0])
         return func(*args, **kwargs)
 
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
         attribute, twin = getattr(func, "__self__", None), self.registered(tensor)
         if attribute is torch.Tensor.data and isinstance(value, Tensor):
-            with unwatched():
+            with self.journal.lock, unwatched():
                 if twin is not None:
                     twin.data = self.journal.twin(value)
                 if tensor.is_meta != value.is_meta:
@@ -100,7 +102,7 @@ class Surface(TorchFunctionMode):
         func(tensor, value)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with unwatched():
+        with self.journal.lock, unwatched():
             found = func(self.journal.realised(args[0].detach()), *args[1:], **kwargs)
         if hasattr(found, "setflags"):
             found.setflags(write=False)  # numpy's: what is written to a copy would be lost
@@ -109,7 +111,7 @@ class Surface(TorchFunctionMode):
     def _by_element(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """torch's loops in Python, which write to memory that nobody else sees."""
         target: Tensor = args[0]
-        with unwatched(), torch.no_grad():
+        with self.journal.lock, unwatched(), torch.no_grad():
             real = [self.journal.realised(one.detach()) if one.is_meta else one.detach().clone() for one in args[:-1]]
             func(*real, args[-1], **kwargs)
         target.copy_(real[0])
@@ -127,7 +129,7 @@ def whole_functions(journal: Journal) -> Iterator[None]:
     def truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
-        with unwatched():
+        with journal.lock, unwatched():
             ref = journal.ref(tensor) if tensor.is_meta and journal.shown(tensor) != META else None
             if ref is not None:
                 seed = draw_seed() if generator is None else generator.get_state()
