@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sley_core.model.steps import Blank, Call, Cell, Given, Ref, Step, replay
+from sley_core.model.kept import Keeper
+from sley_core.model.steps import Blank, Call, Cell, Given, Ref, Step
 from sley_core.model.storage import bytes_of, looks
 
 META = torch.device("meta")
@@ -41,15 +42,17 @@ class Journal:
     def __init__(self) -> None:
         self._cells: dict[int, Cell] = {}
         self._sweep_at = 10_000
+        self._keeper = Keeper()
         self._lent: list[torch.UntypedStorage] = []
         self.lock = RLock()
         self.is_closed = False
 
     def close(self) -> None:
-        """The factory is done: threads of its that go on are watched no more, and what was lent goes."""
+        """The factory is done: threads of its that go on are watched no more, and what was lent or kept goes."""
         with self.lock:
             self.is_closed = True
             self._lent.clear()
+            self._keeper.close()
 
     def cell(self, tensor: Tensor) -> Cell:
         """The cell of a tensor's memory; what nobody saw before came from outside."""
@@ -90,7 +93,7 @@ class Journal:
     def realised(self, tensor: Tensor) -> Tensor:
         """The values of a tensor on meta as they are now, a copy."""
         ref = self.ref(tensor)
-        (value,) = replay([ref])
+        value = self._keeper.value(ref)
         made = self.made(value)
         step = Call(func=torch.ops.aten.clone.default, args=(ref,), kwargs={}, results=[made], is_copy=True)
         step.reads, step.overwrites = [ref.cell], [made.cell]
@@ -106,7 +109,7 @@ class Journal:
         number, known = cell.steps[-1].number, cell.lent
         storage = known[1]() if known is not None and known[0] == number else None
         if storage is None:
-            (value,) = replay([Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,))])
+            value = self._keeper.value(Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,)))
             storage = value.untyped_storage()
             cell.lent = (number, weakref.ref(storage))
         if keep:
@@ -134,7 +137,7 @@ class Journal:
         if not cell.is_stale:
             return
         every = bytes_of(storage)
-        (value,) = replay([Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,))])
+        value = self._keeper.value(Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,)))
         for step in cell.steps:
             if isinstance(step, Given):
                 step.own()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,10 @@ class Memory:
     def share(self, cell: Cell, storage: torch.UntypedStorage) -> None:
         self._storages[cell] = storage
         self._shared.add(cell)
+
+    def storages(self) -> Iterable[tuple[Cell, torch.UntypedStorage]]:
+        """What it has, by cell."""
+        return self._storages.items()
 
     def make_own(self, cell: Cell) -> None:
         """The cell may be written."""

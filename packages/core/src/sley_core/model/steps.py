@@ -42,7 +42,8 @@ class Cell:
     shown: the device that code sees: where plain PyTorch would have it. steps: what wrote to it, in order. keys: hold its
     addresses, so that no other memory gets them. twin: the same memory on meta, for what is real. real: the real memory.
     is_stale: that lacks what was written through the twin. is_watched: others may write to it unseen, and it is
-    `held` to be looked at again. lent: its values after the step of that number, in memory that code was given.
+    `held` to be looked at again. kept: stands for all of `steps` before it.
+    lent: its values after the step of that number, in memory that code was given.
     """
 
     nbytes: int
@@ -55,6 +56,7 @@ class Cell:
     is_stale: bool = False
     is_watched: bool = False
     held: torch.UntypedStorage | None = None
+    kept: Step | None = None
     lent: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
 
     @property
@@ -63,9 +65,12 @@ class Cell:
         last = self.steps[-1] if self.steps else None
         return last if isinstance(last, Given) else None
 
-    def history(self, before: int) -> Iterator[Step]:
-        """The steps before number `before` that its value depends on, the latest first."""
+    def history(self, before: int, *, from_kept: bool = False) -> Iterator[Step]:
+        """The steps before number `before` that its value depends on, the latest first; from_kept: no older than `kept`."""
         for at in range(bisect_left(self.steps, before, key=lambda step: step.number) - 1, -1, -1):
+            if from_kept and self.kept is not None and self.steps[at].number < self.kept.number < before:
+                yield self.kept
+                return
             yield self.steps[at]
             if self in self.steps[at].overwrites:
                 return
@@ -219,13 +224,13 @@ def replay(refs: Iterable[Ref]) -> list[Tensor]:
     return values
 
 
-def needed(refs: Iterable[Ref]) -> set[Step]:
-    """The steps that the values of `refs` depend on."""
+def needed(refs: Iterable[Ref], *, from_kept: bool = False) -> set[Step]:
+    """The steps that the values of `refs` depend on. from_kept: with what is `kept` of cells in place of older ones."""
     found: set[Step] = set()
     ahead: list[tuple[int, Step]] = []
 
     def want(cell: Cell, before: int) -> None:
-        for step in cell.history(before):
+        for step in cell.history(before, from_kept=from_kept):
             if step not in found:
                 found.add(step)
                 heappush(ahead, (-step.number, step))
