@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
@@ -60,6 +61,27 @@ def real(build: Callable[..., Model]) -> Callable[..., Model]:
         return model
 
     return real
+
+
+@pytest.fixture
+def as_plain(real: Callable[..., Model]) -> Callable[[Callable[[], list[nn.Module]]], Model]:
+    """`as_plain(case)`: the model of `case()`, whose values are those of the same code run by plain PyTorch, or it fails."""
+
+    def as_plain(case: Callable[[], list[nn.Module]]) -> Model:
+        wanted = _values({str(at): layer for at, layer in enumerate(case())})
+        model = real(lambda _: case(), torch.float64)
+        found = _values({layer.name: layer.module for layer in model})
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found[name].double(), value.resolve_neg().double()), name
+        return model
+
+    return as_plain
+
+
+def _values(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    parts = [[*layer.named_parameters(name), *layer.named_buffers(name)] for name, layer in layers.items()]
+    return {name: value for part in parts for name, value in part}
 
 
 @pytest.fixture

@@ -23,10 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sley_core.errors import PlanError, PluginError, SleyError
 from sley_core.model.journal import Journal, unwatched
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
-from sley_core.model.record import Recorder
 from sley_core.model.seeds import derive
 from sley_core.model.steps import Ref, is_blank, needed
-from sley_core.model.surface import Surface, whole_functions
+from sley_core.model.watch import watched
 from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
@@ -148,12 +147,12 @@ class Building:
 
 @contextmanager
 def recorded() -> Iterator[Building]:
-    """As `parameters_on_meta`, and what this thread writes to parameters is remembered."""
+    """As `parameters_on_meta`, and what is written to parameters is remembered."""
     building = Building()
-    with parameters_on_meta(building.to_meta), whole_functions(building.journal), warnings.catch_warnings():
+    with parameters_on_meta(building.to_meta), warnings.catch_warnings():
         # load_state_dict, of parameters on meta
         warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
-        with Surface(building.journal, building.meta_of.get), Recorder(building.journal):
+        with watched(building.journal, building.meta_of.get):
             yield building
 
 

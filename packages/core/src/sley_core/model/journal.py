@@ -7,15 +7,18 @@ a file) or were given it (`.numpy()`), is looked at again whenever it is used.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sley_core.model.steps import Blank, Call, Cell, Given, Ref, Step, replay
+from sley_core.model.kept import Keeper
+from sley_core.model.steps import Blank, Call, Cell, Given, Ref, Step
 from sley_core.model.storage import bytes_of, looks
 
 META = torch.device("meta")
@@ -30,11 +33,26 @@ def unwatched() -> Iterator[None]:
 
 
 class Journal:
-    """The cells of all tensors that were seen, by the address of their memory."""
+    """The cells of all tensors that were seen, by the address of their memory.
+
+    lock: who looks something up and then notes it holds this, for threads of the factory's that work at the same time.
+    is_closed: the factory is done, and nothing is noted any more.
+    """
 
     def __init__(self) -> None:
         self._cells: dict[int, Cell] = {}
         self._sweep_at = 10_000
+        self._keeper = Keeper()
+        self._lent: list[torch.UntypedStorage] = []
+        self.lock = RLock()
+        self.is_closed = False
+
+    def close(self) -> None:
+        """The factory is done: threads of its that go on are watched no more, and what was lent or kept goes."""
+        with self.lock:
+            self.is_closed = True
+            self._lent.clear()
+            self._keeper.close()
 
     def cell(self, tensor: Tensor) -> Cell:
         """The cell of a tensor's memory; what nobody saw before came from outside."""
@@ -59,7 +77,7 @@ class Journal:
         return self.cell(tensor).shown if tensor.is_meta else tensor.device
 
     def ref(self, tensor: Tensor) -> Ref:
-        return Ref(self.cell(tensor), tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        return Ref.of(tensor, self.cell(tensor))
 
     def twin(self, tensor: Tensor) -> Tensor:
         """A tensor on meta that is, for this journal, the same memory."""
@@ -70,18 +88,33 @@ class Journal:
         if cell.twin is None:
             cell.twin = torch.empty(cell.nbytes, dtype=torch.uint8, device=META).untyped_storage()
             self._know(cell, cell.twin)
-        empty = torch.empty(0, dtype=tensor.dtype, device=META)
-        return empty.set_(cell.twin, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return Ref.of(tensor, cell).over(cell.twin)
 
     def realised(self, tensor: Tensor) -> Tensor:
         """The values of a tensor on meta as they are now, a copy."""
         ref = self.ref(tensor)
-        (value,) = replay([ref])
+        value = self._keeper.value(ref)
         made = self.made(value)
         step = Call(func=torch.ops.aten.clone.default, args=(ref,), kwargs={}, results=[made], is_copy=True)
         step.reads, step.overwrites = [ref.cell], [made.cell]
         self.note(step, [made.cell], [])
         return value
+
+    def lend(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
+        """The values of a tensor on meta as they are now, in memory that those of the same cell share until it is written.
+
+        keep: as long as the factory runs, for somebody who takes no more than the address.
+        """
+        cell = self.cell(tensor)
+        number, known = cell.steps[-1].number, cell.lent
+        storage = known[1]() if known is not None and known[0] == number else None
+        if storage is None:
+            value = self._keeper.value(Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,)))
+            storage = value.untyped_storage()
+            cell.lent = (number, weakref.ref(storage))
+        if keep:
+            self._lent.append(storage)
+        return Ref.of(tensor, cell).over(storage)
 
     def look(self, tensor: Tensor, *, writes: bool) -> None:
         """Before an operation on a real tensor: the memory has what was written to it on meta, and what was written unseen.
@@ -99,11 +132,12 @@ class Journal:
 
     def refresh(self, tensor: Tensor) -> None:
         """The real memory gets what was written to it on meta."""
-        cell, storage = self.cell(tensor), tensor.untyped_storage()
+        with torch._C.DisableTorchFunction():  # lazy ones, which have a type of their own, refuse to be asked
+            cell, storage = self.cell(tensor), tensor.untyped_storage()
         if not cell.is_stale:
             return
         every = bytes_of(storage)
-        (value,) = replay([Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,))])
+        value = self._keeper.value(Ref(cell, torch.uint8, 0, (cell.nbytes,), (1,)))
         for step in cell.steps:
             if isinstance(step, Given):
                 step.own()

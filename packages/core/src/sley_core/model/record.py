@@ -22,10 +22,19 @@ _FROM_SHAPES = _BLANK | {f"{kind}_like" for kind in ("zeros", "ones", "full", "r
 _FROM_SHAPES |= {f"new_{kind}" for kind in ("zeros", "ones", "full")}
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
 _COPIES = {"copy_", "clone", "_to_copy", "lift_fresh_copy", "detach_copy"}
+_WRITES_UNSAID = {
+    "native_batch_norm": ("running_mean", "running_var"),
+    "cudnn_batch_norm": ("running_mean", "running_var"),
+    "miopen_batch_norm": ("running_mean", "running_var"),
+    "batch_norm_update_stats": ("running_mean", "running_var"),
+    "batch_norm_gather_stats": ("running_mean", "running_var"),
+    "batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+}
+"""What operations write to though their schemas do not say so, unless an argument says that they are not training."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers in `journal` what this thread's operations write. Enter it together with `Surface`."""
+    """Remembers in `journal` what a thread's operations write. Enter it in that thread, together with `Surface`."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,9 +44,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.journal.is_closed:
+            return func(*args, **kwargs)
         if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)  # as a parameter it is refused by name
-        with torch._C.DisableTorchFunction():
+        with self.journal.lock, torch._C.DisableTorchFunction():
             return _Operation(self.journal, func, args, kwargs).run()
 
 
@@ -172,12 +183,22 @@ class _Operation:
         return []
 
     def _written(self) -> list[Tensor]:
+        unsaid = _WRITES_UNSAID.get(self.name, ())
+        if unsaid and not self._argument("training", True):
+            unsaid = ()
         found: list[Tensor] = []
-        for at, argument in enumerate(self.func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = self.args[at] if at < len(self.args) else self.kwargs.get(argument.name)
-                found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        for argument in self.func._schema.arguments:
+            said = argument.alias_info is not None and argument.alias_info.is_write
+            if said or argument.name in unsaid:
+                found += [leaf for leaf in tree_leaves(self._argument(argument.name)) if isinstance(leaf, Tensor)]
         return found
+
+    def _argument(self, name: str, default: Any = None) -> Any:
+        """What was given for the schema's argument `name`."""
+        for at, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name and at < len(self.args):
+                return self.args[at]
+        return self.kwargs.get(name, default)
 
     def _seed(self) -> int | Tensor:
         """What the numbers will be drawn from. A generator of the user's own goes on as if they had been drawn now."""

@@ -13,6 +13,7 @@ overwrites a cell as a whole ends the search: what a constructor drew and a chec
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-from sley_core.model.storage import SMALL_BYTES, bytes_of, looks
+from sley_core.model.memory import Memory
+from sley_core.model.storage import SMALL_BYTES, blank, bytes_of, looks
 
 
 class ChangedError(Exception):
@@ -40,7 +42,8 @@ class Cell:
     shown: the device that code sees: where plain PyTorch would have it. steps: what wrote to it, in order. keys: hold its
     addresses, so that no other memory gets them. twin: the same memory on meta, for what is real. real: the real memory.
     is_stale: that lacks what was written through the twin. is_watched: others may write to it unseen, and it is
-    `held` to be looked at again.
+    `held` to be looked at again. kept: stands for all of `steps` before it.
+    lent: its values after the step of that number, in memory that code was given.
     """
 
     nbytes: int
@@ -53,6 +56,8 @@ class Cell:
     is_stale: bool = False
     is_watched: bool = False
     held: torch.UntypedStorage | None = None
+    kept: Step | None = None
+    lent: tuple[int, weakref.ref[torch.UntypedStorage]] | None = None
 
     @property
     def given(self) -> Given | None:
@@ -60,9 +65,12 @@ class Cell:
         last = self.steps[-1] if self.steps else None
         return last if isinstance(last, Given) else None
 
-    def history(self, before: int) -> Iterator[Step]:
-        """The steps before number `before` that its value depends on, the latest first."""
+    def history(self, before: int, *, from_kept: bool = False) -> Iterator[Step]:
+        """The steps before number `before` that its value depends on, the latest first; from_kept: no older than `kept`."""
         for at in range(bisect_left(self.steps, before, key=lambda step: step.number) - 1, -1, -1):
+            if from_kept and self.kept is not None and self.steps[at].number < self.kept.number < before:
+                yield self.kept
+                return
             yield self.steps[at]
             if self in self.steps[at].overwrites:
                 return
@@ -77,6 +85,26 @@ class Ref:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, cell: Cell) -> Ref:
+        bits = (tensor.is_conj(), tensor.is_neg())
+        return cls(cell, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), *bits)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its numbers are those in memory, not their conjugates or negatives."""
+        return not (self.is_conj or self.is_neg)
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same view of `storage`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        torch._C._set_conj(tensor, self.is_conj)
+        torch._C._set_neg(tensor, self.is_neg)
+        return tensor
 
     @property
     def is_whole(self) -> bool:
@@ -116,11 +144,7 @@ class Blank(Step):
     is_copy: bool = True
 
     def run(self, memory: Memory) -> None:
-        every = bytes_of(memory.allocate(self.cell))
-        if self.dtype.is_floating_point and every.numel() % self.dtype.itemsize == 0:
-            every.view(self.dtype).fill_(torch.nan)
-        else:
-            every.zero_()
+        blank(memory.allocate(self.cell), self.dtype)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -148,7 +172,9 @@ class Given(Step):
 
     def run(self, memory: Memory) -> None:
         if self.is_lost or not (self.is_own or torch.equal(self.looks, looks(self.storage))):
-            raise ChangedError
+            raise ChangedError(
+                "memory that the factory gave was written again by code that nobody saw, and is read now"
+            )
         memory.share(self.cell, self.storage)
 
 
@@ -183,55 +209,6 @@ class Call(Step):
                 memory.take(ref, tensor)
 
 
-class Memory:
-    """What a replay has written so far."""
-
-    def __init__(self) -> None:
-        self._storages: dict[Cell, torch.UntypedStorage] = {}
-        self._shared: set[Cell] = set()
-
-    def allocate(self, cell: Cell) -> torch.UntypedStorage:
-        """Memory of the cell's size, with anything in it."""
-        self._storages[cell] = torch.empty(cell.nbytes, dtype=torch.uint8, device=cell.device).untyped_storage()
-        self._shared.discard(cell)
-        return self._storages[cell]
-
-    def share(self, cell: Cell, storage: torch.UntypedStorage) -> None:
-        self._storages[cell] = storage
-        self._shared.add(cell)
-
-    def make_own(self, cell: Cell) -> None:
-        """The cell may be written."""
-        if cell not in self._storages:
-            self.allocate(cell)
-        elif cell in self._shared:
-            self._storages[cell] = bytes_of(self._storages[cell]).clone().untyped_storage()
-            self._shared.discard(cell)
-
-    def take(self, ref: Ref, tensor: Tensor) -> None:
-        """A result becomes memory of its own, laid out as it was when it was recorded."""
-        storage = tensor.untyped_storage()
-        as_before = (tensor.storage_offset(), tensor.stride()) == (ref.offset, ref.stride)
-        if as_before and tensor.dtype == ref.dtype and storage.nbytes() == ref.cell.nbytes:
-            self._storages[ref.cell] = storage
-            self._shared.discard(ref.cell)
-        else:
-            self.allocate(ref.cell)
-            self.view(ref).copy_(tensor)
-
-    def view(self, ref: Ref) -> Tensor:
-        storage = self._storages.get(ref.cell)
-        if storage is None:  # only its shape matters, or it is about to be overwritten
-            storage = self.allocate(ref.cell)
-        return torch.empty(0, dtype=ref.dtype, device=storage.device).set_(storage, ref.offset, ref.size, ref.stride)
-
-    def value(self, ref: Ref) -> Tensor:
-        """The tensor in memory that nobody else has."""
-        found = self.view(ref)
-        alone = ref.is_whole and ref.cell not in self._shared
-        return found if alone else found.clone(memory_format=torch.preserve_format)
-
-
 @torch.no_grad()
 def replay(refs: Iterable[Ref]) -> list[Tensor]:
     """The values of `refs` as they are now, each in memory of its own. Raises ChangedError, and what an operation raises."""
@@ -247,13 +224,13 @@ def replay(refs: Iterable[Ref]) -> list[Tensor]:
     return values
 
 
-def needed(refs: Iterable[Ref]) -> set[Step]:
-    """The steps that the values of `refs` depend on."""
+def needed(refs: Iterable[Ref], *, from_kept: bool = False) -> set[Step]:
+    """The steps that the values of `refs` depend on. from_kept: with what is `kept` of cells in place of older ones."""
     found: set[Step] = set()
     ahead: list[tuple[int, Step]] = []
 
     def want(cell: Cell, before: int) -> None:
-        for step in cell.history(before):
+        for step in cell.history(before, from_kept=from_kept):
             if step not in found:
                 found.add(step)
                 heappush(ahead, (-step.number, step))

@@ -28,3 +28,12 @@ def looks(storage: torch.UntypedStorage) -> Tensor:
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """All of `storage`, as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def blank(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """Makes all of `storage` NaN where `dtype` has such a number, else zero."""
+    every = bytes_of(storage)
+    if (dtype.is_floating_point or dtype.is_complex) and every.numel() % dtype.itemsize == 0:
+        every.view(dtype).fill_(torch.nan)
+    else:
+        every.zero_()

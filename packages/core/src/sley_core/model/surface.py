@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sley_core.errors import PlanError
+from sley_core.model.convert import CONVERTS, MAKES, Conversions
 from sley_core.model.journal import META, Journal, unwatched
+from sley_core.model.layers import MODEL
 from sley_core.model.record import draw_seed
+from sley_core.model.saved import deep_copied, reads_by_address, saved_with_values
 from sley_core.model.steps import Call
 
 _EXPOSES = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
@@ -37,49 +41,68 @@ class Surface(TorchFunctionMode):
     def __init__(self, journal: Journal, registered: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
         self.journal = journal
+        self.conversions = Conversions(journal)
         self.registered = registered  # the parameter on meta that stands for a real one
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.journal.is_closed:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__" and args[0].is_meta and func in _PLACES:
-            with unwatched():
+            with self.journal.lock, unwatched():
                 shown = self.journal.shown(args[0])
             return _PLACES[func](shown)
         if name == "__set__" and len(args) == 2:
             return self._set(func, *args)
+        if func in MAKES:
+            return self.conversions.make(func, args, kwargs)
         if not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
+        if name in CONVERTS:
+            return self.conversions.convert(func, args, kwargs)
+        if name in {"new", "new_tensor"}:
+            return self.conversions.new(func, args, kwargs)
         if name == "requires_grad_" and (twin := self.registered(args[0])) is not None:
             func(twin, *args[1:], **kwargs)
         if name in _BY_ELEMENT:
             return self._by_element(func, args, kwargs)
         if name in _READS and args[0].is_meta:
             return self._read(func, args, kwargs)
+        if name == "__deepcopy__" and type(args[0]) is Tensor and args[0].is_leaf and args[0].is_meta:
+            return deep_copied(self.journal, *args)
         if name == "data_ptr" and args[0].is_meta:
-            with unwatched():  # who compares addresses asks whether it is the same memory
+            with self.journal.lock, unwatched():  # who compares addresses asks whether it is the same memory
+                if reads_by_address():
+                    return self.journal.lend(args[0].detach(), keep=True).data_ptr()
                 return (id(self.journal.cell(args[0])) << 40) + args[0].storage_offset() * args[0].element_size()
         if name in _EXPOSES and not args[0].is_meta:
-            with unwatched():
+            with self.journal.lock, unwatched():
                 self.journal.expose(args[0])
         return func(*args, **kwargs)
 
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
         attribute, twin = getattr(func, "__self__", None), self.registered(tensor)
         if attribute is torch.Tensor.data and isinstance(value, Tensor):
-            with unwatched():
+            with self.journal.lock, unwatched():
                 if twin is not None:
                     twin.data = self.journal.twin(value)
                 if tensor.is_meta != value.is_meta:
                     value = self.journal.twin(value) if tensor.is_meta else self.journal.realised(value)
+            if tensor.is_meta and (value.is_conj(), value.is_neg()) != (tensor.is_conj(), tensor.is_neg()):
+                message = (
+                    f"a parameter of shape {list(tensor.shape)} was given a view of conjugates or negatives as `.data`"
+                )
+                hint = "give it numbers of its own: `.resolve_conj()`, `.resolve_neg()`"
+                raise PlanError("model-init", message, path=MODEL, hint=hint)
         elif attribute is torch.Tensor.requires_grad and twin is not None:
             twin.requires_grad = value
         func(tensor, value)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with unwatched():
+        with self.journal.lock, unwatched():
             found = func(self.journal.realised(args[0].detach()), *args[1:], **kwargs)
         if hasattr(found, "setflags"):
             found.setflags(write=False)  # numpy's: what is written to a copy would be lost
@@ -88,7 +111,7 @@ class Surface(TorchFunctionMode):
     def _by_element(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """torch's loops in Python, which write to memory that nobody else sees."""
         target: Tensor = args[0]
-        with unwatched(), torch.no_grad():
+        with self.journal.lock, unwatched(), torch.no_grad():
             real = [self.journal.realised(one.detach()) if one.is_meta else one.detach().clone() for one in args[:-1]]
             func(*real, args[-1], **kwargs)
         target.copy_(real[0])
@@ -97,13 +120,16 @@ class Surface(TorchFunctionMode):
 
 @contextmanager
 def whole_functions(journal: Journal) -> Iterator[None]:
-    """Inside, `nn.init.trunc_normal_` is one operation: it looks at what it drew and draws again, as often as it takes."""
+    """Inside, `nn.init.trunc_normal_` is one operation: it looks at what it drew and draws again, as often as it takes.
+
+    What is pickled has values.
+    """
     original: Any = torch.nn.init._no_grad_trunc_normal_
 
     def truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
-        with unwatched():
+        with journal.lock, unwatched():
             ref = journal.ref(tensor) if tensor.is_meta and journal.shown(tensor) != META else None
             if ref is not None:
                 seed = draw_seed() if generator is None else generator.get_state()
@@ -119,6 +145,7 @@ def whole_functions(journal: Journal) -> Iterator[None]:
 
     torch.nn.init._no_grad_trunc_normal_ = truncated
     try:
-        yield
+        with saved_with_values(journal):
+            yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = original

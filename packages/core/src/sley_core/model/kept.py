@@ -1,0 +1,73 @@
+"""Values that a factory has looked at, kept while it runs: code that looks again does not wait for all that was done before.
+
+`for i in range(1000): weight[i].mul_(x); weight.norm().item()` would run 1000 * 1000 / 2 steps without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sley_core.model.memory import Memory
+from sley_core.model.steps import Blank, Cell, Given, Ref, Step, needed
+
+KEPT_BYTES = 2**25
+"""What is kept at most, besides the largest of it, which a replay needs at once anyway."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Kept(Step):
+    """What a cell held at the end of a replay, after all that was written to it by then."""
+
+    cell: Cell
+    storage: torch.UntypedStorage
+
+    def run(self, memory: Memory) -> None:
+        memory.share(self.cell, self.storage)
+
+
+class Keeper:
+    """Replays, and keeps what came out of it, the latest `limit` bytes."""
+
+    def __init__(self, limit: int = KEPT_BYTES) -> None:
+        self._limit = limit
+        self._kept: dict[Cell, Kept] = {}
+
+    @torch.no_grad()
+    def value(self, ref: Ref) -> Tensor:
+        """As `replay([ref])`."""
+        steps = needed([ref], from_kept=True)
+        memory = Memory()
+        for step in sorted(steps, key=lambda step: step.number):
+            step.run(memory)
+        for cell, storage in list(memory.storages()):
+            last = cell.steps[-1]
+            if last in steps and not isinstance(last, Given | Blank):  # no step after those that were run
+                self._keep(cell, storage)
+                memory.share(cell, storage)
+        self._drop()
+        return memory.value(ref)
+
+    def close(self) -> None:
+        """Keeps nothing any more."""
+        self._limit = -1
+        self._drop()
+
+    def _keep(self, cell: Cell, storage: torch.UntypedStorage) -> None:
+        self._kept.pop(cell, None)
+        self._kept[cell] = kept = Kept(cell=cell, storage=storage, overwrites=[cell])
+        cell.kept = kept
+
+    def _drop(self) -> None:
+        """The oldest go first, and the largest only after it."""
+        sizes = {cell: cell.nbytes for cell in self._kept}
+        allowed = self._limit + max(sizes.values(), default=0) if self._limit >= 0 else -1
+        total = sum(sizes.values())
+        for cell in list(self._kept):
+            if total <= allowed:
+                return
+            total -= sizes[cell]
+            del self._kept[cell]
+            cell.kept = None
