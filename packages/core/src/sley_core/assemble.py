@@ -28,6 +28,7 @@ from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
+from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
@@ -88,6 +89,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     if communicator is not None:
         communicator.prepare(model.layers)
     shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
+    check_hooks(stage.stages, shards, topology.sp)
     notes += left_whole(model.layers, shards)
     book = ParameterBook(stage.chunks, stage.stages, shards)
     _materialize(plan, world, model, stage, shards)

@@ -125,6 +125,10 @@ class Building:
         elif parameter in _stand_ins and _stand_ins[parameter] is not self._token:
             why = "it belongs to a model that was built before this one"
             hint = "make new modules in each call of the factory"
+        elif parameter._post_accumulate_grad_hooks:
+            message = f"the parameter {name!r} has a hook on its accumulated gradient, which is the run's own"
+            hint = "use `register_hook`, or a gradient handler (docs/write-a-plugin.md)"
+            raise PlanError("model-hook", message, path=MODEL, hint=hint)
         else:
             return
         message = f"the first value of the parameter {name!r} cannot be kept: {why}"

@@ -199,7 +199,9 @@ def _misfit(layer: Layer, what: str, hint: str) -> Diagnostic:
 
 
 def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A new parameter over `data`, with the old one's `requires_grad` and whatever a user hung on it."""
+    """A new parameter over `data`, with the old one's `requires_grad`, its hooks, and whatever a user hung on it."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
+    if parameter._backward_hooks:
+        new._backward_hooks = parameter._backward_hooks  # the same dict: who holds a handle may still take a hook away
     return new

@@ -20,6 +20,7 @@ from sley_core.model.steps import Call
 
 _EXPOSES = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
 _READS = {"numpy", "__array__", "tolist", "__dlpack__"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _BY_ELEMENT = {"apply_", "map_", "map2_"}
 _TENSOR: Any = torch.Tensor
 _PLACES: dict[Any, Callable[[torch.device], Any]] = {
@@ -54,6 +55,8 @@ class Surface(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "requires_grad_" and (twin := self.registered(args[0])) is not None:
             func(twin, *args[1:], **kwargs)
+        if name in _HOOKS and (twin := self.registered(args[0])) is not None:
+            return func(twin, *args[1:], **kwargs)
         if name in _BY_ELEMENT:
             return self._by_element(func, args, kwargs)
         if name in _READS and args[0].is_meta:
