@@ -29,6 +29,7 @@ from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
 from sley_core.engine.gradient_hooks import check_hooks
+from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
@@ -130,6 +131,7 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
         owned={layer.name for layer in stage.layers},
         cut={key: shard.cut for key, shard in shards.items()},
     )
+    refuse_left_over(model, stage.layers)
 
 
 def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: Stage, book: ParameterBook) -> Parts:
