@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sley_core.model.autocast import check_autocast
 from sley_core.model.journal import META, Journal, unwatched
 from sley_core.model.record import draw_seed
 from sley_core.model.steps import Call
 
 _EXPOSES = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
-_READS = {"numpy", "__array__", "tolist", "__dlpack__"}
+_READS = {"numpy", "__array__", "tolist", "__dlpack__", "__format__"}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _BY_ELEMENT = {"apply_", "map_", "map2_"}
 _TENSOR: Any = torch.Tensor
@@ -51,6 +52,7 @@ class Surface(TorchFunctionMode):
             return _PLACES[func](shown)
         if name == "__set__" and len(args) == 2:
             return self._set(func, *args)
+        check_autocast(name, args, kwargs)
         if not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         if name == "requires_grad_" and (twin := self.registered(args[0])) is not None:
@@ -64,6 +66,8 @@ class Surface(TorchFunctionMode):
         if name == "data_ptr" and args[0].is_meta:
             with unwatched():  # who compares addresses asks whether it is the same memory
                 return (id(self.journal.cell(args[0])) << 40) + args[0].storage_offset() * args[0].element_size()
+        if name == "share_memory_" and args[0].is_meta:
+            return args[0]  # a run gives it memory of its own
         if name in _EXPOSES and not args[0].is_meta:
             with unwatched():
                 self.journal.expose(args[0])
