@@ -241,6 +241,38 @@ def test_module_that_cannot_be_materialised(own_model: Callable[[str], Path], re
     refused(path, "model-init", "[model]")
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("self.rows = torch.nn.Parameter(self.weight[:4])", "model-init"),
+        ("self.kept = [self.weight]", "model-init"),
+        ("self.weight.register_post_accumulate_grad_hook(lambda weight: None)", "model-hook"),
+    ],
+    ids=["shared memory", "held unregistered", "hook on a sum"],
+)
+def test_parameters_that_a_run_would_not_train_alike(
+    own_model: Callable[[str], Path], refused: Refused, line: str, code: str
+) -> None:
+    path = own_model(
+        f"""
+        import torch
+
+        class Table(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.randn(256, 256))
+                {line}
+
+            def forward(self, tokens):
+                return self.weight[tokens]
+
+        def layers():
+            return [Table()]
+        """
+    )
+    refused(path, code, "[model]")
+
+
 def test_a_plain_error_in_a_factory_is_placed_in_its_file(
     own_model: Callable[[str], Path], cli: Callable[..., Any], folder: Path
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import SleyError
-from sley_core.testing.habits import HABITS
+from sley_core.testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_core.testing.habits import layers as habit_layers
 from sley_core.testing.plain import PlainLoop, assert_step, decay_groups
 from sley_core.testing.runs import Recorded, record
@@ -178,6 +178,7 @@ REFUSED = {
     "Swapped": "sharded-weight-read",  # it makes another weight of a linear's own
     "Silent": "sharded-weight-read",  # it gives a weight to a function of its own
     "Mapped": "sharded-weight-mapped",
+    "HookedWeights": "model-hook",
 }
 
 
@@ -189,7 +190,8 @@ def test_habits_around_a_sharded_linear(ranks, own, unit):
     data = Rows(DataContext(0, "train"))
     batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
     plans = []
-    for habit in HABITS:
+    habits = HABITS | OF_WHOLE_GRADIENTS
+    for habit in habits:
         tables = drawn_plan(1, 2) | {
             "model": {"factory": "sley_core.testing.habits:model", "options": {"habit": habit}}
         }
@@ -199,7 +201,7 @@ def test_habits_around_a_sharded_linear(ranks, own, unit):
             tables | {"weights": {"use": "isp.communicator", "unit": unit}, "activations": {"use": "core.keep"}}
         )
     for habit, tables, of_ranks in zip(
-        HABITS, plans, zip(*ranks(2, 240)(recorded, plans, own, batches), strict=True), strict=True
+        habits, plans, zip(*ranks(2, 240)(recorded, plans, own, batches), strict=True), strict=True
     ):
         wanted = {REFUSED.get(habit, "right")}
         if habit.startswith("Adaptive") and unit == "module":

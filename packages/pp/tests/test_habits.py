@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sley_core.testing.by_hand import assert_by_hand
-from sley_core.testing.habits import HABITS
+from sley_core.testing.habits import HABITS, OF_WHOLE_GRADIENTS
 from sley_core.testing.habits import layers as layers_of
 from sley_core.testing.runs import record
 
@@ -21,9 +21,13 @@ def batch(step, sample):
     return made
 
 
+ONE_RANK_EACH = [
+    habit for habit in HABITS | OF_WHOLE_GRADIENTS if habit != "Mapped"
+]  # its warning is an error in the ranks
+TWO_RANKS_EACH = ["InPlace", "Adaptive", "Normed", "Frozen", "GradientWithin", "HookedWeights"]
 CASES = [
-    *(("pp.zero_bubble_h1", 1, habit) for habit in HABITS if habit != "Mapped"),  # its warning is an error in the ranks
-    *(("pp.zero_bubble_v", 2, habit) for habit in ("InPlace", "Adaptive", "Normed", "Frozen", "GradientWithin")),
+    *(("pp.zero_bubble_h1", 1, habit) for habit in ONE_RANK_EACH),
+    *(("pp.zero_bubble_v", 2, habit) for habit in TWO_RANKS_EACH),
 ]
 
 

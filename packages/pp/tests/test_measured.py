@@ -53,10 +53,11 @@ class Block(nn.Module):
         super().__init__()
         self.share = share
         self.inner = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))  # which no method but the constructor gives its value
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
-        return self.dropout(self.inner(Sleepy.apply(x, self.share * SLOW_S)))
+        return self.gain * self.dropout(self.inner(Sleepy.apply(x, self.share * SLOW_S)))
 
 
 class First(Block):

@@ -28,6 +28,8 @@ from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
+from sley_core.engine.gradient_hooks import check_hooks
+from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
@@ -89,6 +91,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     if communicator is not None:
         communicator.prepare(model.layers)
     shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
+    check_hooks(stage.stages, shards, topology.sp)
     notes += left_whole(model.layers, shards)
     book = ParameterBook(stage.chunks, stage.stages, shards)
     _materialize(plan, world, model, stage, shards)
@@ -129,6 +132,7 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
         owned={layer.name for layer in stage.layers},
         cut={key: shard.cut for key, shard in shards.items()},
     )
+    refuse_left_over(model, stage.layers)
 
 
 def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: Stage, book: ParameterBook) -> Parts:

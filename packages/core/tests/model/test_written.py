@@ -166,6 +166,17 @@ def looked_at() -> list[nn.Module]:
     return [part]
 
 
+def printed() -> list[nn.Module]:
+    """Numbers that are written out, and memory that is shared with processes."""
+    part = Part()
+    part.load_state_dict(state())
+    said = f"{part.first.weight.mean():.4f}"
+    part.share_memory()
+    with torch.no_grad():
+        part.second.weight.fill_(float(said))
+    return [part]
+
+
 def copied() -> list[nn.Module]:
     part = Part()
     part.load_state_dict(state())
@@ -248,6 +259,7 @@ CASES = [
     in_place,
     own_parameters,
     looked_at,
+    printed,
     copied,
     drawn_by_a_generator,
     parametrized,
@@ -385,6 +397,18 @@ def test_two_parameters_over_one_memory_are_refused_by_name(real: Real) -> None:
 
     with pytest.raises(PlanError, match=r"'0.first.weight' and '1.first.weight' share their memory"):
         real(shared)
+
+
+def test_what_autocast_would_have_narrowed_is_refused(real: Real) -> None:
+    def narrowed(_: DataInfo) -> list[nn.Module]:
+        part = Part()
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            part.second.weight.copy_(part.first.weight @ part.second.weight)
+        return [part]
+
+    with pytest.raises(PlanError, match="computes with parameters under autocast") as raised:
+        real(narrowed)
+    assert raised.value.diagnostics[0].code == "model-init"
 
 
 def test_modules_of_an_earlier_build_are_refused_by_name(real: Real) -> None:

@@ -99,8 +99,10 @@ class DirectForward:
         """Its parameter is called as that of `nn.Linear.forward`: a model may name it."""
         linear = self.linear
         weight = linear.weight
-        # A frozen weight needs no input kept; one that a program put in place of its own is none of the store's.
-        if weight is not self.weight or not weight.requires_grad or not torch.is_grad_enabled() or _is_special(input):
+        # A frozen weight needs no input kept; one that a program put in place of its own is none of the store's, and a
+        # hook on a weight is called with the gradient that autograd makes.
+        is_own = weight is self.weight and weight.requires_grad and not weight._backward_hooks
+        if not is_own or not torch.is_grad_enabled() or _is_special(input):
             return F.linear(input, weight, linear.bias)
         result: Tensor = DirectLinear.apply(input, weight, linear.bias, self.sink)  # type: ignore[no-untyped-call]  # torch's
         return result

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError
+from sley_core.model.apart import Memory, Registered, check_held
 from sley_core.model.journal import Journal, unwatched
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
 from sley_core.model.seeds import derive
@@ -65,6 +66,7 @@ class Building:
     def __init__(self) -> None:
         self.journal = Journal()
         self.meta_of = WeakIdKeyDictionary()
+        self.made: list[nn.Parameter] = []  # those on meta, all of them
         self._token = object()
 
     def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -72,26 +74,58 @@ class Building:
         if parameter not in self.meta_of:
             self.meta_of[parameter] = like(parameter, self.journal.twin(parameter.data))
             _stand_ins[self.meta_of[parameter]] = self._token
+            self.made.append(self.meta_of[parameter])
         meta: nn.Parameter = self.meta_of[parameter]
         return meta
 
     def finish(self, model: Model) -> None:
         """All parameters of `model` are on meta, all buffers have their values, each layer knows what was `written`."""
+        registered = [
+            Registered(name, tensor, self.journal.ref(tensor))
+            for layer in model.layers
+            for name, tensor in self._settled(layer)
+        ]
+        memory = Memory(registered)
+        memory.check()
+        check_held(model.layers, memory, self.journal, self.meta_of.get)
+        self._check_computed(model)
         for layer in model.layers:
-            layer.written = {}
             for prefix, module in layer.module.named_modules(prefix=layer.name):
-                for name, parameter in list(module._parameters.items()):
-                    if parameter is None or is_lazy(parameter):
-                        continue
-                    self._check_plain(f"{prefix}.{name}", parameter)
-                    if not parameter.is_meta:  # registered by another thread, or by no call at all (unpickled)
-                        parameter = module._parameters[name] = self.to_meta(parameter)
-                    self.journal.settle(parameter)
-                    layer.written[id(parameter)] = self.journal.ref(parameter)
                 for name, buffer in list(module._buffers.items()):
                     if buffer is not None and not is_traceable_wrapper_subclass(buffer):
                         module._buffers[name] = self._with_values(buffer, f"{prefix}.{name}", model)
-        self._check_apart(model.layers)
+        for held in (one for layer in model.layers for one in layer.held):
+            if held.tensor in _stand_ins:
+                del _stand_ins[held.tensor]  # it will be real
+        model.built = self.made
+
+    def _settled(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers by name, the former on meta."""
+        layer.written = {}
+        for prefix, module in layer.module.named_modules(prefix=layer.name):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or is_lazy(parameter):
+                    continue
+                self._check_plain(f"{prefix}.{name}", parameter)
+                if not parameter.is_meta:  # registered by another thread, or by no call at all (unpickled)
+                    parameter = module._parameters[name] = self.to_meta(parameter)
+                self.journal.settle(parameter)
+                layer.written[id(parameter)] = self.journal.ref(parameter)
+                yield f"{prefix}.{name}", parameter
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not is_traceable_wrapper_subclass(buffer) and buffer.layout is torch.strided:
+                    yield f"{prefix}.{name}", buffer
+
+    def _check_computed(self, model: Model) -> None:
+        """What was computed from parameters is not what `init_weights` will make of them."""
+        for layer in model.layers if model.init_weights is not None else ():
+            for held in layer.held:
+                if held.ref is not None and self._depends_on_parameters(held.ref, model):
+                    message = (
+                        f"the tensor `{held.where}` was computed from parameters, which `init_weights` changes later"
+                    )
+                    hint = "compute it in the forward, or give the parameters their values before"
+                    raise PlanError("model-init", message, path=MODEL, hint=hint)
 
     def _with_values(self, buffer: Tensor, name: str, model: Model) -> Tensor:
         """A buffer that was computed from parameters, or written on meta, is computed; one without values is refused."""
@@ -124,25 +158,14 @@ class Building:
         elif parameter in _stand_ins and _stand_ins[parameter] is not self._token:
             why = "it belongs to a model that was built before this one"
             hint = "make new modules in each call of the factory"
+        elif parameter._post_accumulate_grad_hooks:
+            message = f"the parameter {name!r} has a hook on its accumulated gradient, which is the run's own"
+            hint = "use `register_hook`, or a gradient handler (docs/write-a-plugin.md)"
+            raise PlanError("model-hook", message, path=MODEL, hint=hint)
         else:
             return
         message = f"the first value of the parameter {name!r} cannot be kept: {why}"
         raise PlanError("model-init", message, path=MODEL, hint=hint)
-
-    def _check_apart(self, layers: Iterable[Layer]) -> None:
-        """No two parameters are the same memory: each would be stepped alone, where plain PyTorch steps both as one."""
-        first: dict[tuple[Any, ...], tuple[str, int]] = {}
-        for layer in layers:
-            for name, parameter in layer.module.named_parameters(layer.name):
-                if is_lazy(parameter) or not parameter.requires_grad:
-                    continue
-                ref = self.journal.ref(parameter)
-                key = (ref.cell, ref.dtype, ref.offset, ref.size, ref.stride)
-                known, which = first.setdefault(key, (name, id(parameter)))
-                if which != id(parameter) and parameter.numel():
-                    hint = "tie them by giving both modules one and the same nn.Parameter"
-                    message = f"the parameters {known!r} and {name!r} share their memory, but are two parameters"
-                    raise PlanError("model-init", message, path=MODEL, hint=hint)
 
 
 @contextmanager

@@ -33,18 +33,31 @@ Layers: TypeAlias = "nn.Sequential | Mapping[str, nn.Module] | Iterable[nn.Modul
 MODEL: KeyPath = ("model",)
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor on meta that a layer holds at `where`, as neither parameter nor buffer, and what the factory wrote to it.
+
+    ref: None for a result that autograd made of parameters: no step would make it anew.
+    """
+
+    where: str
+    tensor: Tensor
+    ref: Ref | None
+
+
 @dataclass(eq=False)
 class Layer:
     """One layer. `module` may be replaced (by a communicator's, by a compiled one); `name` never changes.
 
     fields: the names of the batch fields that the module is called with, once `with_fields` has looked. written: by id of
-    its parameters on meta, what the factory gave them, until they are materialised.
+    its parameters on meta, what the factory gave them, until they are materialised. held: what it holds besides.
     """
 
     name: str
     module: nn.Module
     fields: tuple[str, ...] = ()
     written: dict[int, Ref] = field(default_factory=dict, repr=False)
+    held: list[Held] = field(default_factory=list, repr=False)
 
 
 class Model:
@@ -64,6 +77,7 @@ class Model:
         self.layers: tuple[Layer, ...] = tuple(_named(layers))
         self.init_weights = init_weights
         self.per_rank_buffers = tuple(per_rank_buffers)
+        self.built: list[nn.Parameter] = []  # all parameters on meta that its factory made, registered or not
         _check_unique(self.layers)
 
     def __iter__(self) -> Iterator[Layer]:
@@ -199,7 +213,9 @@ def _misfit(layer: Layer, what: str, hint: str) -> Diagnostic:
 
 
 def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A new parameter over `data`, with the old one's `requires_grad` and whatever a user hung on it."""
+    """A new parameter over `data`, with the old one's `requires_grad`, its hooks, and whatever a user hung on it."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
+    if parameter._backward_hooks:
+        new._backward_hooks = parameter._backward_hooks  # the same dict: who holds a handle may still take a hook away
     return new

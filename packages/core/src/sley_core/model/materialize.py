@@ -71,7 +71,7 @@ def materialize(
     drawn = [layer for layer in layers if layer.name in owned or drawing.is_needed_by(layer.name, owned)]
     for layer in layers:
         if layer not in drawn:
-            layer.written = {}  # what it refers to goes
+            layer.written, layer.held = {}, []  # what they refer to goes
     for layer in drawn:
         values = drawing.draw(layer)
         for slot in drawing.slots[layer.name]:
@@ -86,9 +86,10 @@ def materialize(
                     value = cut[id(slot.meta)](value)
                 final[id(slot.meta)] = like(slot.meta, value.to(device=device, dtype=dtype))
             setattr(slot.module, slot.attribute, final[id(slot.meta)])
-        layer.written = {}
         if layer.name in owned:
+            _fill_held(layer)
             _move_buffers(layer.module, dtype, device, buffers)
+        layer.written, layer.held = {}, [held for held in layer.held if held.ref is None]
 
 
 class _Drawing:
@@ -202,6 +203,22 @@ class _Drawing:
     def _keep_shared(self, layer: Layer, values: dict[int, Tensor]) -> None:
         later = {id(slot.meta) for name in self.sharers[layer.name] for slot in self.slots[name]}
         self.shared.update((key, value) for key, value in values.items() if key in later)
+
+
+def _fill_held(layer: Layer) -> None:
+    """What the layer holds besides has its values, on the host or where the factory put it: it is the same object still."""
+    filled = [held for held in layer.held if held.ref is not None and held.tensor.is_meta]
+    try:
+        values = replay([held.ref for held in filled if held.ref is not None])
+        for held, value in zip(filled, values, strict=True):
+            tensor = held.tensor
+            real = (
+                like(tensor, value) if isinstance(tensor, nn.Parameter) else value.requires_grad_(tensor.requires_grad)
+            )
+            torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]  # torch's
+    except Exception as error:
+        message = f"the tensors that the layer {layer.name!r} holds, the first at `{filled[0].where}`, have no values: "
+        raise PlanError("model-init", message + cause(error), path=MODEL, hint="make them buffers") from error
 
 
 def _slots(layer: Layer) -> list[_Slot]:

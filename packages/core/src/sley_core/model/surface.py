@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sley_core.errors import PlanError
+from sley_core.model.autocast import check_autocast
 from sley_core.model.convert import CONVERTS, MAKES, Conversions
 from sley_core.model.journal import META, Journal, unwatched
 from sley_core.model.layers import MODEL
@@ -23,7 +24,8 @@ from sley_core.model.saved import deep_copied, reads_by_address, saved_with_valu
 from sley_core.model.steps import Call
 
 _EXPOSES = {"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
-_READS = {"numpy", "__array__", "tolist", "__dlpack__"}
+_READS = {"numpy", "__array__", "tolist", "__dlpack__", "__format__"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _BY_ELEMENT = {"apply_", "map_", "map2_"}
 _TENSOR: Any = torch.Tensor
 _PLACES: dict[Any, Callable[[torch.device], Any]] = {
@@ -57,6 +59,7 @@ class Surface(TorchFunctionMode):
             return _PLACES[func](shown)
         if name == "__set__" and len(args) == 2:
             return self._set(func, *args)
+        check_autocast(name, args, kwargs)
         if func in MAKES:
             return self.conversions.make(func, args, kwargs)
         if not args or not isinstance(args[0], Tensor):
@@ -67,6 +70,8 @@ class Surface(TorchFunctionMode):
             return self.conversions.new(func, args, kwargs)
         if name == "requires_grad_" and (twin := self.registered(args[0])) is not None:
             func(twin, *args[1:], **kwargs)
+        if name in _HOOKS and (twin := self.registered(args[0])) is not None:
+            return func(twin, *args[1:], **kwargs)
         if name in _BY_ELEMENT:
             return self._by_element(func, args, kwargs)
         if name in _READS and args[0].is_meta:
@@ -78,6 +83,8 @@ class Surface(TorchFunctionMode):
                 if reads_by_address():
                     return self.journal.lend(args[0].detach(), keep=True).data_ptr()
                 return (id(self.journal.cell(args[0])) << 40) + args[0].storage_offset() * args[0].element_size()
+        if name == "share_memory_" and args[0].is_meta:
+            return args[0]  # a run gives it memory of its own
         if name in _EXPOSES and not args[0].is_meta:
             with self.journal.lock, unwatched():
                 self.journal.expose(args[0])

@@ -166,6 +166,24 @@ class Hooked(Block):
         return made
 
 
+class HookedWeights(Block):
+    """Gradients of a weight and of a bias that are clipped, scaled and masked by hooks on them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        mask = torch.eye(hidden)
+        one: Any = self.one
+        two: Any = self.two
+        one.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        one.bias.register_hook(lambda gradient: gradient * 3)
+        two.weight.register_hook(lambda gradient: gradient * mask)
+        two.weight.register_hook(lambda gradient: gradient * 0.1).remove()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = hidden + self.two(self.one(hidden).tanh())
+        return made
+
+
 KINDS: tuple[type[nn.Module], ...] = (
     InPlace,
     Adaptive,
@@ -181,6 +199,9 @@ KINDS: tuple[type[nn.Module], ...] = (
 )
 HABITS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}
 """By name, each called with the width of the model."""
+
+OF_WHOLE_GRADIENTS: dict[str, Any] = {kind.__name__: kind for kind in (HookedWeights,)}
+"""Others, which need whole gradients of weights: they are refused where weights are sharded."""
 
 
 def init(module: nn.Module, name: str) -> None:
@@ -199,7 +220,8 @@ class Embed(nn.Embedding):
 def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
     """Two blocks of one habit between an embedding and a head."""
     assert data.vocab_size is not None
-    blocks = [(f"blocks.{at}", HABITS[habit](hidden)) for at in range(2)]
+    kind = (HABITS | OF_WHOLE_GRADIENTS)[habit]
+    blocks = [(f"blocks.{at}", kind(hidden)) for at in range(2)]
     return [("embed", Embed(data.vocab_size, hidden)), *blocks, ("head", nn.Linear(hidden, data.vocab_size))]
 
 

@@ -1,0 +1,100 @@
+"""Finds the tensors that a layer holds besides its parameters and buffers: in attributes, lists, functions, classes, hooks.
+
+A run puts other tensors in the place of parameters that a module registered. What else holds them, or something made of
+them, is not told by any module, so it is looked for where it can lie, and named by the attribute through which it was found.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from sley_core.model.layers import Layer
+
+MOST = 100_000
+"""How many objects are looked at behind one attribute: a tokenizer or a data set that hangs there has no end."""
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+_ENDS: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
+_ENDS += (torch.dtype, torch.device, torch.Generator, type(None))
+
+
+class HeldTensor(NamedTuple):
+    """where: the attribute through which it was found. in_module: as a parameter of a module that is none of the layer's."""
+
+    where: str
+    tensor: Tensor
+    in_module: bool
+
+
+def held_tensors(layer: Layer) -> Iterator[HeldTensor]:
+    """What `layer` holds; each tensor once, by the first of its places."""
+    seen: set[int] = set()
+    own = {id(module) for module in layer.module.modules()}
+    for where, root in _roots(layer):
+        for tensor, in_module in _behind(root, seen, own):
+            yield HeldTensor(where, tensor, in_module)
+
+
+def _roots(layer: Layer) -> Iterator[tuple[str, Any]]:
+    kinds: dict[type, None] = {}
+    for prefix, module in layer.module.named_modules(prefix=layer.name):
+        for name, value in vars(module).items():
+            if name not in _REGISTERED and not _is_kept_up(module, name):
+                yield f"{prefix}.{name}", value
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}", parameter._backward_hooks
+                yield f"{prefix}.{name}", parameter.__dict__
+        kinds.update(dict.fromkeys(type(module).__mro__))
+    for kind in kinds:
+        if not _is_torchs(kind):
+            for name, value in list(vars(kind).items()):
+                if name == "__init__":
+                    continue  # what it knows, such as a register that it writes itself into, no forward needs
+                yield f"{kind.__name__}.{name}", value
+
+
+def _is_kept_up(module: nn.Module, name: str) -> bool:
+    """Whether torch itself writes the attribute anew when a parameter of the module is replaced, or before each forward."""
+    return (isinstance(module, nn.RNNBase) and name == "_flat_weights") or f"{name}_orig" in module._parameters
+
+
+def _is_torchs(one: Any) -> bool:
+    return str(getattr(one, "__module__", "")).partition(".")[0] in ("torch", "builtins")
+
+
+def _behind(root: Any, seen: set[int], own: set[int]) -> Iterator[tuple[Tensor, bool]]:
+    """own: ids of the modules of the layer, which say themselves what they hold."""
+    ahead = [root]
+    looked_at = 0
+    while ahead and looked_at < MOST:
+        one = ahead.pop()
+        kind = type(one)
+        if issubclass(kind, _ENDS) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        looked_at += 1
+        if issubclass(kind, Tensor):
+            yield one, False
+        elif issubclass(kind, nn.Module):
+            if id(one) not in own:
+                yield from ((each, True) for each in one.parameters())
+        elif issubclass(kind, FunctionType):
+            if not _is_torchs(one):
+                ahead += _of_function(one)
+        else:
+            ahead += gc.get_referents(one)
+
+
+def _of_function(function: FunctionType) -> list[Any]:
+    """What it closes over, its defaults, and the tensors, containers and functions that it knows by a global name."""
+    found = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
+    known = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return found + [one for one in known if isinstance(one, Tensor | list | tuple | dict | set | FunctionType)]

@@ -1,0 +1,290 @@
+"""What shares memory with a parameter, or holds one unregistered, is refused by name; what lies beside it has its values."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from sley_core.data.dataset import DataInfo
+from sley_core.errors import PlanError
+from sley_core.model.apart import overlap
+from sley_core.model.layers import Model
+from sley_core.model.steps import Cell, Ref
+
+Build = Callable[..., Model]
+Real = Callable[..., Model]
+
+
+class Part(nn.Module):
+    """Two linears of values that follow from nothing drawn, and what `add` does to it."""
+
+    def __init__(self, add: Callable[[Any], object] = lambda part: None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
+        with torch.no_grad():
+            for at, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) / 16 + at)
+        add(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def transposed(part: Any) -> None:
+    part.second.weight = nn.Parameter(part.first.weight.t())
+
+
+def sliced(part: Any) -> None:
+    part.rows = nn.Parameter(part.first.weight[:2])
+
+
+def frozen_view(part: Any) -> None:
+    part.frozen = nn.Parameter(part.first.weight.detach()[1], requires_grad=False)
+
+
+def buffer(part: Any) -> None:
+    part.register_buffer("start", part.first.weight.detach())
+
+
+def interleaved(part: Any) -> None:
+    part.even = nn.Parameter(part.first.weight[:, ::2])
+    part.odd = nn.Parameter(part.first.weight[:, 1::2])
+    part.first.weight = nn.Parameter(torch.ones(4, 4))
+    part.last = nn.Parameter(part.odd.data[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("add", "says"),
+    [
+        (transposed, "parameters '0.first.weight' and '0.second.weight' share their memory"),
+        (sliced, "parameters '0.rows' and '0.first.weight' share their memory"),
+        (frozen_view, "parameters '0.frozen' and '0.first.weight' share their memory"),
+        (buffer, "the buffer '0.start' and the parameter '0.first.weight' share their memory"),
+        (interleaved, "parameters '0.odd' and '0.last' share their memory"),
+    ],
+)
+def test_memory_that_is_partly_the_same_is_refused_by_name(build: Build, add: Callable[[Any], None], says: str) -> None:
+    with pytest.raises(PlanError, match=says) as raised:
+        build(lambda _: [Part(add)])
+    assert raised.value.diagnostics[0].code == "model-init"
+    assert raised.value.diagnostics[0].hint
+
+
+def test_a_view_across_layers_is_refused_by_name(build: Build) -> None:
+    def layers(_: DataInfo) -> list[nn.Module]:
+        one, two = Part(), Part()
+        two.second.weight = nn.Parameter(one.second.weight.t())
+        return [one, two]
+
+    with pytest.raises(PlanError, match=r"'0.second.weight' and '1.second.weight' share"):
+        build(layers)
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_parameters_like_others(real: Real) -> None:
+    def parts(part: Any) -> None:
+        whole = torch.arange(32.0).view(4, 8)
+        part.left, part.right = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 4:])
+
+    part = real(lambda _: [Part(parts)])["0"].module
+    assert torch.equal(torch.cat([part.left, part.right], 1), torch.arange(32.0).view(4, 8))
+
+
+def test_frozen_parameters_may_be_views_of_each_other(real: Real) -> None:
+    def frozen(part: Any) -> None:
+        part.requires_grad_(False)
+        transposed(part)
+        part.second.requires_grad_(False)
+
+    part = real(lambda _: [Part(frozen)])["0"].module
+    assert torch.equal(part.first.weight.t(), part.second.weight)
+
+
+def test_overlap_is_that_of_elements() -> None:
+    cell = Cell(64, torch.device("cpu"), torch.device("cpu"))
+
+    def columns(first: int, size: int, rows: int = 4) -> Ref:
+        return Ref(cell, torch.float32, first, (rows, size), (4, 1))
+
+    assert not overlap(columns(0, 2), columns(2, 2))
+    assert overlap(columns(0, 2), columns(1, 2))
+    assert not overlap(columns(0, 4, 1), columns(4, 4, 1))
+    assert not overlap(columns(0, 0), columns(0, 4))
+    assert overlap(Ref(cell, torch.float32, 0, (4,), (5,)), Ref(cell, torch.uint8, 23, (1,), (1,)))
+    assert not overlap(Ref(cell, torch.float32, 0, (4,), (5,)), Ref(cell, torch.uint8, 24, (1,), (1,)))
+
+
+def in_a_list(part: Any) -> None:
+    part.kept = [part.first.weight]
+
+
+def as_it_was_made(part: Any) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    part.own = weight
+    part.kept = {"own": (weight,)}
+
+
+def in_a_function(part: Any) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    part.own = weight
+    part.kept = functools.partial(lambda hidden, scale: hidden * weight * scale, scale=2)
+
+
+def in_a_hook(part: Any) -> None:
+    weight = part.first.weight
+    part.second.register_forward_hook(lambda module, args, output: output + weight.sum())
+
+
+def in_an_object(part: Any) -> None:
+    class Cache:
+        pass
+
+    part.kept = Cache()
+    part.kept.weight = part.first.weight
+
+
+OUTSIDE = Part()
+
+
+def in_a_module_of_others(part: Any) -> None:
+    part.other = [OUTSIDE]
+    part.own = OUTSIDE.first.weight
+
+
+def in_its_dict(part: Any) -> None:
+    part.__dict__["kept"] = part.first.weight
+
+
+@pytest.mark.parametrize(
+    ("add", "where", "name"),
+    [
+        (in_a_list, "0.kept", "0.first.weight"),
+        (as_it_was_made, "0.kept", "0.own"),
+        (in_a_function, "0.kept", "0.own"),
+        (in_a_hook, "0.second._forward_hooks", "0.first.weight"),
+        (in_an_object, "0.kept", "0.first.weight"),
+        (in_a_module_of_others, "0.other", "0.own"),
+        (in_its_dict, "0.kept", "0.first.weight"),
+    ],
+)
+def test_a_parameter_that_is_held_unregistered_is_refused_by_name(
+    build: Build, add: Callable[[Any], None], where: str, name: str
+) -> None:
+    with pytest.raises(PlanError, match=f"`{where}` holds the parameter '{name}'") as raised:
+        build(lambda _: [Part(add)])
+    assert raised.value.diagnostics[0].code == "model-init"
+
+
+KNOWN: dict[str, nn.Parameter] = {}
+
+
+class ByGlobalName(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        KNOWN["weight"] = self.first.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(tokens, KNOWN["weight"])
+
+
+class ByClass(Part):
+    kept: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        ByClass.kept = self.first.weight
+
+
+class Listed(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        KNOWN["weight"] = self.first.weight  # for a program outside, which nobody's forward asks
+
+
+@pytest.mark.parametrize(("kind", "where"), [(ByGlobalName, "ByGlobalName.forward"), (ByClass, "ByClass.kept")])
+def test_a_parameter_that_is_held_by_name_is_refused(build: Build, kind: type[nn.Module], where: str) -> None:
+    with pytest.raises(PlanError, match=f"`{where}` holds the parameter '0.first.weight'"):
+        build(lambda _: [kind()])
+    build(lambda _: [Listed()])
+
+
+def test_what_torch_itself_keeps_beside_its_parameters_is_no_fault(real: Real) -> None:
+    def usual(part: Any) -> None:
+        part.recurrent = nn.LSTM(4, 4)
+        part.recurrent.weight_ih_l0 = nn.Parameter(torch.ones(16, 4))
+        part.list = nn.ParameterList([nn.Parameter(torch.ones(4))])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            part.first = nn.utils.weight_norm(part.first)
+            part.second = nn.utils.spectral_norm(part.second)
+        part.third = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        prune.l1_unstructured(part.third, "bias", amount=2)  # type: ignore[no-untyped-call]
+
+    part = real(lambda _: [Part(usual)])["0"].module
+    assert part.recurrent._flat_weights[0] is part.recurrent.weight_ih_l0
+    x = torch.ones(2, 4)
+    assert all(one.isfinite().all() for one in (part.first(x), part.second(x), part.third(x), part.recurrent(x)[0]))
+
+
+def test_a_view_in_an_attribute_is_refused_by_name(build: Build) -> None:
+    def alias(part: Any) -> None:
+        values = torch.ones(4)
+        part.own = nn.Parameter(values)
+        part.values = values
+
+    for add, where in (
+        (alias, "0.values"),
+        (lambda part: setattr(part, "row", part.first.weight[0]), "0.row"),
+        (lambda part: setattr(part, "rows", [part.first.weight.detach()[1:]]), "0.rows"),
+    ):
+        with pytest.raises(PlanError, match=f"`{where}` shares its memory with the parameter"):
+            build(lambda _, add=add: [Part(add)])
+
+
+def beside(part: Any) -> None:
+    part.ones = torch.ones(3)
+    part.norm = part.first.weight.detach().norm()
+    part.table = {"start": [part.first.weight.detach().clone()], "frozen": nn.Linear(4, 4, bias=False)}
+    part.table["frozen"].weight.data.copy_(part.second.weight * 2)
+    mask = part.first.weight.detach() > 1
+    part.masked = lambda hidden: hidden * mask
+    part.empty = torch.empty(3, device="meta")
+    part.leaf = torch.zeros_like(part.first.weight, requires_grad=True)
+
+
+def test_tensors_beside_parameters_have_the_values_of_plain_pytorch(real: Real) -> None:
+    wanted, found = Part(beside), real(lambda _: [Part(beside)])["0"].module
+    for one, other in (
+        (wanted.ones, found.ones),
+        (wanted.norm, found.norm),
+        (wanted.table["start"][0], found.table["start"][0]),
+        (wanted.table["frozen"].weight, found.table["frozen"].weight),
+        (wanted.masked(torch.ones(4, 4)), found.masked(torch.ones(4, 4))),
+        (wanted.leaf, found.leaf),
+    ):
+        assert torch.equal(one, other)
+        assert one.requires_grad == other.requires_grad
+    assert isinstance(found.table["frozen"].weight, nn.Parameter)
+    assert found.empty.is_meta
+
+
+def test_a_rank_has_the_values_of_its_layers_alone(real: Real) -> None:
+    model = real(lambda _: [Part(beside), Part(beside)], owned={"1"})
+    assert model["0"].module.norm.is_meta
+    assert torch.equal(model["1"].module.norm, Part(beside).norm)
+
+
+def test_what_is_computed_from_parameters_that_change_later_is_refused_by_name(build: Build) -> None:
+    def layers(_: DataInfo) -> Model:
+        return Model([Part(beside)], init_weights=lambda module, name: None)
+
+    with pytest.raises(PlanError, match=r"`0.norm` was computed from parameters, which `init_weights` changes later"):
+        build(layers)
