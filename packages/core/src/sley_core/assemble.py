@@ -34,6 +34,7 @@ from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
 from sley_core.engine.parts import Parts
+from sley_core.engine.positions import OverPositions
 from sley_core.engine.profile import StepProfiler
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, stage_of
@@ -55,7 +56,7 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.records import ScheduleRecord
+from sley_core.records import LossRecord, ScheduleRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ def _stepper(
     caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)
     fields = sliced_info(info, topology.sp).fields
     executor = Executor(stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator)
+    if topology.sp > 1 and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
+        executor.over_positions = OverPositions(loss, fields)  # of core's own it is known
     stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device)
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, device):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -151,3 +153,39 @@ def test_a_bad_batch_of_one_rank_ends_all(ranks, own, small):
     with pytest.raises(RunError, match="token id 99") as caught:
         ranks(2)(told, small(limits={"collective_timeout_s": 5}), own)
     assert any(note.startswith("rank 1 of 2 failed first") for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (torch.nn.utils.parametrizations.weight_norm, "became a Tensor, which is no parameter"),
+        (torch.nn.utils.parametrizations.spectral_norm, "became a Tensor, which is no parameter"),
+        (
+            lambda linear: torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Tanh()),
+            "a Tensor",
+        ),
+        (lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5), "became a Tensor"),
+        (lambda linear: weight_norm_of_old(linear), "became a Tensor"),
+    ],
+    ids=["weight_norm", "spectral_norm", "parametrization", "pruning", "weight_norm of old"],
+)
+def test_weights_that_a_program_computes_after_the_run_was_made(alone, small, change, said, is_first):
+    """The optimizer steps what was there before, and would go on to, without any effect."""
+    with alone(small()) as run:
+        if not is_first:
+            run.step()
+        change(run.layers[1].module.inner)
+        with pytest.raises(RunError) as caught:
+            run.step()
+    (problem,) = caught.value.diagnostics
+    assert problem.code == "weight-replaced"
+    assert "'blocks.0.inner.weight'" in problem.message
+    assert said in problem.message
+    assert "model factory" in problem.hint
+
+
+def weight_norm_of_old(linear):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.utils.weight_norm(linear)

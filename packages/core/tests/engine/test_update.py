@@ -153,6 +153,34 @@ def test_what_is_frozen_between_steps_stays_as_it_is(alone, small, precision):
         assert not torch.equal(weights(run)[entry.name], after[entry.name])
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_what_a_program_freezes_before_the_first_step_is_trained_when_it_is_unfrozen(own, small, dampening):
+    """As in a loop with torch's own SGD, in which it has no momentum yet and the others have."""
+    momentum = {"momentum": 0.9, "dampening": dampening}
+    late = "blocks.1.inner.weight", "blocks.2.inner.bias"
+
+    def prepare(run):
+        for name in late:
+            run.book[name].parameter.requires_grad_(False)
+
+        def thaw(row):
+            if row["step"] == 2:
+                for name in late:
+                    run.book[name].parameter.requires_grad_(True)
+
+        run.listeners.append(thaw)
+
+    recorded = record(small(optimizer={"use": "core.sgd", "lr": 0.1, **momentum}), 4, folder=own, prepare=prepare)
+    assert [len(gradients) for gradients in recorded.gradients] == [17, 17, 19, 19]
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in recorded.first.items()}
+    theirs = torch.optim.SGD(parameters.values(), lr=0.1, foreach=False, fused=False, **momentum)
+    for gradients in recorded.gradients:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients.get(name)
+        theirs.step()
+    assert_close_gradients({name: value.detach() for name, value in parameters.items()}, recorded.weights, 1e-12)
+
+
 def test_an_optimizer_of_torchs_own_is_named_by_its_path(own, small):
     optimizer = {"factory": "torch.optim:NAdam", "lr": 1e-2, "options": {"momentum_decay": 0.01}}
     recorded = record(small(optimizer=optimizer), 2, folder=own)

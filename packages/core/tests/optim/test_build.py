@@ -79,6 +79,31 @@ def test_fused_sgd_equals_the_loop(config: SGDConfig, dtype: torch.dtype, tolera
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("config", SGDS, ids=["plain", "momentum", "nesterov"])
+def test_fused_sgd_takes_parameters_whose_first_gradient_comes_later_as_the_loop_does(config: SGDConfig) -> None:
+    """Their momentum begins with that gradient, undampened, while the others' goes on."""
+    options = config.model_dump(include={"momentum", "dampening", "nesterov"})
+    named = {"lr": 0.1, "factory": "torch.optim:SGD", "options": {"fused": True, **options}}
+    found = []
+    for build in (
+        lambda of: sgd(config, of, CPU),
+        lambda of: factory(FactoryOptimizerConfig.model_validate(named), of, CPU),
+        lambda of: torch.optim.SGD(of, lr=0.1, foreach=False, fused=False, **options),
+    ):
+        trained = parameters(torch.float64)
+        optimizer = build(groups(trained))
+        generator = torch.Generator().manual_seed(1)
+        for step in range(8):
+            for at, parameter in enumerate(trained):
+                gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.grad = gradient if at in (0, 3) or step in (2, 3, 6) or (at == 2 and step > 4) else None
+            optimizer.step()
+        found.append([parameter.detach() for parameter in trained])
+    for one, another, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(another, other, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_cpu_has_the_fused_form(dtype: torch.dtype) -> None:
     for optimizer in (adamw(ADAMW, groups(parameters(dtype)), CPU), sgd(SGDS[0], groups(parameters(dtype)), CPU)):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -82,8 +83,11 @@ class Message:
 
     @property
     def is_shared(self) -> bool:
-        """Whether any tensor beside those of the message itself lies in its memory: a view, what autograd saved, ..."""
-        return _num_users(self._storage) > self._num_own
+        """Whether anything beside the message has its memory: a view, what autograd saved, an array of numpy's, a storage.
+
+        An address (`data_ptr()`) or a weak reference keeps no tensor's memory, and not this one either.
+        """
+        return any(now > own for now, own in zip(_num_users(self._storage), self._num_own, strict=True))
 
     def fits(self, layout: Layout) -> bool:
         """Whether a message of that layout has room."""
@@ -144,7 +148,10 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _num_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and Python objects that stand for the storage, keep it alive."""
+def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """How many tensors, arrays and capsules keep it alive, and how many Python references there are to the storage itself.
+
+    Python has one object for a storage, whoever asks a tensor for it, so that the first number does not tell who keeps it.
+    """
     count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+    return count, sys.getrefcount(storage)

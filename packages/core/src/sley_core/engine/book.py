@@ -14,6 +14,7 @@ from torch import nn
 
 from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
 from sley_core.engine.stand_in import StandIn
+from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
@@ -63,12 +64,16 @@ class Entry:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The live parameter, a shard where it is sharded: looked up, since materialising and moving replace the object."""
+        """The live parameter, a shard where it is sharded: looked up, since materialising and moving replace the object.
+
+        Raises RunError "weight-replaced" where its module has none any more: a program computes it, or took it away.
+        """
         holder = self.holders[0]
-        parameter = getattr(holder.module, holder.attribute)
+        parameter = getattr(holder.module, holder.attribute, None)
         if type(parameter) is StandIn:
             return parameter.shard
-        assert isinstance(parameter, nn.Parameter), f"{self.name} is a {type(parameter).__name__}"
+        if not isinstance(parameter, nn.Parameter):
+            raise _gone(self.name, holder, parameter)
         return parameter
 
     @property
@@ -171,6 +176,16 @@ def ties(stages: Stages) -> list[tuple[int, ...]]:
     """The sets of stages that share a parameter, each once, in ascending order."""
     _, holders = _across(stages)
     return sorted({tuple(sorted(found)) for found in holders.values() if len(found) > 1})
+
+
+def _gone(name: str, holder: Holder, found: object) -> RunError:
+    what = "is gone" if found is None else f"became a {type(found).__name__}, which is no parameter"
+    return RunError(
+        "weight-replaced",
+        f"the parameter {name!r} {what}: {type(holder.module).__name__}.{holder.attribute} was changed after the run was made",
+        hint="what computes or removes weights, as torch's weight_norm, parametrizations and pruning do, belongs into the "
+        "model factory: the optimizer would not step what it adds",
+    )
 
 
 def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]]]:

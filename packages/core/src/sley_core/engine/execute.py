@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sley_core.engine.call import LayerCaller
     from sley_core.engine.clock import ActionClock
     from sley_core.engine.crossing import Crossing
+    from sley_core.engine.positions import OverPositions
     from sley_core.engine.store import GradientStore
     from sley_core.engine.weight import BatchWeight
     from sley_core.model.layers import Layer
@@ -65,6 +66,7 @@ class Executor:
         self.hooks = hooks
         self.queue = queue or WeightQueue()
         self.additive = Additive(loss, fields)
+        self.over_positions: OverPositions | None = None
         self.weights = weights
         self.clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
@@ -210,6 +212,8 @@ class Executor:
         except Exception as error:
             note_origin(error, f"the loss of micro-batch {micro.micro}", self.loss)
             raise
+        if self.over_positions is not None:
+            self.over_positions.check(output, fields)
         for hook in self.hooks:
             hook.after_loss(micro, loss)
         return loss

@@ -117,9 +117,8 @@ class Update:
         self._layout = self.store.num_layouts
         known = {stepped.entry for stepped in self.masters.stepped}
         new = [entry for entry in self.store.entries if entry not in known]
-        self._has_stepped = (
-            self._has_stepped and not new
-        )  # fused optimizers make a state in the first step that they take
+        # Fused optimizers make a parameter's state in the first step that has its gradient.
+        self._has_stepped = False
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 

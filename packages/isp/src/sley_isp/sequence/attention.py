@@ -85,18 +85,25 @@ def _attend(
         whole = heads_of_all(group, *given, contents=contents)
     else:
         whole = tuple(heads_of_all(group, tensor, contents=contents)[0] for tensor in given)
-    proof.ask(attention, whole, args[len(given) :], more)
+    proof.ask(attention, whole, args[len(given) :], more, given[-1].shape[-2], group.size)
     context = attention(*whole, *args[len(given) :], **more)
     batch, length = whole[0].shape[:2]
-    if not isinstance(context, Tensor) or context.ndim not in (3, 4) or context.shape[:2] != (batch, length):
+    if not isinstance(context, Tensor) or not _is_context(context, (batch, length, whole[0].shape[-2])):
         found = f"{list(context.shape)}" if isinstance(context, Tensor) else f"a {type(context).__name__}"
         message = (
-            f"an attention of {batch} x {length} positions returned {found}, not a context [b, s, h, d] or [b, s, h d]"
+            f"an attention of {batch} x {length} positions and {whole[0].shape[-2]} heads returned {found}, "
+            "not a context [b, s, h, d] or [b, s, h d]"
         )
         raise RunError("sequence-attention", message, hint="let it return the context alone")
     if context.ndim == 3:
         return slice_of_all(group, context.unsqueeze(-2), contents).flatten(-2)
     return slice_of_all(group, context, contents)
+
+
+def _is_context(context: Tensor, sizes: tuple[int, int, int]) -> bool:
+    if context.ndim == 3:
+        return context.shape[:2] == sizes[:2] and context.shape[2] % sizes[2] == 0
+    return context.ndim == 4 and context.shape[:3] == sizes
 
 
 def _kind(attention: Callable[..., Tensor], args: Sequence[Any], more: dict[str, Any]) -> int:

@@ -4,8 +4,7 @@
     wrong    [b, h, s, d], as torch's own attention wants it: those "heads" are positions, which see their neighbours
 
 Shapes do not tell the one from the other, so the attention is asked, once: two more forwards, without gradients. It finds
-as well heads that influence one another, and query heads that find their keys in another order, of which each rank
-would know a part.
+as well heads that influence one another. Then it is asked whether a head's number changes anything (`ask_alike`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
+from sley_isp.sequence.alike import answer, ask_alike
 
 
 class Proof:
@@ -27,9 +27,18 @@ class Proof:
 
     @torch.no_grad()
     def ask(
-        self, attention: Callable[..., Tensor], whole: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
+        self,
+        attention: Callable[..., Tensor],
+        whole: Sequence[Tensor],
+        rest: Sequence[Any],
+        more: dict[str, Any],
+        kv_heads: int,
+        num_ranks: int,
     ) -> None:
-        """Raises RunError "sequence-layout" where `attention(*whole, *rest, **more)`, of whole sequences, is wrong."""
+        """Raises RunError "sequence-layout" where `attention(*whole, *rest, **more)`, of whole sequences, is wrong.
+
+        kv_heads: of keys and values, in all.
+        """
         values = _values(whole[-1])
         length, heads = values.shape[1:3]
         by_heads = heads > 1
@@ -46,6 +55,7 @@ class Proof:
         )
         if torch.allclose(before, after, rtol=0.0, atol=0.0, equal_nan=True) != by_heads:
             raise _wrong(whole)
+        ask_alike(attention, whole, rest, more, kv_heads, num_ranks)
         self.is_given = True
 
 
@@ -61,11 +71,11 @@ def _every_second(tensor: Tensor, by_heads: bool, first: int) -> Tensor:
 
 def _quietly(
     attention: Callable[..., Tensor], whole: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
-) -> Tensor:
+) -> Any:
     """The context, drawn with the random numbers that the next call will draw too."""
     device = whole[0].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return attention(*whole, *rest, **more)
+        return answer(attention, whole, rest, more)
 
 
 def _wrong(whole: Sequence[Tensor]) -> RunError:

@@ -1,0 +1,92 @@
+"""Whether a loss is a sum over positions, where every rank of `sp` has some of them.
+
+    right    loss(positions 0 to 15) = loss(0 to 7) + loss(8 to 15)
+    wrong    labels that the loss shifts itself, a term that compares neighbours, a mean over the sequence
+
+What lies between two slices belongs to neither, and the weight of a batch does not tell. So the loss is asked, in the first
+forward that can show it, about a few positions of this rank's own output. No rank needs another one's for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import Field
+    from sley_core.protocols import Loss
+
+WINDOW = 16
+"""Positions that are asked about at once, at the beginning, the middle and the end of a slice."""
+
+
+class OverPositions:
+    """Asks `loss` until an output could show it. fields: what the data declares."""
+
+    def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
+        self.loss = loss
+        self.fields = fields
+        self._is_shown = False
+
+    @torch.no_grad()
+    def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
+        """Raises RunError "loss-not-additive" for a loss that looks from one position to another.
+
+        output: what the model made of `batch`, whose fields are this rank's slice. Left alone are losses that draw random
+        numbers, and those that cannot be asked about a part: their output has no dim of positions.
+        """
+        if self._is_shown or type(output) is not Tensor:
+            return
+        known = (
+            (field.sequence_dim, batch[name].shape[field.sequence_dim])
+            for name, field in self.fields.items()
+            if field.sequence_dim is not None and name in batch
+        )
+        dim, length = next(known, (0, 0))
+        size = min(WINDOW, length) // 2 * 2
+        if size < 2 or output.ndim <= dim or output.shape[dim] != length:
+            return
+        shown = [
+            self._ask(output, batch, dim, start, size) for start in sorted({0, (length - size) // 2, length - size})
+        ]
+        self._is_shown = any(shown)
+
+    def _ask(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
+        """Whether these positions could show it."""
+        half = size // 2
+        spans = (start, size), (start, half), (start + half, half)
+        try:
+            whole, left, right, again = (self._of(output, batch, dim, *span) for span in (*spans, spans[0]))
+        except Exception:  # a loss need not take a part of an output, nor another type
+            return False
+        scale = max(abs(whole), abs(left), abs(right))
+        limit = 1e-6 if output.dtype == torch.float64 else 1e-4
+        if not 0 < scale < float("inf"):
+            return False  # nothing counts there
+        if abs(left + right - whole) <= limit * scale or whole != again:
+            return True
+        raise RunError(
+            "loss-not-additive",
+            f"the loss of {size} positions is {whole:g}, but that of its halves is {left:g} + {right:g} = {left + right:g}: "
+            "it looks from one position to another, and the ranks of `sp` have slices",
+            path=("parallel", "sp"),
+            hint="let a loss be a sum over positions: labels are shifted by the data, and what compares or averages positions "
+            "needs whole sequences (`sp = 1`)",
+        )
+
+    def _of(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> float:
+        """The loss of `size` positions from `start` on, with all digits that its type has."""
+        part = {}
+        for name, value in batch.items():
+            along = self.fields[name].sequence_dim
+            part[name] = value if along is None else value.narrow(along, start, size)
+        window = output.narrow(dim, start, size)
+        try:
+            return float(self.loss.loss(window.double(), part))
+        except RuntimeError:  # it has tensors of the model's type
+            return float(self.loss.loss(window, part))

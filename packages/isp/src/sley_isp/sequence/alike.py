@@ -1,0 +1,146 @@
+"""Whether an attention does the same with every head, however many there are, and whichever of them they are.
+
+    right    the heads of several ranks at once:  [f(a), f(b)] = f([a, b])
+    wrong    slopes by a head's number (ALiBi), a scale by how many there are, `k.repeat(1, groups, 1, 1)`
+
+A rank attends with a few heads and counts them from 0, so that these are other numbers than with all of them. It is asked with
+random numbers: weights that begin as zeros, or near them, would let a wrong scale pass. Dropout is left out while it is asked.
+
+Ranks that share a key head (fewer of these than ranks, or another remainder) are asked for two such heads, since one alone
+shows nothing of the order in which query heads take theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sley_core.errors import RunError, SleyError
+from sley_isp.sequence.pack import repeat_heads
+
+
+def ask_alike(
+    attention: Callable[..., Tensor],
+    whole: Sequence[Tensor],
+    rest: Sequence[Any],
+    more: dict[str, Any],
+    kv_heads: int,
+    num_ranks: int,
+) -> None:
+    """Raises RunError "sequence-layout" where it does not; three to five forwards of this rank's size.
+
+    whole: what it is called with, of this rank's heads. kv_heads: of keys and values in all, of `num_ranks` ranks.
+    """
+    generator = torch.Generator(whole[0].device)
+    generator.manual_seed(0)  # alike on all ranks, so that all of them find the same
+    num_parts, copies = _sizes(whole[-1].shape[-2], kv_heads, num_ranks)
+    joined = []
+    for at, tensor in enumerate(whole):
+        heads = tensor.shape[-2] * num_parts // (1 if at == 0 and len(whole) > 1 else copies)
+        shape = (*tensor.shape[:-2], heads, tensor.shape[-1])
+        joined.append(torch.randn(shape, dtype=tensor.dtype, device=tensor.device, generator=generator))
+    parts = list(zip(*(repeat_heads(one, num_parts).chunk(num_parts, dim=-2) for one in joined), strict=True))
+    with _without_dropout(attention):
+        found = [_context(attention, part, rest, more) for part in parts]
+        together = _context(attention, joined, rest, more)
+        if together.shape[2] == sum(one.shape[2] for one in found) and _is_close(together, torch.cat(found, dim=2)):
+            return
+        if not _is_close(found[0], _context(attention, parts[0], rest, more)):
+            raise _refused(
+                "draws random numbers, so that it cannot be asked whether it does the same with every head",
+                hint="drop by torch.nn.functional.dropout, by what scaled_dot_product_attention is told, or only while "
+                "its module is in training",
+            )
+    raise _refused("does something else with a head for being one of more, or another of them")
+
+
+def answer(
+    attention: Callable[..., Tensor], tensors: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
+) -> Any:
+    """What `attention` returns. Raises RunError "sequence-attention" where it fails: most do for their number of heads."""
+    try:
+        return attention(*tensors, *rest, **more)
+    except (SleyError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the user's attention raises
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
+        message = f"an attention over slices fails when it is asked for {shapes}: {type(error).__name__}: {error}"
+        hint = (
+            "each rank has some of the heads: take their number from `q` and `k`, and give nothing that has all of them"
+        )
+        raise RunError("sequence-attention", message, hint=hint) from error
+
+
+def _sizes(own: int, kv_heads: int, num_ranks: int) -> tuple[int, int]:
+    """For how many ranks' heads it is asked at once, and how often each of their key heads is among them."""
+    if own * num_ranks == kv_heads:
+        return 2, 1
+    return (2, 2) if kv_heads == 1 else (4, 2)
+
+
+def _context(
+    attention: Callable[..., Tensor], tensors: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
+) -> Tensor:
+    """The context [b, s, h, d]."""
+    context = answer(attention, tensors, rest, more)
+    return context if context.ndim == 4 else torch.unflatten(context, -1, (tensors[0].shape[-2], -1))
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether every head is the same to half the digits: kernels differ by the number of heads, in the last ones."""
+    wide = torch.promote_types(one.dtype, torch.float32)
+    one, other = (tensor.to(wide).movedim(2, 0).flatten(1) for tensor in (one, other))
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return False
+    one, other = (tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))
+    limit = torch.finfo(torch.promote_types(one.dtype, torch.float32)).eps ** 0.5
+    return bool((torch.linalg.vector_norm(one - other, dim=1) <= limit * torch.linalg.vector_norm(other, dim=1)).all())
+
+
+class _NoDropout(TorchFunctionMode):
+    """What torch would drop stays."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        elif getattr(func, "__name__", "") in _DROPPING:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+_DROPPING = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+
+
+@contextmanager
+def _without_dropout(attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Its module, where it is one's or one's method, does not train, and torch drops nothing."""
+    owner = getattr(attention, "__self__", attention)
+    training = [module for module in owner.modules() if module.training] if isinstance(owner, nn.Module) else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), _NoDropout():
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def _refused(what: str, hint: str | None = None) -> RunError:
+    return RunError(
+        "sequence-layout",
+        f"an attention over slices {what}; a rank has some of the heads and counts them from 0",
+        hint=hint
+        or "let nothing depend on a head's number or on how many there are: give slopes and scales that do in with q and k, "
+        "before the exchange, and let groups of query heads share a key head by `repeat_interleave` or `enable_gqa`",
+    )

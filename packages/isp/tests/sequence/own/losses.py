@@ -1,0 +1,51 @@
+"""Losses of one's own over positions: one that is a sum over them, and some that look from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Batch = Mapping[str, Tensor]
+
+
+class Sum:
+    """Cross-entropy, each position by itself."""
+
+    fields: tuple[str, ...] = ("labels",)
+
+    def weight(self, batch: Batch) -> float:
+        return float((batch["labels"] != -100).sum())
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum", ignore_index=-100)
+
+
+class Smooth(Sum):
+    """Also wants neighbours to be alike; those at the end of a slice have none."""
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output, batch) + (output[:, 1:] - output[:, :-1]).square().sum()
+
+
+class Shifted(Sum):
+    """Shifts its labels itself, as transformers' losses do, and counts them all the same."""
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output[:, :-1], {"labels": batch["labels"][:, 1:]})
+
+
+class Pooled(Sum):
+    """Looks at the mean over the sequence."""
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output, batch) + output.mean(1).square().sum() * output.shape[1]
+
+
+class Drawn(Sum):
+    """Draws random numbers, but each position by itself."""
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output + torch.randn_like(output), batch)

@@ -1,0 +1,70 @@
+"""A loss of one's own is a sum over positions, or refused: what looks from one to another misses other slices."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from sley_core.errors import RunError
+from sley_core.testing.runs import assert_parity, record, same_on_all
+
+OWN = Path(__file__).parent / "own"
+PLAN = {
+    "run": {"name": "losses", "steps": 2, "device": "cpu", "seed": 5},
+    "model": {"factory": "attentive:layers", "options": {"wrapped": True}},
+    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 48, "documents": "cut"},
+    "batch": {"global_size": 4, "micro_size": 2},
+    "optimizer": {"use": "core.sgd", "lr": 1e-2},
+    "precision": {"compute": "fp64"},
+}
+
+
+@pytest.fixture
+def own(monkeypatch):
+    monkeypatch.syspath_prepend(OWN)
+    return OWN
+
+
+def tables(name, sp, **changes):
+    split = {"parallel": {"sp": sp, "dp": 1}, "sequence": {"use": "isp.all_to_all"}} if sp > 1 else {}
+    return deepcopy(PLAN) | split | {"loss": {"factory": f"losses:{name}"}} | changes
+
+
+@pytest.mark.parametrize("sequence", [48, 6, 2])
+def test_a_sum_over_positions(ranks, own, sequence):
+    """Slices of 24, of 3, and of a single position."""
+    data = {"data": PLAN["data"] | {"sequence": sequence}}
+    reference = record(tables("Sum", 1, **data), 2, folder=own)
+    layouts = ranks(2, 60)(record, tables("Sum", 2, **data), 2, folder=own)
+    assert_parity(reference, layouts, "fp64")
+    same_on_all(layouts)
+
+
+def test_a_loss_that_draws_is_asked_with_the_same_numbers_or_let_alone(ranks, own):
+    """What it draws is not promised to be the same (docs/design.md), but it is no reason to refuse it."""
+    for layout in ranks(2, 60)(record, tables("Drawn", 2), 2, folder=own):
+        assert len(layout.rows) == 2
+
+
+def said(plan, folder):
+    try:
+        record(plan, 1, folder=folder)
+    except RunError as error:
+        return error.diagnostics[0].code, error.diagnostics[0].message
+    return "", "nothing"
+
+
+@pytest.mark.parametrize("name", ["Smooth", "Shifted", "Pooled"])
+@pytest.mark.parametrize("compute", ["fp64", "fp32"])
+def test_a_loss_that_looks_at_other_positions_is_refused(ranks, own, name, compute):
+    plan = tables(name, 2, precision={"compute": compute})
+    for code, message in ranks(2, 60)(said, plan, own):
+        assert code == "loss-not-additive", message
+        assert "positions" in message
+
+
+@pytest.mark.parametrize("name", ["Smooth", "Shifted", "Pooled"])
+def test_it_is_right_where_sequences_are_whole(own, name):
+    assert record(tables(name, 1), 1, folder=own).rows[0]["loss"] > 0
