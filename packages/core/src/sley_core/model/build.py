@@ -113,7 +113,9 @@ class Building:
                 layer.written[id(parameter)] = self.journal.ref(parameter)
                 yield f"{prefix}.{name}", parameter
             for name, buffer in module._buffers.items():
-                if buffer is not None and not is_traceable_wrapper_subclass(buffer) and buffer.layout is torch.strided:
+                if buffer is None or is_lazy(buffer) or is_traceable_wrapper_subclass(buffer):
+                    continue
+                if buffer.layout is torch.strided:
                     yield f"{prefix}.{name}", buffer
 
     def _check_computed(self, model: Model) -> None:
