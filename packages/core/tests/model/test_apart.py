@@ -164,10 +164,6 @@ def in_a_module_of_others(part: Any) -> None:
     part.own = OUTSIDE.first.weight
 
 
-def in_its_dict(part: Any) -> None:
-    part.__dict__["kept"] = part.first.weight
-
-
 @pytest.mark.parametrize(
     ("add", "where", "name"),
     [
@@ -178,7 +174,6 @@ def in_its_dict(part: Any) -> None:
         (in_its_own_hook, "0.first.weight.register_hook", "0.first.weight"),
         (in_an_object, "0.kept", "0.first.weight"),
         (in_a_module_of_others, "0.other", "0.own"),
-        (in_its_dict, "0.kept", "0.first.weight"),
     ],
 )
 def test_a_parameter_that_is_held_unregistered_is_refused_by_name(
