@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sley_core.engine.left_over import refuse_left_over
 from sley_core.errors import RunError
 from sley_core.model.build import build_on_meta
 from sley_core.model.materialize import materialize
+from sley_core.testing.habits import Embed
 
 
 class First(nn.Module):
@@ -33,6 +35,20 @@ class Second(First):
 
     def forward(self, hidden):
         return self.others[0].linear(hidden)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+        self.scale = self.linear.weight.norm()
+
+    def forward(self, hidden):
+        return self.linear(hidden) * self.scale
+
+
+def layers(data):
+    return [Embed(data.vocab_size, 8), Scaled()]
 
 
 class Given:
@@ -84,3 +100,10 @@ def test_shapes_and_names_of_what_is_left_may_be_asked():
     assert "LeftParameter" in type(weight).__name__
     with pytest.raises(RunError):
         copy.deepcopy(weight)
+
+
+def test_a_run_says_which_layer_reads_what(small, alone, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    read = pytest.raises(RunError, match=r"a forward reads `1.scale`, which .* with a graph")
+    with alone(small(model={"factory": "test_left_over:layers"})) as run, read:
+        run.step()

@@ -143,6 +143,11 @@ def in_a_hook(part: Any) -> None:
     part.second.register_forward_hook(lambda module, args, output: output + weight.sum())
 
 
+def in_its_own_hook(part: Any) -> None:
+    weight = part.first.weight
+    weight.register_hook(lambda gradient: gradient + 0.1 * weight)
+
+
 def in_an_object(part: Any) -> None:
     class Cache:
         pass
@@ -159,10 +164,6 @@ def in_a_module_of_others(part: Any) -> None:
     part.own = OUTSIDE.first.weight
 
 
-def in_its_dict(part: Any) -> None:
-    part.__dict__["kept"] = part.first.weight
-
-
 @pytest.mark.parametrize(
     ("add", "where", "name"),
     [
@@ -170,9 +171,9 @@ def in_its_dict(part: Any) -> None:
         (as_it_was_made, "0.kept", "0.own"),
         (in_a_function, "0.kept", "0.own"),
         (in_a_hook, "0.second._forward_hooks", "0.first.weight"),
+        (in_its_own_hook, "0.first.weight.register_hook", "0.first.weight"),
         (in_an_object, "0.kept", "0.first.weight"),
         (in_a_module_of_others, "0.other", "0.own"),
-        (in_its_dict, "0.kept", "0.first.weight"),
     ],
 )
 def test_a_parameter_that_is_held_unregistered_is_refused_by_name(
@@ -254,6 +255,11 @@ def beside(part: Any) -> None:
     part.norm = part.first.weight.detach().norm()
     part.table = {"start": [part.first.weight.detach().clone()], "frozen": nn.Linear(4, 4, bias=False)}
     part.table["frozen"].weight.data.copy_(part.second.weight * 2)
+    part.teacher = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))]
+    part.teacher[0].requires_grad_(False).eval()
+    part.teacher[0][0].weight.copy_(part.second.weight.detach())
+    part.teacher[0][0].bias.fill_(1.0)
+    part.teacher[0].register_buffer("start", part.second.weight.detach() * 3)
     mask = part.first.weight.detach() > 1
     part.masked = lambda hidden: hidden * mask
     part.empty = torch.empty(3, device="meta")
@@ -269,6 +275,8 @@ def test_tensors_beside_parameters_have_the_values_of_plain_pytorch(real: Real) 
         (wanted.table["frozen"].weight, found.table["frozen"].weight),
         (wanted.masked(torch.ones(4, 4)), found.masked(torch.ones(4, 4))),
         (wanted.leaf, found.leaf),
+        (wanted.teacher[0](torch.ones(2, 4)), found.teacher[0](torch.ones(2, 4))),
+        (wanted.teacher[0].start, found.teacher[0].start),
     ):
         assert torch.equal(one, other)
         assert one.requires_grad == other.requires_grad

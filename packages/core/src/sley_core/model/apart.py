@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from sley_core.errors import PlanError
 from sley_core.model.journal import META, Journal
 from sley_core.model.layers import MODEL, Held, Layer
-from sley_core.model.reach import held_tensors
+from sley_core.model.reach import HeldTensor, held_tensors
 from sley_core.model.steps import Cell, Ref, is_blank
 
 
@@ -80,20 +80,22 @@ def check_held(
     stand_in: the parameter on meta that is trained in the place of one that the factory made.
     Raises PlanError "model-init", with the place, for a parameter, and for what shares the memory of one.
     """
+    registered = {id(module) for layer in layers for module in layer.module.modules()}
     for layer in layers:
-        layer.held = list(_held(layer, memory, journal, stand_in))
+        found = _held(held_tensors(layer, registered), memory, journal, stand_in)
+        layer.held = list({id(held.tensor): held for held in found}.values())
 
 
 def _held(
-    layer: Layer, memory: Memory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
+    found: Iterable[HeldTensor], memory: Memory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
 ) -> Iterator[Held]:
-    for where, tensor, in_module in held_tensors(layer):
+    for where, tensor, in_module in found:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             continue
         known = memory.by_id.get(id(stand_in(tensor)), memory.by_id.get(id(tensor)))
         if known is not None and isinstance(known.tensor, nn.Parameter):
             if tensor is known.tensor and in_module:
-                continue  # of another layer's module, which may stand here to be looked at alone
+                continue  # which may stand there to be looked at alone
             raise _kept(where, known.name)
         ref = journal.ref(tensor)
         shared = memory.shared_with(ref)

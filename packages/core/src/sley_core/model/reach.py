@@ -26,19 +26,18 @@ _ENDS += (torch.dtype, torch.device, torch.Generator, type(None))
 
 
 class HeldTensor(NamedTuple):
-    """where: the attribute through which it was found. in_module: as a parameter of a module that is none of the layer's."""
+    """where: the attribute through which it was found. in_module: as a parameter of a module of no layer."""
 
     where: str
     tensor: Tensor
     in_module: bool
 
 
-def held_tensors(layer: Layer) -> Iterator[HeldTensor]:
-    """What `layer` holds; each tensor once, by the first of its places."""
+def held_tensors(layer: Layer, registered: set[int]) -> Iterator[HeldTensor]:
+    """What `layer` holds, by the first of its places. registered: ids of the modules of all layers, whose own that is."""
     seen: set[int] = set()
-    own = {id(module) for module in layer.module.modules()}
     for where, root in _roots(layer):
-        for tensor, in_module in _behind(root, seen, own):
+        for tensor, in_module in _behind(root, seen, registered):
             yield HeldTensor(where, tensor, in_module)
 
 
@@ -50,7 +49,7 @@ def _roots(layer: Layer) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}", value
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{prefix}.{name}", parameter._backward_hooks
+                yield f"{prefix}.{name}.register_hook", parameter._backward_hooks
                 yield f"{prefix}.{name}", parameter.__dict__
         kinds.update(dict.fromkeys(type(module).__mro__))
     for kind in kinds:
@@ -70,8 +69,7 @@ def _is_torchs(one: Any) -> bool:
     return str(getattr(one, "__module__", "")).partition(".")[0] in ("torch", "builtins")
 
 
-def _behind(root: Any, seen: set[int], own: set[int]) -> Iterator[tuple[Tensor, bool]]:
-    """own: ids of the modules of the layer, which say themselves what they hold."""
+def _behind(root: Any, seen: set[int], registered: set[int]) -> Iterator[tuple[Tensor, bool]]:
     ahead = [root]
     looked_at = 0
     while ahead and looked_at < MOST:
@@ -84,8 +82,9 @@ def _behind(root: Any, seen: set[int], own: set[int]) -> Iterator[tuple[Tensor, 
         if issubclass(kind, Tensor):
             yield one, False
         elif issubclass(kind, nn.Module):
-            if id(one) not in own:
-                yield from ((each, True) for each in one.parameters())
+            if id(one) not in registered:
+                yield from ((each, True) for each in one._parameters.values() if each is not None)
+                ahead += [value for name, value in vars(one).items() if name != "_parameters"]
         elif issubclass(kind, FunctionType):
             if not _is_torchs(one):
                 ahead += _of_function(one)
