@@ -68,6 +68,9 @@ class AllToAllConfig(SequenceConfig):
     modules: Array[str] = ()
     """More attention modules, by patterns of their names (`"*.attend"`): called with `q, k, v`, they return the context."""
 
+    apart: Array[str] = ()
+    """Convolutions and recurrent modules, by patterns of their names, that see one position at a time all the same."""
+
 
 class SlotsConfig(Table):
     """Keeps the buffers that come back, by size, and lends them again."""

@@ -383,3 +383,31 @@ def test_attention_that_draws(ranks):
         assert found[:2] == [0.0, 0.0]
         assert found[2][0] == "sequence-layout"
         assert "random" in found[2][1]
+
+
+def told_of_positions():
+    """What is said where a mask of the keys is of one slice, and the error where it is of the whole sequence."""
+    with World.join("cpu") as world:
+        group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
+        torch.manual_seed(4)
+        q, k, v = torch.randn(3, 2, 8, 4, 3, dtype=torch.float64).unbind()
+        counts = torch.rand(2, 8) < 0.7
+        counts[:, 0] = True
+
+        def padded(q, k, v, counts=None):
+            q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, counts[:, None, None]).transpose(1, 2)
+
+        own = [one.chunk(group.size, 1)[group.coord] for one in (q, k, v)]
+        right = over_slices(padded, group)(*own, counts=counts)
+        with pytest.raises(RunError) as caught:
+            over_slices(padded, group)(*own, counts=counts.chunk(group.size, 1)[group.coord])
+        wanted = padded(q, k, v, counts).chunk(group.size, 1)[group.coord]
+        return float((right - wanted).abs().max()), caught.value.diagnostics[0]
+
+
+def test_a_mask_is_of_the_whole_sequence(ranks):
+    for error, problem in ranks(2, 30)(told_of_positions):
+        assert error < 1e-14
+        assert problem.code == "sequence-attention"
+        assert "masks of the whole sequence" in problem.hint

@@ -103,6 +103,31 @@ def test_an_attention_that_hides_its_projections(own):
     assert "`torch.attention` is a torch.nn.MultiheadAttention" in problem.message
 
 
+def beside(kind):
+    return PLAN | {"model": {"factory": "attentive:beside", "options": {"kind": kind}}}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("conv", "Conv1d"), ("lstm", "LSTM")])
+def test_what_looks_along_a_sequence_beside_attention(own, kind, name):
+    """Each rank would begin it anew with its slice. With whole sequences it is a model like any other."""
+    problem = refused(split(beside(kind)), own)
+    assert problem.code == "sequence-mixing"
+    assert problem.message == f"`mixer.inner` is a {name}, which looks along the sequence and would see one slice alone"
+    assert "`[sequence] apart`" in problem.hint
+    assert record(split(beside(kind), sp=1), 1, folder=own).rows[0]["loss"] > 0
+
+
+def test_a_pattern_of_what_is_apart_that_matches_nothing(own):
+    problem = refused(split(beside("patch"), apart=["mixer.*"]), own)
+    assert problem.code == "sequence-mixing"
+    assert "`mixer.*`, which matches no module" in problem.message
+
+
+@pytest.mark.parametrize(("kind", "apart"), [("patch", {}), ("features", {"apart": ["mixer.inner"]})])
+def test_convolutions_that_see_one_position_at_a_time(ranks, own, kind, apart):
+    check(ranks, own, beside(kind), **apart)
+
+
 def test_a_pattern_that_matches_nothing(own):
     problem = refused(split(PLAN, modules=["*.attend", "*.attention"]), own)
     assert problem.code == "sequence-attention"

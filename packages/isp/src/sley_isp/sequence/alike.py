@@ -72,7 +72,8 @@ def answer(
         shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
         message = f"an attention over slices fails when it is asked for {shapes}: {type(error).__name__}: {error}"
         hint = (
-            "each rank has some of the heads: take their number from `q` and `k`, and give nothing that has all of them"
+            "each rank has some of the heads and whole sequences: take numbers of heads from `q` and `k`, and give masks of "
+            "the whole sequence, from fields without a `sequence_dim`"
         )
         raise RunError("sequence-attention", message, hint=hint) from error
 

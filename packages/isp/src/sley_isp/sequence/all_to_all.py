@@ -15,6 +15,7 @@ from sley_core.errors import PlanError
 from sley_core.protocols import SequenceAttention as SequenceAttentionProtocol
 from sley_isp.config import AllToAllConfig
 from sley_isp.sequence.attention import SequenceAttention, attend
+from sley_isp.sequence.mixing import check_apart
 from sley_isp.sequence.proof import Proof
 
 
@@ -23,12 +24,14 @@ class AllToAll(SequenceAttentionProtocol):
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
+        self.apart = config.apart
         self.group = group
         self._undo = ExitStack()
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Raises PlanError "sequence-attention" where a pattern matches no module, where there is no attention at all, and
-        for an `nn.MultiheadAttention`, whose projections are inside it.
+        for an `nn.MultiheadAttention`, whose projections are inside it; "sequence-mixing" for other modules that look
+        along a sequence.
         """
         unused = dict.fromkeys(self.patterns)
         changed: set[int] = set()
@@ -54,6 +57,8 @@ class AllToAll(SequenceAttentionProtocol):
                     message = f"`{name}` is a torch.nn.MultiheadAttention, which would see one slice alone"
                     hint = "project q, k and v in linears, and attend in a module of its own"
                     raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
+        if self.group.size > 1:
+            check_apart(layers, self.apart, inside)
         for pattern in unused:
             message = f"`modules` has the pattern `{pattern}`, which matches no module of the model"
             raise PlanError("sequence-attention", message, path=("sequence", "modules"), hint="see `train-cli show`")

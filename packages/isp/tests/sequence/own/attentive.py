@@ -98,6 +98,35 @@ def mixed(data: DataInfo) -> Named:
     return [embed, block, ("torch", Torch(8)), head]
 
 
+class Mixer(nn.Module):
+    """A residual around a module that looks along the sequence, or along something else."""
+
+    def __init__(self, kind: str, hidden: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner: nn.Module = {
+            "conv": nn.Conv1d(hidden, hidden, 3, padding=1),
+            "patch": nn.Conv1d(hidden, hidden, 1),
+            "lstm": nn.LSTM(hidden, hidden, batch_first=True),
+            "features": nn.Conv1d(1, 1, 3, padding=1),
+        }[kind]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.kind == "lstm":
+            found: Tensor = self.inner(hidden)[0]
+        elif self.kind == "features":
+            found = self.inner(hidden.flatten(0, 1).unsqueeze(1)).view_as(hidden)
+        else:
+            found = self.inner(hidden.transpose(1, 2)).transpose(1, 2)
+        return hidden + found
+
+
+def beside(data: DataInfo, kind: str) -> Named:
+    """A module between attention and head."""
+    *blocks, head = layers(data, wrapped=True)
+    return [*blocks, ("mixer", Mixer(kind, 8)), head]
+
+
 def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: int = HEADS, hidden: int = 8) -> Named:
     """Two blocks; wrapped: in the class form. Otherwise a plan names `*.attend`. places: whether positions are known."""
     made: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]

@@ -1,0 +1,54 @@
+"""Modules of torch's, beside attention, that look along a sequence: each rank would give them its slice alone.
+
+Known by their class. What a forward does with `roll`, `cumsum` or a mean over positions nobody can see without running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from sley_core.errors import Diagnostic, PlanError
+from sley_core.model.layers import Layer
+
+
+def check_apart(layers: Sequence[Layer], apart: Sequence[str], inside: Collection[int]) -> None:
+    """Raises PlanError "sequence-mixing" for each that no pattern of `apart` matches, and for a pattern without any.
+
+    inside: ids of what is within an attention, which sees whole sequences.
+    """
+    found = [(name, module) for name, module in _mixing(layers) if id(module) not in inside]
+    wrong = [_mixes(name, module) for name, module in found if not any(fnmatchcase(name, one) for one in apart)]
+    wrong += [_unused(one) for one in apart if not any(fnmatchcase(name, one) for name, _ in found)]
+    if wrong:
+        raise PlanError.many(wrong)
+
+
+def _mixing(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
+    for layer in layers:
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and _overlaps(module)):
+                yield name, module
+
+
+def _overlaps(module: nn.Conv1d) -> bool:
+    """Whether it sees more than one place; windows beside one another do not reach from a slice into the next."""
+    reach = module.dilation[0] * (module.kernel_size[0] - 1) + 1
+    return reach > module.stride[0]
+
+
+def _mixes(name: str, module: nn.Module) -> Diagnostic:
+    return Diagnostic(
+        "sequence-mixing",
+        f"`{name}` is a {type(module).__name__}, which looks along the sequence and would see one slice alone",
+        ("sequence", "use"),
+        hint="train such a model with `sp = 1`; where it runs over something else than positions, name it in "
+        "`[sequence] apart`",
+    )
+
+
+def _unused(pattern: str) -> Diagnostic:
+    message = f"`apart` has the pattern `{pattern}`, which matches no module that would be refused"
+    return Diagnostic("sequence-mixing", message, ("sequence", "apart"), hint="leave it out, or see `train-cli show`")
