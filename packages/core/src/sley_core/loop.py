@@ -128,6 +128,8 @@ class Loop:
             profiler.before_step(number)
         if timeline is not None:
             timeline.before_step(number, num_micros)
+        if self.num_steps_done == 0:
+            self.parts.book.check_complete(self.parts.layers)
         with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
             own = slices(batch) if isinstance(batch, Mapping) else [slices(part) for part in batch]
             totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked, whole=batch)

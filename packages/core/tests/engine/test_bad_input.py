@@ -189,3 +189,21 @@ def weight_norm_of_old(linear):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.nn.utils.weight_norm(linear)
+
+
+def add(linear):
+    linear.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def wrap(linear):
+    linear.adapter = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(("change", "name"), [(add, "scale"), (wrap, "adapter.weight")])
+def test_parameters_that_a_program_adds_after_the_run_was_made(alone, small, change, name):
+    """No optimizer would have them."""
+    with alone(small()) as run:
+        change(run.layers[1].module.inner)
+        with pytest.raises(RunError, match=rf"'blocks\.0\.inner\.{name}' was added after") as caught:
+            run.step()
+    assert caught.value.diagnostics[0].code == "weight-unknown"

@@ -6,7 +6,7 @@ names do not depend on the layout, and nothing is hung on tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -137,6 +137,19 @@ class ParameterBook:
                         entry.aliases.append(name)
                     entry.holders.append(holder)
         self._by_name = {name: entry for entry in self.entries for name in (entry.name, *entry.aliases)}
+
+    def check_complete(self, layers: Iterable[Layer]) -> None:
+        """Raises RunError "weight-unknown" if `layers` hold a parameter that has no entry: nobody would train it."""
+        known = {id(entry.parameter) for entry in self}  # or raises what says that it is no parameter any more
+        known |= {id(getattr(holder.module, holder.attribute)) for entry in self for holder in entry.holders}
+        for layer in layers:
+            for name, parameter in layer.module.named_parameters(layer.name):
+                if id(parameter) not in known:
+                    raise RunError(
+                        "weight-unknown",
+                        f"the parameter {name!r} was added after the run was made, so that nothing would train it",
+                        hint="what adds or wraps modules, as adapters do, belongs into the model factory",
+                    )
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
