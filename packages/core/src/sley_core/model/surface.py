@@ -67,6 +67,8 @@ class Surface(TorchFunctionMode):
             return self.conversions.new(func, args, kwargs)
         if name == "requires_grad_" and (twin := self.registered(args[0])) is not None:
             func(twin, *args[1:], **kwargs)
+        if name in {"__getitem__", "__setitem__"} and args[0].is_meta:
+            return func(args[0], self.conversions.index(args[1]), *args[2:], **kwargs)
         if name in _BY_ELEMENT:
             return self._by_element(func, args, kwargs)
         if name in _READS and args[0].is_meta:
