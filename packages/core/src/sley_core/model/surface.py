@@ -88,17 +88,12 @@ class Surface(TorchFunctionMode):
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
         attribute, twin = getattr(func, "__self__", None), self.registered(tensor)
         if attribute is torch.Tensor.data and isinstance(value, Tensor):
+            _check_bits(tensor if twin is None else twin, value)
             with self.journal.lock, unwatched():
                 if twin is not None:
                     twin.data = self.journal.twin(value)
                 if tensor.is_meta != value.is_meta:
                     value = self.journal.twin(value) if tensor.is_meta else self.journal.realised(value)
-            if tensor.is_meta and (value.is_conj(), value.is_neg()) != (tensor.is_conj(), tensor.is_neg()):
-                message = (
-                    f"a parameter of shape {list(tensor.shape)} was given a view of conjugates or negatives as `.data`"
-                )
-                hint = "give it numbers of its own: `.resolve_conj()`, `.resolve_neg()`"
-                raise PlanError("model-init", message, path=MODEL, hint=hint)
         elif attribute is torch.Tensor.requires_grad and twin is not None:
             twin.requires_grad = value
         func(tensor, value)
@@ -118,6 +113,15 @@ class Surface(TorchFunctionMode):
             func(*real, args[-1], **kwargs)
         target.copy_(real[0])
         return target
+
+
+def _check_bits(parameter: Tensor, value: Tensor) -> None:
+    """torch refuses such a `.data` on meta, where plain PyTorch takes it on the host."""
+    if parameter.is_meta and (value.is_conj(), value.is_neg()) != (parameter.is_conj(), parameter.is_neg()):
+        shape = list(parameter.shape)
+        message = f"a parameter of shape {shape} was given a view of conjugates or negatives as `.data`"
+        hint = "give it numbers of its own: `.resolve_conj()`, `.resolve_neg()`"
+        raise PlanError("model-init", message, path=MODEL, hint=hint)
 
 
 @contextmanager
