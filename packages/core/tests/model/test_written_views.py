@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,22 @@ def test_numbers_that_were_made_on_meta_unseen_are_refused_by_name(real: Callabl
         PlanError, match=r"'0.first.weight' cannot be kept: .* torch.int64 tensor on meta, made where nobody"
     ):
         real(layers)
+
+
+@pytest.mark.parametrize("size", [8, 300])  # copied at once, held by reference
+def test_mapped_files_of_numbers_are_read_as_they_are(as_plain: AsPlain, tmp_path: Path, size: int) -> None:
+    np.arange(size * size * 2, dtype=np.float32).tofile(tmp_path / "numbers")
+
+    def case() -> list[nn.Module]:
+        part = Part()
+        numbers = torch.from_file(str(tmp_path / "numbers"), size=size * size * 2).view(2, size, size)
+        part.first.weight = nn.Parameter(numbers[0])
+        part.second.weight.data = numbers[1] * 2
+        numbers[1].fill_(3.0)  # in memory, not in the file
+        part.first.bias.data = numbers[1, 0].clone()
+        return [part]
+
+    as_plain(case)
 
 
 class Lazy(nn.Module):
