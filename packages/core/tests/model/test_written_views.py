@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,25 @@ def called_in_training(part: Part) -> None:
     nn.functional.instance_norm(numbers.view(2, 4, 4), norm.weight, norm.bias)
 
 
+@torch.no_grad()
+def indexed_by_lists(part: Part) -> None:
+    weight, other = part.first.weight, part.second.weight
+    weight[[0, 1]] = weight[[1, 0]]
+    weight[:, [True, False, True, False]] *= 2
+    weight[[0, 3], [1, 2]] += weight[np.array([1, 2]), (0, 1)]
+    weight[(0, 1), (2, 3)] = 6.0
+    weight[[]] = 9.0
+    order = [3, 1, 0, 2]
+    other.copy_(weight[order][:, order])
+    other[range(1, 3)] = 5.0
+    other[np.array([True, False, False, False])] -= 1.0
+    other[..., np.int64(2)] = 4.0
+    part.first.bias[[weight[0].argmax().item()]] = 3.0
+    part.first.bias[other[[3]].argmax(1)] += 2.0
+
+
 CASES = [
+    indexed_by_lists,
     conjugates_of_parameters,
     conjugates_of_constants,
     written_through_a_conjugate,
@@ -182,6 +201,36 @@ def test_data_that_is_a_view_of_negatives_is_refused_by_name(real: Callable[...,
     with pytest.raises(PlanError, match=r"a parameter of shape \[4, 4\] was given .* negative") as raised:
         real(layers)
     assert "resolve_neg" in str(raised.value)
+
+
+def test_numbers_that_were_made_on_meta_unseen_are_refused_by_name(real: Callable[..., Model]) -> None:
+    index = torch.tensor([1], device="meta")
+
+    def layers(_: Any) -> list[nn.Module]:
+        part = Part()
+        part.first.weight.data[index] = 5.0
+        return [part]
+
+    with pytest.raises(
+        PlanError, match=r"'0.first.weight' cannot be kept: .* torch.int64 tensor on meta, made where nobody"
+    ):
+        real(layers)
+
+
+@pytest.mark.parametrize("size", [8, 300])  # copied at once, held by reference
+def test_mapped_files_of_numbers_are_read_as_they_are(as_plain: AsPlain, tmp_path: Path, size: int) -> None:
+    np.arange(size * size * 2, dtype=np.float32).tofile(tmp_path / "numbers")
+
+    def case() -> list[nn.Module]:
+        part = Part()
+        numbers = torch.from_file(str(tmp_path / "numbers"), size=size * size * 2).view(2, size, size)
+        part.first.weight = nn.Parameter(numbers[0])
+        part.second.weight.data = numbers[1] * 2
+        numbers[1].fill_(3.0)  # in memory, not in the file
+        part.first.bias.data = numbers[1, 0].clone()
+        return [part]
+
+    as_plain(case)
 
 
 class Lazy(nn.Module):

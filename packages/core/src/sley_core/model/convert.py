@@ -14,11 +14,12 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sley_core.model.journal import Journal, unwatched
+from sley_core.model.journal import HOST, Journal, unwatched
 
 CONVERTS = {"to", "cpu", "cuda", "type", "type_as"}
 MAKES = {torch.tensor, torch.as_tensor, torch.asarray}
 _UNSAID: Any = object()
+_PARTS = (slice, type(...), type(None), Tensor, Sequence)  # a list with one of these is an index of several dims
 
 
 class Conversions:
@@ -70,6 +71,21 @@ class Conversions:
         dtype, device = kwargs.pop("dtype", None), kwargs.pop("device", None)
         kwargs |= {"dtype": dtype or like.dtype, "device": self._shown(like) if device is None else device}
         return self.make(torch.tensor, (data,), kwargs)
+
+    def index(self, given: Any) -> Any:
+        """An index as tensors, where torch would make them of lists and arrays in the place of the tensor that is indexed."""
+        if isinstance(given, tuple):
+            return tuple(map(self._index_of_one_dim, given))
+        if isinstance(given, list) and any(isinstance(one, _PARTS) for one in given):
+            return list(map(self._index_of_one_dim, given))
+        return self._index_of_one_dim(given)
+
+    def _index_of_one_dim(self, given: Any) -> Any:
+        is_array = hasattr(given, "__array_interface__") and given.ndim > 0
+        if isinstance(given, Tensor | str) or not (is_array or isinstance(given, Sequence)):
+            return given
+        found = self.make(torch.tensor, (list(given) if isinstance(given, Sequence) else given,), {"device": HOST})
+        return found if found.dtype in (torch.bool, torch.uint8) else found.long()
 
     def _asked(self, name: str, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by their names in `_to`."""

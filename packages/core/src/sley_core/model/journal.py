@@ -61,7 +61,7 @@ class Journal:
         if cell is None:
             cell = self._new(tensor, tensor.device)
             if tensor.is_meta:
-                cell.steps.append(Blank(cell=cell, dtype=tensor.dtype, overwrites=[cell]))
+                cell.steps.append(Blank(cell=cell, dtype=tensor.dtype, overwrites=[cell], is_unseen=True))
             else:
                 cell.is_watched, cell.held = True, storage
                 cell.steps.append(Given.of(cell, storage))

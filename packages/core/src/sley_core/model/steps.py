@@ -35,6 +35,10 @@ class ChangedError(Exception):
     """Memory that was given by reference was written by code that nobody saw (numpy, another thread) since it was read."""
 
 
+class UnseenError(Exception):
+    """Numbers are needed that were made on meta, where there are none."""
+
+
 @dataclass(eq=False)
 class Cell:
     """One piece of memory of `nbytes` on `device`.
@@ -137,13 +141,21 @@ class Step:
 
 @dataclass(eq=False, kw_only=True)
 class Blank(Step):
-    """Memory without values: NaN where there is such a number, so that what nobody writes is noticed."""
+    """Memory without values: NaN where there is such a number, so that what nobody writes is noticed.
+
+    is_unseen: it was made on meta where nobody looked, and what it was made of, if anything, is not known.
+    """
 
     cell: Cell
     dtype: torch.dtype
     is_copy: bool = True
+    is_unseen: bool = False
 
     def run(self, memory: Memory) -> None:
+        if self.is_unseen and not (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise UnseenError(
+                f"a {self.dtype} tensor on meta, made where nobody watches, has no values, but they are used"
+            )
         blank(memory.allocate(self.cell), self.dtype)
 
 

@@ -72,6 +72,8 @@ class Surface(TorchFunctionMode):
             func(twin, *args[1:], **kwargs)
         if name in _HOOKS and (twin := self.registered(args[0])) is not None:
             return func(twin, *args[1:], **kwargs)
+        if name in {"__getitem__", "__setitem__"} and args[0].is_meta:
+            return func(args[0], self.conversions.index(args[1]), *args[2:], **kwargs)
         if name in _BY_ELEMENT:
             return self._by_element(func, args, kwargs)
         if name in _READS and args[0].is_meta:
@@ -93,17 +95,12 @@ class Surface(TorchFunctionMode):
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
         attribute, twin = getattr(func, "__self__", None), self.registered(tensor)
         if attribute is torch.Tensor.data and isinstance(value, Tensor):
+            _check_bits(tensor if twin is None else twin, value)
             with self.journal.lock, unwatched():
                 if twin is not None:
                     twin.data = self.journal.twin(value)
                 if tensor.is_meta != value.is_meta:
                     value = self.journal.twin(value) if tensor.is_meta else self.journal.realised(value)
-            if tensor.is_meta and (value.is_conj(), value.is_neg()) != (tensor.is_conj(), tensor.is_neg()):
-                message = (
-                    f"a parameter of shape {list(tensor.shape)} was given a view of conjugates or negatives as `.data`"
-                )
-                hint = "give it numbers of its own: `.resolve_conj()`, `.resolve_neg()`"
-                raise PlanError("model-init", message, path=MODEL, hint=hint)
         elif attribute is torch.Tensor.requires_grad and twin is not None:
             twin.requires_grad = value
         func(tensor, value)
@@ -123,6 +120,15 @@ class Surface(TorchFunctionMode):
             func(*real, args[-1], **kwargs)
         target.copy_(real[0])
         return target
+
+
+def _check_bits(parameter: Tensor, value: Tensor) -> None:
+    """torch refuses such a `.data` on meta, where plain PyTorch takes it on the host."""
+    if parameter.is_meta and (value.is_conj(), value.is_neg()) != (parameter.is_conj(), parameter.is_neg()):
+        shape = list(parameter.shape)
+        message = f"a parameter of shape {shape} was given a view of conjugates or negatives as `.data`"
+        hint = "give it numbers of its own: `.resolve_conj()`, `.resolve_neg()`"
+        raise PlanError("model-init", message, path=MODEL, hint=hint)
 
 
 @contextmanager
