@@ -9,7 +9,7 @@ from typing import Any
 import pluggy
 
 from sley_core import hookspecs
-from sley_core.discovery import Found, core_version
+from sley_core.discovery import NEWER_CORE, Found, core_version
 from sley_core.errors import PluginError
 from sley_core.hookspecs import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
@@ -63,7 +63,7 @@ def hooks_of(module: Any, found: Found) -> Any:
             raise PluginError(
                 "plugin-argument",
                 f"{found.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}",
-                hint=f"it is written for a newer core: pip install --upgrade sley-core, or an older {found.dist}",
+                hint=f"it is written for a newer core: take {NEWER_CORE}, or an older {found.dist}",
             )
     try:
         manager.register(module, found.name)
