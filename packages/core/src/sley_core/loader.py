@@ -112,7 +112,8 @@ class Loader:
 
         Raises PluginError: "plugin-missing" (one of Sley's own, not installed), "plugin-unknown", "plugin-ambiguous" (of
         two distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (implements a hook
-        that is none), "plugin-argument" (wants what only a newer core's hook gives), "plugin-invalid" (its records).
+        that is none, or one without its mark), "plugin-argument" (wants what only a newer core's hook gives),
+        "plugin-invalid" (its records).
         """
         if name not in self._loaded:
             self._loaded[name] = self._load(name)

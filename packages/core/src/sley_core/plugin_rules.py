@@ -51,6 +51,9 @@ def hooks_of(module: Any, found: Found) -> Any:
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is None:
+            if name in known and inspect.isroutine(getattr(module, name)):
+                message = f"{found.label}: its `{name}` would never be called: it is not marked as a hook"
+                raise PluginError("plugin-hook", message, hint="write `@hookimpl` above it, of `sley_core.hookspecs`")
             continue
         hook = options.get("specname") or name
         if hook not in known:
