@@ -81,6 +81,22 @@ def test_a_citation_is_recognised(said: str) -> None:
     assert CITATION.search(said)
 
 
+FROM_AN_INDEX = re.compile(r"pip install (?:--?\S+ )*[\"']?sley-")
+
+
+def test_nobody_is_told_to_install_our_packages_from_an_index() -> None:
+    """They are on none, where somebody else's could have the name: they come from a clone, by their folder."""
+    told = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sources()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if FROM_AN_INDEX.search(line)
+    ]
+    assert not told, "\n".join(told)
+    assert FROM_AN_INDEX.search('pip install --upgrade "sley-core[test]"')
+
+
 @pytest.mark.parametrize("page", ["design.md", "glossary.md"])
 def test_the_modules_that_a_page_names_are_there(page: str) -> None:
     """Paths are below core's source, or below that of another package."""

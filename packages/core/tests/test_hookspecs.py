@@ -6,15 +6,27 @@ import ast
 import builtins
 import inspect
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from sley_core import hook_reference, hookspecs, records
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PluginError
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
+from sley_core.metrics.config import JsonlConfig
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_core.run import Run
 from sley_core.table import RecordKind
+from sley_core.topology import Topology
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks.md"
 HOOKS = [name for name in vars(hookspecs) if name.startswith("sley_")]
+JSONL = "sley_core.metrics.jsonl:JsonlWriter"
 NOTIFICATIONS = {"sley_run_started", "sley_step_finished", "sley_run_finished"}
 
 
@@ -50,6 +62,105 @@ def test_only_notifications_run_after_the_start_and_may_communicate() -> None:
 
 def test_every_kind_of_record_has_its_hook() -> None:
     assert {f"sley_{kind}" for kind in get_args(RecordKind)} <= set(HOOKS)
+
+
+class Everything:
+    """Implements the hooks that are given something, and writes down which were called with what they promise."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    @hookimpl
+    def sley_process_groups(self, plan: Any, topology: Any) -> Any:
+        assert isinstance(plan, Plan), plan
+        assert topology == Topology.of(1)
+        self.called.append("sley_process_groups")
+        return [records.ProcessGroupRecord("own", ((0,),))]
+
+    @hookimpl
+    def sley_check_plan(self, plan: Any, topology: Any) -> Any:
+        assert isinstance(plan, Plan), plan
+        assert topology == Topology.of(1)
+        self.called.append("sley_check_plan")
+        yield from ()
+
+    @hookimpl
+    def sley_run_started(self, run: Any) -> None:
+        assert isinstance(run, Run), run
+        assert run.num_steps_done == 0
+        assert run.groups["own"].size == 1
+        self.called.append("sley_run_started")
+
+    @hookimpl
+    def sley_step_finished(self, run: Any, row: Any) -> None:
+        assert (run.num_steps_done, row["step"]) == (1, 1)
+        self.called.append("sley_step_finished")
+
+    @hookimpl
+    def sley_run_finished(self, run: Any, outcome: Any) -> None:
+        assert (run.num_steps_done, outcome) == (1, "finished")
+        self.called.append("sley_run_finished")
+
+
+def everything(told: Everything) -> SimpleNamespace:
+    """A plugin with an implementation of every hook that there is."""
+
+    def of_records(name: str) -> Any:
+        def implementation() -> Any:
+            told.called.append(name)
+            if name == "sley_metrics_writers":  # by which the plan names this plugin
+                return [records.MetricsWriterRecord(name="writer", config=JsonlConfig, build=JSONL)]
+            return []
+
+        implementation.__name__ = name
+        return hookimpl(implementation)
+
+    return SimpleNamespace(**{name: getattr(told, name, None) or of_records(name) for name in HOOKS})
+
+
+def test_every_hook_is_called_with_what_it_promises(tmp_path: Path) -> None:
+    """A hook that nothing calls, or calls with something else, promises in vain."""
+    (tmp_path / "text.txt").write_text("the sley beats home " * 40, "utf-8")
+    tables: dict[str, Any] = {
+        "run": {"name": "hooks", "steps": 1, "device": "cpu"},
+        "model": {"use": "core.llama", "num_layers": 1, "hidden": 8, "heads": 2, "vocab_size": 257},
+        "data": {"use": "core.text", "files": ["text.txt"], "sequence": 8},
+        "batch": {"global_size": 1, "micro_size": 1},
+        "optimizer": {"use": "core.sgd", "lr": 0.1},
+        "metrics": [{"use": "all.writer"}],
+    }
+    told = Everything()
+    plan = plan_from_dict(tables, tmp_path, loader=Loader(plugins={"all": everything(told)}))
+    with assemble(plan, World.alone("cpu")) as run:
+        assert run.train() == "finished"
+    assert set(HOOKS) - set(told.called) == set()
+    for name in ("sley_process_groups", *NOTIFICATIONS):
+        assert told.called.count(name) == 1, name
+
+
+def refused(plugin: SimpleNamespace) -> tuple[str, str | None]:
+    with pytest.raises(PluginError) as caught:
+        Loader(plugins={"all": plugin}).load("all")
+    (found,) = caught.value.diagnostics
+    assert found.code == "plugin-hook"
+    return found.message, found.hint
+
+
+def test_a_hook_that_is_none_is_refused_beside_good_ones() -> None:
+    plugin = everything(Everything())
+    plugin.sley_step_finish = hookimpl(lambda: None)
+    message, hint = refused(plugin)
+    assert message.endswith("there is no hook `sley_step_finish`")
+    assert hint == "did you mean `sley_step_finished`?"
+
+
+def test_a_hook_whose_mark_was_forgotten_is_refused() -> None:
+    """pluggy would pass it over, and the plan would run without its check."""
+    plugin = everything(Everything())
+    plugin.sley_check_plan = lambda plan: ()
+    message, hint = refused(plugin)
+    assert message.endswith("its `sley_check_plan` would never be called: it is not marked as a hook")
+    assert hint == "write `@hookimpl` above it, of `sley_core.hookspecs`"
 
 
 @pytest.mark.parametrize(

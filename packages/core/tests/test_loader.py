@@ -145,7 +145,7 @@ def test_an_argument_of_a_newer_core(install: Install) -> None:
     assert "plugin `zeta` (sley-zeta 1.0): its `sley_process_groups` wants `devices`" in found.message
     assert "gives `plan`, `topology`" in found.message
     assert found.hint
-    assert "newer core" in found.hint
+    assert "newer core: take a newer sley-core (`git pull`" in found.hint
 
 
 def test_two_distributions_of_one_name(install: Install) -> None:
@@ -177,6 +177,8 @@ def test_a_plugin_that_needs_another_core(install: Install, requires: str, monke
     assert found.code == "plugin-incompatible"
     assert "needs sley-core" in found.message
     assert "sley-core 0.1.0 is installed" in found.message
+    assert found.hint is not None
+    assert "`git pull` in the clone" in found.hint
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,20 @@ from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.steps import is_blank
 from sley_core.plan.plan import Plan
+from train_cli.layer_check import check_layers
 from train_cli.opening import parameters
 
 
-def check_model(plan: Plan, world: int) -> list[str]:
+def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
     """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
 
+    calls_layers: all of them and the loss, also those behind which nothing is sent to another stage. A run does that itself,
+    on its device, where everything can be called.
     Returns how many parameters the model has, and what a run would do otherwise.
 
     Raises PlanError or PluginError as `assemble` does, and PlanError "model-init" for a parameter that nobody
-    initialises, PlanError "boundary-type" for a layer whose output cannot be sent to the next stage, and RunError
-    "no-device", which a run would find out only in its ranks.
+    initialises, PlanError "boundary-type" for a layer whose output cannot be sent to the next stage, what `check_layers`
+    raises, and RunError "no-device", which a run would find out only in its ranks.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = '`device = "auto"` takes what there is'
@@ -39,7 +42,10 @@ def check_model(plan: Plan, world: int) -> list[str]:
             model = draft_model(plan, dataset.info)
             check_initialised(model)
             dtype = DTYPES[plan.precision.compute]
-            notes += filter(None, [check_boundaries(plan, plan.topology(world), model, dataset, dtype)])
+            found = [check_boundaries(plan, plan.topology(world), model, dataset, dtype)]
+            if calls_layers:
+                found = [found[0], check_layers(plan, draft_model(plan, dataset.info), dataset, dtype)]
+            notes += filter(None, found)
             # Ranks are processes of their own, and open it again: what it holds, such as workers, is not to stay with them.
             if world > 1 and callable(close := getattr(dataset, "close", None)):
                 close()

@@ -14,6 +14,9 @@ GROUP = "sley.plugins"
 CORE = "core"
 CORE_DIST = "sley-core"
 
+NEWER_CORE = "a newer sley-core (`git pull` in the clone of Sley's repository that it is installed from)"
+"""Where another core comes from, in words: as `to_install`, from no index."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -56,6 +59,12 @@ def installed() -> Mapping[str, list[Found]]:
             one = Found(key, name, _field(dist, "Version", "?"), point, tuple(dist.requires or ()))
             found.setdefault(key, []).append(one)
     return found
+
+
+def to_install(name: str, extra: str = "") -> str:
+    """How to install one of Sley's own packages, in words: it is on no index, where somebody else's could have its name."""
+    asked, target = (f"[{extra}]", f'"packages/{name}[{extra}]"') if extra else ("", f"packages/{name}")
+    return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {target}`"
 
 
 @cache

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from sley_core.discovery import CORE, CORE_DIST, GROUP, Found, core_version, installed, unmet_requirement
+from sley_core.discovery import (
+    CORE,
+    CORE_DIST,
+    GROUP,
+    NEWER_CORE,
+    Found,
+    core_version,
+    installed,
+    to_install,
+    unmet_requirement,
+)
 from sley_core.errors import PlanError, PluginError
 from sley_core.plan.kinds import words
 from sley_core.plan.words import suggestion
@@ -21,11 +31,6 @@ from sley_core.table import RecordKind
 
 FIRST_PARTY = ("dp", "isp", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
-
-
-def to_install(name: str) -> str:
-    """How to install one of Sley's own plugins, in words: it is on no index, where somebody else's could have its name."""
-    return f"install sley-{name}, in a clone of Sley's repository: `pip install -e packages/{name}`"
 
 
 BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)
@@ -107,7 +112,8 @@ class Loader:
 
         Raises PluginError: "plugin-missing" (one of Sley's own, not installed), "plugin-unknown", "plugin-ambiguous" (of
         two distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (implements a hook
-        that is none), "plugin-argument" (wants what only a newer core's hook gives), "plugin-invalid" (its records).
+        that is none, or one without its mark), "plugin-argument" (wants what only a newer core's hook gives),
+        "plugin-invalid" (its records).
         """
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
@@ -147,7 +153,7 @@ class Loader:
         needed = unmet_requirement(one)
         if needed is not None:
             message = f"{one.label} needs {needed}, but sley-core {core_version()} is installed"
-            hint = f"pip install --upgrade {one.dist} sley-core"
+            hint = f"take {NEWER_CORE}, or a version of {one.dist} that this core suits"
             raise PluginError("plugin-incompatible", message, hint=hint)
         hooks = hooks_of(imported(one), one)
         return Plugin(name, one.dist, one.version, records_of(hooks, one), hooks)

@@ -9,7 +9,7 @@ from typing import Any
 import pluggy
 
 from sley_core import hookspecs
-from sley_core.discovery import Found, core_version
+from sley_core.discovery import NEWER_CORE, Found, core_version
 from sley_core.errors import PluginError
 from sley_core.hookspecs import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
@@ -51,6 +51,9 @@ def hooks_of(module: Any, found: Found) -> Any:
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is None:
+            if name in known and inspect.isroutine(getattr(module, name)):
+                message = f"{found.label}: its `{name}` would never be called: it is not marked as a hook"
+                raise PluginError("plugin-hook", message, hint="write `@hookimpl` above it, of `sley_core.hookspecs`")
             continue
         hook = options.get("specname") or name
         if hook not in known:
@@ -63,7 +66,7 @@ def hooks_of(module: Any, found: Found) -> Any:
             raise PluginError(
                 "plugin-argument",
                 f"{found.label}: its `{hook}` wants `{more[0]}`, but core {core_version()} gives {gives}",
-                hint=f"it is written for a newer core: pip install --upgrade sley-core, or an older {found.dist}",
+                hint=f"it is written for a newer core: take {NEWER_CORE}, or an older {found.dist}",
             )
     try:
         manager.register(module, found.name)

@@ -51,7 +51,8 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(check, "find_spec", lambda name: None)
     (problem,) = check_metrics(plan_with("core.jsonl", "core.tensorboard"))
     assert (problem.code, problem.path) == ("tensorboard-missing", ("metrics", 1, "use"))
-    assert problem.hint == 'pip install "sley-core[tensorboard]"'
+    assert problem.hint is not None
+    assert problem.hint.endswith('in a clone of Sley\'s repository: `pip install -e "packages/core[tensorboard]"`')
 
 
 def test_a_writer_that_is_listed_twice_is_refused() -> None:

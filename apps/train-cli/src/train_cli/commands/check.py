@@ -19,7 +19,12 @@ def check(
     overrides: SetOption = None,
     world: WorldOption = None,
     model: Annotated[
-        bool, typer.Option("--model", help="Build the model and the optimizer too, without memory; imports torch.")
+        bool,
+        typer.Option(
+            "--model",
+            help="Build the model and the optimizer too, and call the layers, without memory: imports torch and whatever code "
+            "the plan names, and runs it.",
+        ),
     ] = False,
 ) -> None:
     """Check plans: tables, files, sizes, layout; nothing is started or written."""
@@ -43,5 +48,5 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
     if model:
         from train_cli.model_check import check_model
 
-        for note in check_model(plan, size):
+        for note in check_model(plan, size, calls_layers=True):
             say(f"{path}: {note}")

@@ -8,8 +8,9 @@ from typing import Any
 
 import typer
 
+from sley_core.discovery import to_install
 from sley_core.errors import Diagnostic, KeyPath, PluginError
-from sley_core.loader import FIRST_PARTY, Loader, to_install
+from sley_core.loader import FIRST_PARTY, Loader
 from sley_core.plan.document import Document
 from sley_core.plan.read import read_file
 from train_cli.console import say

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sley_core.discovery import CORE, to_install
 from sley_core.errors import PlanError, PluginError
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ BATCH = 256
 """Documents that are encoded in one call, which shares them out over the threads of `tokenizers`."""
 
 NAME = "tokenizer.json"
-INSTALL = 'pip install "sley-core[tokenizers]"'
 
 
 class Tokenizer:
@@ -72,7 +72,7 @@ def _load(path: Path) -> Implementation:
             "tokenizers-missing",
             "`tokenizer` needs the package `tokenizers`, which is not installed",
             path=("data", "tokenizer"),
-            hint=INSTALL,
+            hint=to_install(CORE, "tokenizers"),
         ) from None
     path = _file(path)
     try:

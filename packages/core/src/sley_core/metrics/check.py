@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from sley_core.discovery import CORE, to_install
 from sley_core.metrics.config import JsonlConfig, TensorboardConfig
 from sley_core.records import Problem
 
@@ -25,7 +26,7 @@ def check_metrics(plan: Plan) -> Iterable[Problem]:
             yield Problem(
                 ("metrics", index, "use"),
                 "`core.tensorboard` needs the package `tensorboard`, which is not installed",
-                'pip install "sley-core[tensorboard]"',
+                to_install(CORE, "tensorboard"),
                 "tensorboard-missing",
             )
         seen.add(writer.name)

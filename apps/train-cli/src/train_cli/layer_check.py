@@ -1,0 +1,152 @@
+"""What `check --model` finds by calling the layers and the loss on meta: shapes and types that do not fit, classes that lack.
+
+A run would find it in its first step. What meta cannot tell (a forward that asks for values, a kernel of one device) is said as
+that, and is no mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.data.collate import collate_of
+from sley_core.data.dataset import is_stream
+from sley_core.data.packing import BOUNDARIES
+from sley_core.data.slices import Slices
+from sley_core.errors import PlanError, SleyError
+from sley_core.losses.config import CrossEntropyConfig
+from sley_core.model.layers import MODEL
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.model.layers import Layer, Model
+    from sley_core.plan.plan import Plan
+
+_OF_A_DEVICE = re.compile(
+    r"meta|device|cuda|\bgpu|\bcpu|triton|pointer|storage|numpy|data.dependent|not (been )?implemented", re.IGNORECASE
+)
+"""Words of errors that the same call on tensors with values might not raise."""
+
+_CERTAIN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+"""Kinds of errors that shapes, types and arguments raise. An `assert` may have asked for a value, and says nothing."""
+
+_CERTAIN_OF_LOSS = (RuntimeError, ValueError, IndexError)
+"""An own loss may lack an attribute that its `weight` or `attach` sets, which nobody has called here."""
+
+
+def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dtype) -> str | None:
+    """Calls every layer, and the loss with what the last one returns, on a micro-batch without values.
+
+    model: on meta, not to be used again; its layers are called with parameters of `dtype`. Returns what was not looked at, and
+    why. Raises PlanError "layer-fails" with the layer's name and what it was given, "model-vocabulary" for a last layer with
+    fewer classes than the data has labels, "loss-fails", and what the loss itself finds.
+    """
+    try:
+        batch = _micro_batch(plan, dataset)
+        declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
+        fields = {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(batch).items()}
+    except Exception as error:  # a user's data, which may not even be here
+        return f"no layer was called, for want of a sample: {_first_line(error)}"
+    args: tuple[Any, ...] = ()
+    for layer in model.layers:
+        lacking = [name for name in layer.fields if name not in fields]
+        if lacking:
+            return f"layers were called up to {_words(layer)}: the shape of `{lacking[0]}` is known to the data alone"
+        named = {name: fields[name] for name in layer.fields}
+        try:
+            args = (_output(layer, args, named, dtype),)
+        except SleyError:
+            raise
+        except Exception as error:
+            given = ", ".join([*map(_shape, args), *(f"{name} {_shape(value)}" for name, value in named.items())])
+            if not _is_certain(error, _CERTAIN):
+                return f"layers were called up to {_words(layer)}, which needs values or a device: {_first_line(error)}"
+            message = f"{_words(layer)} fails, given {given or 'nothing'}: {_first_line(error)}"
+            hint = (
+                "its first argument is what the layer before returns; `train-cli run --traceback` shows the way there"
+            )
+            raise PlanError("layer-fails", message, path=MODEL, hint=hint) from error
+    _check_classes(plan, dataset.info, model.layers[-1], args[0])
+    return _check_loss(plan, args[0], fields)
+
+
+def _check_classes(plan: Plan, info: DataInfo, last: Layer, output: Any) -> None:
+    config = plan.loss.config
+    if not isinstance(config, CrossEntropyConfig) or not isinstance(output, Tensor) or not output.ndim:
+        return
+    field, count = info.fields.get(config.labels), info.vocab_size
+    if field is None or field.ids != "label" or count is None or output.shape[-1] >= count:
+        return
+    raise PlanError(
+        "model-vocabulary",
+        f"{_words(last)}, the last one, gives {output.shape[-1]} classes, but the data's labels have {count}",
+        path=MODEL,
+        hint="a factory is told how many: `def layers(data)`, and `data.vocab_size`",
+    )
+
+
+def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | None:
+    loss = plan.loss.build()
+    try:
+        with torch.device("meta"):
+            loss.loss(output, fields)
+    except SleyError as error:
+        found = error.diagnostics[0]
+        raise PlanError(found.code, found.message, path=found.path or ("loss",), hint=found.hint) from None
+    except Exception as error:
+        if hasattr(loss, "attach") or not _is_certain(error, _CERTAIN_OF_LOSS):
+            return f"the loss was not looked at: {_first_line(error)}"
+        message = f"the loss fails, given {_shape(output)}: {_first_line(error)}"
+        raise PlanError(
+            "loss-fails", message, path=("loss",), hint="it is given what the last layer returns"
+        ) from error
+    return None
+
+
+def _output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """What `layer` returns, on meta; parameters and buffers have the types that a run gives them."""
+    state: dict[str, Tensor] = {}
+    for name, buffer in layer.module.named_buffers():
+        is_wider = buffer.is_floating_point() and torch.finfo(dtype).bits > torch.finfo(buffer.dtype).bits
+        state[name] = buffer.to("meta", dtype if is_wider else buffer.dtype)
+    state |= {name: parameter.to(dtype) for name, parameter in layer.module.named_parameters()}
+    with torch.device("meta"):
+        return torch.func.functional_call(layer.module, state, args, dict(fields))
+
+
+def _micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
+    """A micro-batch of the plan's data: of what its dataset says, or else of its first sample."""
+    info, size = dataset.info, plan.batch.micro_size
+    if plan.data.record is not None and info.sequence is not None:
+        lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
+        lengths |= {name: 2 for name in BOUNDARIES if name in info.fields and name not in lengths}  # one document
+        return {
+            name: torch.empty(size, length, dtype=getattr(torch, info.fields[name].dtype), device="meta")
+            for name, length in lengths.items()
+        }
+    if is_stream(dataset):
+        raise ValueError("a stream is not opened for it")
+    return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream
+
+
+def _is_certain(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
+    known = isinstance(error, kinds) and not isinstance(error, NotImplementedError)
+    return known and not _OF_A_DEVICE.search(str(error))
+
+
+def _words(layer: Layer) -> str:
+    return f"layer `{layer.name}` ({type(layer.module).__name__})"
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")

@@ -1,0 +1,137 @@
+"""`check --model` calls layers and loss without values: what does not fit is told, and what needs values is no mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+Own = Callable[[str], Path]
+
+LAYERS = """
+    import numpy, torch
+    from torch import nn
+
+    class Embed(nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    class Pair(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden), hidden
+
+    class Longer(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden).repeat(1, 2, 1)
+
+    class Picks(nn.Linear):
+        def forward(self, hidden):
+            {picks}
+            return super().forward(hidden)
+
+    def layers():
+        return [("embed", Embed(256, 32)), {more}]
+"""
+
+ONE = ("--set", "parallel.dp=1", "--set", "run.steps=1")
+
+
+def layers(more: str, picks: str = "pass") -> str:
+    return LAYERS.format(more=more, picks=picks)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            '("up", nn.Linear(32, 64)), ("head", nn.Linear(32, 256))',
+            "error[layer-fails]: layer `head` (Linear) fails, given float32 [1, 16, 64]: RuntimeError: ",
+        ),
+        (
+            '("pair", Pair(32, 32)), ("head", nn.Linear(32, 256))',
+            "error[layer-fails]: layer `head` (Linear) fails, given tuple: TypeError: linear(): argument 'input'",
+        ),
+        (
+            '("norm", nn.LayerNorm(16)), ("head", nn.Linear(32, 256))',
+            "error[layer-fails]: layer `norm` (LayerNorm) fails, given float32 [1, 16, 32]: RuntimeError: ",
+        ),
+        ('("head", nn.Linear(32, 8))', "error[model-vocabulary]: layer `head` (Linear), the last one, gives 8 classes"),
+        ('("head", Longer(32, 256))', "error[loss-output]: logits of shape [1, 32, 256]"),
+        ('("head", Pair(32, 256))', "error[loss-output]: cross-entropy needs a tensor of logits"),
+    ],
+)
+@pytest.mark.parametrize("sizes", [("parallel.dp=1",), ("parallel.dp=2", "precision.compute=bf16")])
+def test_layers_that_do_not_fit_are_told_by_name(
+    cli: Cli, own_model: Own, more: str, words: str, sizes: tuple[str, ...]
+) -> None:
+    changes = [part for each in sizes for part in ("--set", each.replace("bf16", '"bf16"'))]
+    result = cli("check", own_model(layers(more)), "--model", *changes)
+    assert result.code == 3, result.err
+    assert words.replace("float32", "bfloat16" if "bf16" in str(sizes) else "float32") in result.err
+    assert "plan.toml:" in result.err
+
+
+@pytest.mark.parametrize(
+    "picks",
+    [
+        "assert (hidden == hidden).all()",
+        "hidden[hidden > 1e9].sum().item()",
+        "hidden.detach().numpy()",
+        "hidden.detach().tolist()",
+        "numpy.asarray(hidden.detach())",
+        "hidden = hidden + torch.from_numpy(numpy.zeros(32, numpy.float32))",
+        "assert hidden.data_ptr(), 'a kernel would be given nothing'",
+        "assert hidden.device.type == 'cpu'",
+        "hidden = {'cpu': hidden}[hidden.device.type]",
+        "if hidden.is_meta: raise ValueError('Pointer argument cannot be accessed from Triton')",
+        "hidden = hidden + torch.nonzero(hidden == hidden).shape[0]",
+    ],
+)
+def test_a_forward_that_needs_values_is_no_mistake(cli: Cli, own_model: Own, picks: str) -> None:
+    path = own_model(layers('("picks", Picks(32, 32)), ("head", nn.Linear(32, 256))', picks))
+    result = cli("check", path, "--model", *ONE)
+    assert result.code == 0, result.err
+    if "from_numpy" not in picks:
+        assert "layers were called up to layer `picks` (Picks), which needs values or a device" in result.err
+    assert cli("run", path, *ONE).code == 0, "and so it is"
+
+
+@pytest.mark.parametrize("more", [(), ('data.documents="cut"',), ('precision.compute="fp64"',)])
+def test_all_of_the_reference_model_is_called(cli: Cli, plan: Path, more: tuple[str, ...]) -> None:
+    result = cli("check", plan, "--model", *(part for each in more for part in ("--set", each)))
+    assert result.code == 0, result.err
+    assert "called" not in result.err
+    assert "looked at" not in result.err
+
+
+OWN_LOSS = """
+    class Counted:
+        def weight(self, batch):
+            self.count = 3.0
+            return float(batch["labels"].numel())
+
+        def loss(self, output, batch):
+            return output.flatten(0, 1)[:, 0].sum() * self.count
+
+    def loss():
+        return Counted()
+"""
+
+
+def test_a_loss_that_its_weight_prepares_is_no_mistake(cli: Cli, own_model: Own) -> None:
+    path = own_model(layers('("head", nn.Linear(32, 256))') + OWN_LOSS)
+    path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
+    result = cli("check", path, "--model", *ONE)
+    assert result.code == 0, result.err
+    assert "the loss was not looked at: AttributeError" in result.err
+
+
+def test_a_loss_that_does_not_fit_is_told(cli: Cli, own_model: Own) -> None:
+    path = own_model(layers('("head", nn.Linear(32, 256))') + OWN_LOSS.replace("* self.count", "@ output"))
+    path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
+    result = cli("check", path, "--model", *ONE)
+    assert result.code == 3
+    assert "error[loss-fails]: the loss fails, given float32 [1, 16, 256]: RuntimeError" in result.err
