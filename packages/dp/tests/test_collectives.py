@@ -11,7 +11,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.world import World
-from sley_core.engine.store import by_reduce_group
+from sley_core.engine.layout import by_reduce_group
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.recorder import collectives

@@ -16,42 +16,36 @@ from sley_core.comm.groups import Groups
 from sley_core.comm.heap import keep_freed_memory
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.data.feed import Feed
-from sley_core.data.slices import Slices, sliced_info
-from sley_core.data.vocabulary import check_tokens
+from sley_core.data.slices import sliced_info
 from sley_core.draft import DTYPES, draft_model, dtypes, layer_costs_of
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
-from sley_core.engine.evaluate import Evaluation
 from sley_core.engine.execute import Executor
-from sley_core.engine.first_values import check_first_values
 from sley_core.engine.gradient_hooks import check_hooks
+from sley_core.engine.layout import by_reduce_group, loose
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters
 from sley_core.engine.parts import Parts
 from sley_core.engine.positions import OverPositions
-from sley_core.engine.profile import StepProfiler
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
-from sley_core.engine.store import GradientStore, by_reduce_group, loose
-from sley_core.engine.timeline import StepTimeline
+from sley_core.engine.store import GradientStore
 from sley_core.engine.update import Update
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
-from sley_core.equipment import Facts, Outputs, Samples, rows_of
+from sley_core.equip import outputs_of, samples_of
+from sley_core.equipment import Facts
 from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
-from sley_core.metrics.throughput import Meter
-from sley_core.model.buffers import BufferWatch
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
@@ -62,7 +56,7 @@ from sley_core.run import Run
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.comm.world import World
-    from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.data.dataset import DataInfo
     from sley_core.engine.shards import Shards
     from sley_core.plan.plan import Plan
     from sley_core.protocols import GradientHandler, SchedulerHook, SequenceAttention, StageLink, WeightCommunicator
@@ -98,13 +92,13 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     _materialize(plan, world, model, stage, shards)
     parts = _parts(plan, world, topology, groups, stage, book)
     stepper = _stepper(plan, parts, model, stage, dataset.info, communicator)
-    samples = _samples(plan, parts, model, dataset, stepper)
+    samples = samples_of(plan, parts, model, dataset, stepper)
     return Run(
         plan,
         parts,
         stepper,
         samples,
-        _outputs(plan, world, stepper, topology, folder),
+        outputs_of(plan, world, stepper, topology, folder),
         WeightLoader(names, parts, stepper.update.masters),
         attention,
         Facts(*sizes, notes, _found(plan, world, costs)),
@@ -232,67 +226,6 @@ def _update(plan: Plan, parts: Parts) -> Update:
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
         scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
     )
-
-
-def _samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:
-    """What the run trains on and what it is measured by; in a fake world nothing is read."""
-    executor, topology, groups = stepper.executor, parts.topology, parts.groups
-    loss = executor.loss if executor.has_loss else None
-    samples = Samples(
-        dataset,
-        Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss),
-        Meter.of(parts, model.layers, dataset.info),
-    )
-    if parts.world.is_fake:
-        return samples
-    stepper.agreement.first = partial(check_first_values, parts, model.per_rank_buffers)
-    rows = rows_of(plan.batch.global_size, parts)
-    config: Any = plan.data.config
-    feed = _feed(plan, dataset, rows, shuffle=config.shuffle)
-    watch = BufferWatch(parts.layers, model.per_rank_buffers)
-    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, parts, stepper, samples.slices, rows))
-
-
-def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True) -> Feed:
-    return Feed(
-        dataset,
-        seed=plan.run.seed,
-        batch_size=plan.batch.global_size,
-        rows=rows,
-        shuffle=shuffle,
-        timeout_s=plan.limits.data_timeout_s,
-        check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
-    )
-
-
-def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, slices: Slices, rows: range) -> Evaluation | None:
-    if plan.evaluation is None:
-        return None
-    return Evaluation(
-        stepper.executor,
-        stepper.lists,
-        [layer.module for layer in parts.layers],
-        _feed(plan, open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), rows),
-        slices,
-        parts.groups,
-        parts.world.device,
-        stepper.agreement,
-        num_batches=plan.evaluation.steps,
-        num_micros=len(rows) // plan.batch.micro_size,
-    )
-
-
-def _outputs(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
-    if folder is None:
-        return Outputs()
-    writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
-    timeline = profiler = None
-    if plan.timeline is not None:
-        timeline = StepTimeline(plan.timeline.step, folder, stepper, topology, stepper.groups)
-    if plan.profile is not None:
-        first, last = plan.profile.steps
-        profiler = StepProfiler(first, last, folder, world.rank, world.device)
-    return Outputs(writers, timeline, profiler)
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:

@@ -12,8 +12,9 @@ from sley_core.actions.action import Action, Kind, actions_of, sequential
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import Placement
 from sley_core.engine.book import ParameterBook
+from sley_core.engine.layout import Planner, by_reduce_group, loose
 from sley_core.engine.step_state import StepState
-from sley_core.engine.store import GradientStore, Planner, by_reduce_group, loose
+from sley_core.engine.store import GradientStore
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer
 

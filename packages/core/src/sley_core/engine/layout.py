@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from sley_core.engine.book import Entry
 
 
@@ -19,6 +21,14 @@ class Layout(NamedTuple):
     buffers: list[list[Entry]]
     order: list[Entry]
     loose: Sequence[Entry] = ()
+
+
+class Piece(NamedTuple):
+    """Gradients that count alike: tensors of one dtype, their reduce group, and how many stages hold a copy."""
+
+    tensors: list[Tensor]
+    reduce_group: str
+    num_holders: int
 
 
 Planner = Callable[[list[Entry]], Layout]

@@ -26,17 +26,12 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook
-from sley_core.engine.layout import Layout as Layout
-from sley_core.engine.layout import Planner as Planner
-from sley_core.engine.layout import by_reduce_group as by_reduce_group
-from sley_core.engine.layout import loose as loose
+from sley_core.engine.layout import Piece, Planner, by_reduce_group
 from sley_core.engine.slot import GradientBuffer, GradientMemory, Habit, LooseSlot, Slot, check_not_sharded, dense
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
 
 Ready = Callable[[Entry], None]
-Piece = tuple[list[Tensor], str, int]
-"""Gradients that count alike: tensors, their reduce group, and how many stages hold a copy."""
 
 
 class GradientStore:
@@ -151,7 +146,7 @@ class GradientStore:
     def pieces(self) -> Iterator[Piece]:
         """All gradients in as few tensors as possible."""
         for buffer in self.buffers:
-            yield [buffer.data], buffer.reduce_group, buffer.num_holders
+            yield Piece([buffer.data], buffer.reduce_group, buffer.num_holders)
         families: dict[tuple[str, int], list[Tensor]] = {}
         for slot in self._order:
             if isinstance(slot, LooseSlot):
@@ -159,7 +154,7 @@ class GradientStore:
                 family = (slot.entry.reduce_group, len(slot.entry.stages))
                 families.setdefault(family, []).append(slot.view)
         for (reduce_group, num_holders), tensors in families.items():
-            yield tensors, reduce_group, num_holders
+            yield Piece(tensors, reduce_group, num_holders)
 
     def begin_step(self) -> None:
         """Forgets the step before, complete or not: the first contribution of this one overwrites."""

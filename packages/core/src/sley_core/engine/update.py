@@ -22,10 +22,11 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.compare import exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
+from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
 from sley_core.engine.step_numbers import StepNumbers
-from sley_core.engine.store import GradientStore, Piece
+from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import Totals
 from sley_core.optim.groups import scale_learning_rate
 from sley_core.optim.skip import skips_on_device, step_if
@@ -149,9 +150,9 @@ class Update:
         """Multiplies every gradient by `factor`; returns float64 [1]: 1 where one of this rank's was not finite, else 0."""
         found = torch.zeros(1, device=self.device.torch_device)
         inverse = torch.full((1,), factor, device=self.device.torch_device)
-        for tensors, _, _ in pieces:
+        for piece in pieces:
             # One pass for both, as in torch.amp.GradScaler, whose kernel it is.
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(piece.tensors, found, inverse)
         return found.double()
 
     def _overflowed(self, step: int, totals: Totals, scale: LossScale) -> bool:
@@ -179,5 +180,5 @@ class Update:
         factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         if not self.device.is_async and float(factor) == 1.0:
             return
-        for tensors, _, _ in pieces:
-            torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+        for piece in pieces:
+            torch._foreach_mul_(piece.tensors, factor.to(piece.tensors[0].dtype))

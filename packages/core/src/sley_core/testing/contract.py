@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.engine.store import by_reduce_group
+from sley_core.engine.layout import by_reduce_group
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run

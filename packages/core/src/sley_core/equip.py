@@ -1,0 +1,92 @@
+"""Makes what a run has beside its parts: samples and what measures them, and the files that it writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.data.feed import Feed
+from sley_core.data.slices import Slices
+from sley_core.data.vocabulary import check_tokens
+from sley_core.engine.evaluate import Evaluation
+from sley_core.engine.first_values import check_first_values
+from sley_core.engine.profile import StepProfiler
+from sley_core.engine.timeline import StepTimeline
+from sley_core.equipment import Outputs, Samples, rows_of
+from sley_core.metrics.throughput import Meter
+from sley_core.model.buffers import BufferWatch
+
+if TYPE_CHECKING:
+    from sley_core.comm.world import World
+    from sley_core.data.dataset import AnyDataset
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.stepper import Stepper
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Plan
+    from sley_core.topology import Topology
+
+
+def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:
+    """What the run trains on and what it is measured by; in a fake world nothing is read."""
+    executor, topology, groups = stepper.executor, parts.topology, parts.groups
+    loss = executor.loss if executor.has_loss else None
+    samples = Samples(
+        dataset,
+        Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss),
+        Meter.of(parts, model.layers, dataset.info),
+    )
+    if parts.world.is_fake:
+        return samples
+    stepper.agreement.first = partial(check_first_values, parts, model.per_rank_buffers)
+    rows = rows_of(plan.batch.global_size, parts)
+    config: Any = plan.data.config
+    feed = _feed(plan, dataset, rows, shuffle=config.shuffle)
+    watch = BufferWatch(parts.layers, model.per_rank_buffers)
+    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, parts, stepper, samples.slices, rows))
+
+
+def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True) -> Feed:
+    return Feed(
+        dataset,
+        seed=plan.run.seed,
+        batch_size=plan.batch.global_size,
+        rows=rows,
+        shuffle=shuffle,
+        timeout_s=plan.limits.data_timeout_s,
+        check=lambda batch, samples: check_tokens(batch, dataset.info, samples),
+    )
+
+
+def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, slices: Slices, rows: range) -> Evaluation | None:
+    if plan.evaluation is None:
+        return None
+    return Evaluation(
+        stepper.executor,
+        stepper.lists,
+        [layer.module for layer in parts.layers],
+        _feed(plan, open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), rows),
+        slices,
+        parts.groups,
+        parts.world.device,
+        stepper.agreement,
+        num_batches=plan.evaluation.steps,
+        num_micros=len(rows) // plan.batch.micro_size,
+    )
+
+
+def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
+    """What writes into `folder`, the run's; None writes nothing."""
+    if folder is None:
+        return Outputs()
+    writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
+    timeline = profiler = None
+    if plan.timeline is not None:
+        timeline = StepTimeline(plan.timeline.step, folder, stepper, topology, stepper.groups)
+    if plan.profile is not None:
+        first, last = plan.profile.steps
+        profiler = StepProfiler(first, last, folder, world.rank, world.device)
+    return Outputs(writers, timeline, profiler)
