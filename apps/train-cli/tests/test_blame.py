@@ -165,6 +165,22 @@ def test_a_report_is_left_though_its_folder_was_tidied_away(tmp_path: Path, monk
     assert [each.name for each in path.parent.iterdir()] == ["error.json"]
 
 
+def test_a_report_that_a_full_disk_cuts_is_none_and_the_rank_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a file would be read as another program's, or not at all; elastic then knows the exit code alone."""
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr("os.fsync", full)
+    report.write(Fault.of(ValueError("no")))
+    assert list(tmp_path.iterdir()) == []
+    fault = blame({0: reported(CLOSED, 10.0), 1: Failure(1, 11)}, 2)
+    assert [each.message for each in fault.diagnostics] == ["rank 1 of 2 left with exit code 1 and said nothing"]
+
+
 def test_a_late_rank_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     report.write_late()

@@ -234,6 +234,7 @@ def test_an_unknown_plugin_or_record(cli: Cli) -> None:
         ("check", "--steps", "--set run.steps=VALUE"),
         ("run", "--lr", "--set optimizer.lr=VALUE"),
         ("run", "--batch-size", "--set batch.global_size=VALUE"),
+        ("run", "--epochs", "a run is as long as `run.steps` says"),
         ("run", "--wandb", ""),
     ],
 )
@@ -246,6 +247,36 @@ def test_an_option_that_is_none_leads_to_what_there_is(
     assert f"No such option: {option}" in result.err
     assert said in result.err
     assert "Possible options" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (
+            "steps = 4",
+            "steps = 4\nepochs = 3",
+            "`epochs` is not a key of [run] (hint: a run is as long as `run.steps` says",
+        ),
+        ("steps = 4", "steps = 4\nresume = true", "`resume` is not a key of [run] (hint: a run cannot be resumed yet"),
+        (
+            "[data]",
+            "[checkpoint]\nevery = 3\n[data]",
+            "`checkpoint` is not a table of a plan (hint: a run cannot be resumed yet",
+        ),
+        (
+            "plan = 1",
+            "plan = 1\nsave_every = 3",
+            "`save_every` is not a key of a plan (hint: a run cannot be resumed yet",
+        ),
+    ],
+)
+def test_what_is_not_built_is_said_of_a_plan_s_key_too(
+    cli: Cli, plan: Path, before: str, after: str, told: str
+) -> None:
+    plan.write_text(plan.read_text("utf-8").replace(before, after), "utf-8")
+    result = cli("check", plan)
+    assert result.code == 3
+    assert told in result.err
 
 
 def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

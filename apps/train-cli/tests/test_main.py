@@ -33,6 +33,7 @@ def test_help_begins_with_two_examples_and_ends_with_the_exit_codes(cli: Cli) ->
     lines = [line.strip() for line in result.out.splitlines() if line.strip()]
     assert lines[1] == "Examples:"
     assert all(line.startswith("train-cli ") for line in lines[2:4])
+    assert "Results go to runs/NAME where the command is given; NAME is the plan's run.name." in " ".join(lines)
     codes = lines[lines.index("Exit codes:") + 1 :]
     assert [line.split()[0] for line in codes] == ["0", "1", "2", "3", "4", "129", "130", "131", "143"]
 
@@ -44,6 +45,11 @@ def test_every_command_has_help_and_the_common_options(cli: Cli) -> None:
         assert result.code == 0
         assert "--message-format" in result.out
         assert "--traceback" in result.out
+
+
+def test_check_says_that_it_runs_code_with_the_model(cli: Cli) -> None:
+    said = " ".join(cli("check", "--help").out.replace("│", " ").split())
+    assert "imports torch and whatever code the plan names, and runs it" in said
 
 
 @pytest.mark.parametrize(

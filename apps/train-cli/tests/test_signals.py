@@ -45,7 +45,8 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (1, signal.SIGHUP, 129)]
+    ("dp", "number", "code"),
+    [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (1, signal.SIGHUP, 129), (2, signal.SIGHUP, 129)],
 )
 def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, number: int, code: int) -> None:
     program = start("run", plan, *LONG, "--set", f"parallel.dp={dp}")
@@ -95,15 +96,17 @@ def test_terminated_in_a_step_that_never_ends(start: Start, own_model: Callable[
     assert program.finish(40).code == 143
 
 
-def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path, folder: Path, killed: int) -> None:
     program = start("run", plan, *LONG)
     program.wait_for("step 3/")
-    os.kill(program.ranks()[1].pid, signal.SIGKILL)
+    os.kill(program.ranks()[killed].pid, signal.SIGKILL)
     result = program.finish(40)
     assert result.code == 1
     errors = [line for line in result.err.splitlines() if "error[" in line]
     assert len(errors) == 1, result.err
-    assert "error[rank-died]: rank 1 of 2 was killed by SIGKILL" in errors[0]
+    assert f"error[rank-died]: rank {killed} of 2 was killed by SIGKILL" in errors[0]
+    assert (folder / "runs" / "small" / "summary.json").exists() == (killed != 0), "rank 0 writes it"
 
 
 @pytest.mark.campaign

@@ -37,20 +37,18 @@ def _complete_key(incomplete: str) -> Iterator[str]:
 
 def remedy(option: str, known: Iterable[str]) -> str:
     """What somebody may have meant who gave `option`, which a command does not have; known: those that it has."""
-    from sley_core.plan.words import HABITS
+    from sley_core.plan.words import HABITS, NOT_BUILT
 
     if close := get_close_matches(option, known, n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
     word = option.lstrip("-").replace("-", "_")
-    if word in _RESUMING:
-        return "a run cannot be resumed yet: nothing saves its weights"
+    if word in NOT_BUILT:
+        return NOT_BUILT[word]
     key = HABITS.get(word, word)
     keys = (found.removesuffix("=") for found in (*_complete_key(""), "optimizer.lr="))
     found = next((name for name in keys if name.endswith(f".{key}")), None)
     return f"the plan says that: --set {found}=VALUE" if found else ""
 
-
-_RESUMING = frozenset({"resume", "resume_from", "checkpoint", "from_checkpoint", "load", "save_every"})
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a TOML file.")]
 SetOption = Annotated[

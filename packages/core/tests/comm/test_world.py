@@ -103,6 +103,7 @@ def test_a_peer_that_never_comes_is_an_error_in_time(tmp_path, store, monkeypatc
         ({"WORLD_SIZE": "2"}, "no RANK"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first', not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK = '-1', not a number"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK = 5 .* WORLD_SIZE = 2"),
     ],
 )
 def test_a_launcher_that_says_too_little_is_told_what_is_missing(monkeypatch, environ, named):

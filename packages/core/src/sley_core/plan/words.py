@@ -33,6 +33,27 @@ HABITS = {
 """What others call what a plan calls otherwise: no edit of a few letters leads from one to the other."""
 
 
+_NOT_SAVED = "a run cannot be resumed yet: nothing saves its weights"
+NOT_BUILT = dict.fromkeys(
+    (
+        "resume",
+        "resume_from",
+        "checkpoint",
+        "checkpoints",
+        "checkpointing",
+        "from_checkpoint",
+        "load",
+        "save",
+        "save_every",
+    ),
+    _NOT_SAVED,
+) | dict.fromkeys(
+    ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
+    "a run is as long as `run.steps` says, and says how many epochs that is",
+)
+"""What others have and a plan does not, yet or on purpose: why, in words."""
+
+
 def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a field of this type, with these pydantic metadata, accepts in a plan."""
     for item in reversed(metadata):
@@ -76,8 +97,10 @@ def shown(value: Any) -> str:
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
-    """ "did you mean ...?" where one of the choices is close, else `otherwise`."""
+    """Why there is no such thing where that is known, "did you mean ...?" where a choice is close, else `otherwise`."""
     known = list(choices)
+    if (why := NOT_BUILT.get(wrong.lower().replace("-", "_"))) and wrong not in known:
+        return why
     habit = HABITS.get(wrong.lower())
     close = [habit] if habit in known else get_close_matches(wrong, known, n=1)
     return f"did you mean `{close[0]}`?" if close else otherwise
