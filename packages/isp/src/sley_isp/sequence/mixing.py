@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from sley_core.api.model import Layer
 from sley_core.errors import Diagnostic, PlanError
-from sley_core.model.layers import Layer
 
 
 def check_apart(layers: Sequence[Layer], apart: Sequence[str], inside: Collection[int]) -> None:
