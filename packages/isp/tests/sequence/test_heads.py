@@ -9,6 +9,7 @@ from torch import nn
 
 from sley_core.comm.world import World
 from sley_core.errors import RunError
+from sley_core.model.attention import Attention
 from sley_core.topology import Topology
 from sley_isp.sequence.attention import over_slices
 
@@ -16,7 +17,7 @@ HEADS, BATCH, LENGTH, WIDTH = 8, 2, 16, 4
 
 
 def plain(q, k, v):
-    return F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=True).transpose(1, 2)
+    return Attention()(q, k, v)
 
 
 def grouped(repeat, q, k, v, *, scale=None, bias=None, dropout=0.0):
