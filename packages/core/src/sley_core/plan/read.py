@@ -15,7 +15,7 @@ from typing import Any
 import tomli
 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
-from sley_core.plan.document import Document, Override, plain
+from sley_core.plan.document import Document, Override, first_of, plain
 from sley_core.plan.locate import index
 from sley_core.plan.overrides import apply
 from sley_core.plan.words import is_utf8, printable, shown
@@ -155,7 +155,7 @@ def _refuse_deep(tables: Any, file: str) -> None:
 
 
 def _refuse_large(document: Document) -> None:
-    problems = []
+    large: list[tuple[KeyPath, int]] = []
 
     def walk(value: Any, path: KeyPath) -> None:
         if isinstance(value, dict):
@@ -165,12 +165,15 @@ def _refuse_large(document: Document) -> None:
             for number, inner in enumerate(value):
                 walk(inner, (*path, number))
         elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
-            message = f"`{dotted(path)}` must be an integer of 64 bits, not {shown(value)}"
-            problems.append(document.diagnostic("out-of-range", message, path))
+            large.append((path, value))
+
+    def told(found: tuple[KeyPath, int]) -> Diagnostic:
+        message = f"`{dotted(found[0])}` must be an integer of 64 bits, not {shown(found[1])}"
+        return document.diagnostic("out-of-range", message, found[0])
 
     walk(document.tables, ())
-    if problems:
-        raise PlanError.many(problems)
+    if large:
+        raise PlanError.many(first_of(large, told, "the plan"))
 
 
 def _decoded(content: bytes, name: str) -> str:
