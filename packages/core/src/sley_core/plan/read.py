@@ -108,7 +108,7 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
     except (RecursionError, ValueError) as error:
         # Python itself refuses numbers of thousands of digits, and dates that no calendar has.
         raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
-    _refuse_deep(tables, file)
+    _refuse_deep(tables, file, lines)
     document = Document(file, folder and folder.absolute(), tables, lines, index(text))
     return _overridden(document, overrides)
 
@@ -142,8 +142,9 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
     return document
 
 
-def _refuse_deep(tables: Any, file: str) -> None:
+def _refuse_deep(tables: Any, file: str, lines: Sequence[str] = ()) -> None:
     """Without recursion, so that what comes after may recurse."""
+    # Each with the key of the plan that it lies in.
     level = [(str(key), value) for key, value in tables.items() if isinstance(value, dict | list)]
     for _ in range(DEEPEST):
         inner = [(key, value.values() if isinstance(value, dict) else value) for key, value in level]
@@ -151,7 +152,10 @@ def _refuse_deep(tables: Any, file: str) -> None:
         if not level:
             return
     message = f"`{printable(level[0][0])}` has tables and arrays more than {DEEPEST} deep"
-    raise PlanError("too-deep", message, place=Place(file))
+    # Spots are not known yet: to find them is what recurses.
+    bare = re.compile(rf"[\s\[]*{re.escape(level[0][0])}\s*[.=\]]")
+    line = next((number for number, text in enumerate(lines, start=1) if bare.match(text)), 0)
+    raise PlanError("too-deep", message, place=Place(file, line, int(line > 0)))
 
 
 def _refuse_large(document: Document) -> None:
