@@ -15,7 +15,8 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import surroundings
-from train_cli.folder_lock import FolderLock, TakenError, is_restart
+from train_cli.folder_lock import FolderLock, TakenError, is_restart, lock
+from train_cli.launch import _scratch
 from train_cli.options import _complete_key
 from train_cli.run_folder import check_run_folder, held_run_folder
 
@@ -233,3 +234,15 @@ def test_cuda_without_a_device(plan: Path, cli: Callable[..., Any], monkeypatch:
 def test_keys_are_completed() -> None:
     assert "batch.micro_size=" in list(_complete_key("batch."))
     assert list(_complete_key("nothing")) == []
+
+
+def test_the_folder_of_a_launch_is_locked_while_its_ranks_run() -> None:
+    """What tidies the folder of temporary files leaves a locked one alone (tmpfiles.d(5))."""
+    with _scratch() as path:
+        other = os.open(path, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                lock(other)
+        finally:
+            os.close(other)
+    assert not path.exists()

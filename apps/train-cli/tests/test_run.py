@@ -164,3 +164,29 @@ def test_a_token_beyond_the_vocabulary(cli: Cli, plan: Path, folder: Path) -> No
     assert result.code == 1, result.err
     assert result.err.count("error[") == 1, result.err
     assert "99" in result.err.splitlines()[-1]
+
+
+TABLE = """
+    import torch
+    from torch import nn
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(256, 32))
+
+        def forward(self, tokens):
+            return self.weight[tokens]
+
+    def layers():
+        return [("table", Table()), ("head", nn.Linear(32, 256))]
+"""
+
+
+def test_what_every_rank_holds_whole_is_said(start: Start, own_model: Callable[[str], Path]) -> None:
+    pytest.importorskip("sley_isp")
+    shards = ("--set", "parallel.wp=2", "--set", 'weights={use="isp.communicator"}')
+    result = start("run", own_model(TABLE), *shards, "--set", "run.steps=1").finish()
+    assert result.code == 0, result.err
+    line = "sharded 51 % of the parameters over `wp`; whole on every rank: table.weight"
+    assert result.err.count(line) == 1, result.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -144,6 +145,15 @@ def test_torchrun_may_start_a_run_again_and_no_rank_outlives_it(start: Start, ow
     assert "run-folder" not in program.err
     os.kill(program.process.pid, signal.SIGKILL)
     program.finish(15)  # fails if a process is left
+
+
+def test_torchrun_s_root_cause_is_the_rank_that_failed_first(start: Start, own_model: Own) -> None:
+    action = "rank == 1 and self.calls == 3 and [][1]"
+    result = start("run", own_model(doing(action)), launcher=(*TORCHRUN, *LOOPBACK)).finish()
+    assert result.code == 1
+    root = result.err[result.err.index("Root Cause") :]
+    assert re.search(r"rank +: 1 ", root), root
+    assert "IndexError: list index out of range" in root, root
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

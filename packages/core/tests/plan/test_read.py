@@ -87,6 +87,8 @@ def test_what_python_refuses_is_a_syntax_error_too(tmp_path: Path, content: str)
 def test_nesting_has_a_limit(tmp_path: Path) -> None:
     found = problem_of(write(tmp_path, b"y = [1]\nx = " + b"[" * 40 + b"]" * 40))
     assert (found.code, found.message) == ("too-deep", "`x` has tables and arrays more than 32 deep")
+    assert found.place
+    assert (found.place.line, found.place.column) == (2, 1)
     assert problem_of(write(tmp_path, b".".join([b"a"] * 500) + b" = 1")).code == "too-deep"
 
 

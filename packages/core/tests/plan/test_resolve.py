@@ -313,3 +313,31 @@ def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -
     command = [sys.executable, "-c", program, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+MANY = range(20_000)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("[run]\n", "[run]\n" + "".join(f"k{at} = 1\n" for at in MANY), "and 19,900 more problems of [run]"),
+        ("[run]\n", "".join(f"k{at} = 1\n" for at in MANY) + "[run]\n", "and 19,900 more problems of the plan"),
+        ("[run]\n", "".join(f"[k{at}]\n" for at in MANY) + "[run]\n", "and 19,900 more problems of the plan"),
+        ("[run]\n", f"[profile]\nsteps = [{'3.5, ' * len(MANY)}]\n[run]\n", None),
+        (
+            "[run]\n",
+            f"[profile]\nsteps = [{'9223372036854775808, ' * len(MANY)}]\n[run]\n",
+            "more problems of the plan",
+        ),
+        ("[run]\n", "[[metrics]]\nuse = 3\n" * len(MANY) + "[run]\n", "19,900 more of `metrics` were not looked at"),
+    ],
+    ids=["keys", "top", "tables", "items", "integers", "list"],
+)
+def test_a_plan_with_more_mistakes_than_anybody_reads(text: str, before: str, after: str, told: str | None) -> None:
+    """Each shows its line, which may be the whole of a large plan: all of them would take for ever."""
+    found = messages(text.replace(before, after, 1), Loader({}))
+    assert len(found) <= 102, len(found)
+    if told is not None:
+        assert any(told in one for one in found), found[-2:]
+        assert "more-problems" in found[-1], found[-1]

@@ -6,16 +6,17 @@ Everything after this works on the data; whoever finds something wrong at a key 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
 from sley_core.plan.locate import Span, Spot
 from sley_core.plan.words import printable
 from sley_core.table import Table
 
+Found = TypeVar("Found")
 OriginKind = Literal["file", "set", "default", "core"]
 
 
@@ -124,6 +125,19 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
         return (bool(override), int(override[1]) if override else 0, place.line, place.column)
 
     return sorted(dict.fromkeys(diagnostics), key=order)
+
+
+MOST_PROBLEMS = 100
+"""Of one table or list that are told: each shows its line, which may be all of a large plan."""
+
+
+def first_of(wrong: Sequence[Found], told: Callable[[Found], Diagnostic], owner: str) -> list[Diagnostic]:
+    """What is `told` of as many as a person reads, and behind the last of them how many more `owner` has."""
+    found = [told(each) for each in wrong[:MOST_PROBLEMS]]
+    if len(wrong) > MOST_PROBLEMS:
+        message = f"and {len(wrong) - MOST_PROBLEMS:,} more problems of {owner}"
+        found.append(replace(by_place(found)[-1], code="more-problems", message=message, hint=None))
+    return found
 
 
 def locate(error: SleyError, document: Document) -> SleyError:

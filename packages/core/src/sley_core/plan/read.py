@@ -15,7 +15,7 @@ from typing import Any
 import tomli
 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
-from sley_core.plan.document import Document, Override, plain
+from sley_core.plan.document import Document, Override, first_of, plain
 from sley_core.plan.locate import index
 from sley_core.plan.overrides import apply
 from sley_core.plan.words import is_utf8, printable, shown
@@ -108,7 +108,7 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
     except (RecursionError, ValueError) as error:
         # Python itself refuses numbers of thousands of digits, and dates that no calendar has.
         raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
-    _refuse_deep(tables, file)
+    _refuse_deep(tables, file, lines)
     document = Document(file, folder and folder.absolute(), tables, lines, index(text))
     return _overridden(document, overrides)
 
@@ -142,8 +142,9 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
     return document
 
 
-def _refuse_deep(tables: Any, file: str) -> None:
+def _refuse_deep(tables: Any, file: str, lines: Sequence[str] = ()) -> None:
     """Without recursion, so that what comes after may recurse."""
+    # Each with the key of the plan that it lies in.
     level = [(str(key), value) for key, value in tables.items() if isinstance(value, dict | list)]
     for _ in range(DEEPEST):
         inner = [(key, value.values() if isinstance(value, dict) else value) for key, value in level]
@@ -151,11 +152,14 @@ def _refuse_deep(tables: Any, file: str) -> None:
         if not level:
             return
     message = f"`{printable(level[0][0])}` has tables and arrays more than {DEEPEST} deep"
-    raise PlanError("too-deep", message, place=Place(file))
+    # Spots are not known yet: to find them is what recurses.
+    bare = re.compile(rf"[\s\[]*{re.escape(level[0][0])}\s*[.=\]]")
+    line = next((number for number, text in enumerate(lines, start=1) if bare.match(text)), 0)
+    raise PlanError("too-deep", message, place=Place(file, line, int(line > 0)))
 
 
 def _refuse_large(document: Document) -> None:
-    problems = []
+    large: list[tuple[KeyPath, int]] = []
 
     def walk(value: Any, path: KeyPath) -> None:
         if isinstance(value, dict):
@@ -165,12 +169,15 @@ def _refuse_large(document: Document) -> None:
             for number, inner in enumerate(value):
                 walk(inner, (*path, number))
         elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
-            message = f"`{dotted(path)}` must be an integer of 64 bits, not {shown(value)}"
-            problems.append(document.diagnostic("out-of-range", message, path))
+            large.append((path, value))
+
+    def told(found: tuple[KeyPath, int]) -> Diagnostic:
+        message = f"`{dotted(found[0])}` must be an integer of 64 bits, not {shown(found[1])}"
+        return document.diagnostic("out-of-range", message, found[0])
 
     walk(document.tables, ())
-    if problems:
-        raise PlanError.many(problems)
+    if large:
+        raise PlanError.many(first_of(large, told, "the plan"))
 
 
 def _decoded(content: bytes, name: str) -> str:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
 from sley_core.loader import Loader, Plugin
-from sley_core.plan.document import Document, Origin, by_place
+from sley_core.plan.document import MOST_PROBLEMS, Document, Origin, by_place, first_of
 from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.plan import Component, Plan
@@ -107,7 +107,14 @@ class _Resolver:
             message = f"`{spec.key}` must be an array of tables, not {shown(given)}"
             self._problem("wrong-type", message, (spec.key,), f"write [[{spec.key}]] above each of them")
             return ()
-        found = [self._component(spec, item, (spec.key, number)) for number, item in enumerate(given)]
+        found: list[Component | None] = []
+        before = len(self.problems)
+        for number, item in enumerate(given):
+            if len(self.problems) - before >= MOST_PROBLEMS:
+                message = f"{len(given) - number:,} more of `{spec.key}` were not looked at"
+                self._problem("more-problems", message, (spec.key, number))
+                break
+            found.append(self._component(spec, item, (spec.key, number)))
         return tuple(component for component in found if component)
 
     def top_level(self) -> None:
@@ -116,20 +123,20 @@ class _Resolver:
         if version != FORMAT or isinstance(version, bool):
             message = f"`plan` is the format of the plan, {FORMAT}, not {shown(version)}"
             self._problem("plan-format", message, ("plan",))
-        for key in self.tables.keys() - set(TOP_LEVEL):
-            if isinstance(self.tables[key], dict | list):
-                tables = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
-                known = f"its tables are {', '.join(tables)}"
-                message = f"`{key}` is not a table of a plan"
-                self._problem("unknown-table", message, (key,), suggestion(key, tables, known), at_key=True)
-            else:
-                self.problems.append(unknown_key(key, TOP_LEVEL, (key,), self.document, "a plan"))
+        self.problems += first_of([key for key in self.tables if key not in TOP_LEVEL], self._unknown, "the plan")
 
     def raise_problems(self) -> None:
         """PlanError or PluginError, if there was any problem."""
         if self.problems:
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
+
+    def _unknown(self, key: str) -> Diagnostic:
+        if not isinstance(self.tables[key], dict | list):
+            return unknown_key(key, TOP_LEVEL, (key,), self.document, "a plan")
+        tables = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
+        hint = suggestion(key, tables, f"its tables are {', '.join(tables)}")
+        return self.document.diagnostic("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, "key")
 
     def _component(self, spec: ComponentTable, given: Any, path: KeyPath) -> Component | None:
         if not isinstance(given, dict):
