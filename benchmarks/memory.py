@@ -13,13 +13,13 @@ import torch
 
 from protocol import Step
 from sley_core.metrics.memory import resident_mb
-from sley_core.testing.live_bytes import peak_bytes
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 
 def peak_live_mb(work: Step) -> float:
     """MiB of tensors that were alive at once during `work`, construction included if it constructs."""
     torch.set_num_threads(1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with memory_profile() as profile:
         work()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")

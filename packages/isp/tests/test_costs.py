@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.live_bytes import memory_profile
 
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
 SHORT = {"batch": {"global_size": 4, "micro_size": 1}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
@@ -73,7 +72,7 @@ def allocated(tables: dict[str, Any], folder: Any, out: Path) -> tuple[list[int]
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         run.step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with memory_profile() as profiler:
             run.step()
         trace = out / f"{world.rank}.json"
         profiler.export_chrome_trace(str(trace))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import peak_bytes
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 
 def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, int]]:
@@ -19,7 +18,7 @@ def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, 
     for tables in plans:
         with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
             run.step()
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            profiler = memory_profile()
             with profiler:
                 run.step()
             trace = out / f"{world.rank}.json"

@@ -14,7 +14,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import peak_bytes
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
 from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.recorder import collectives
 from sley_core.testing.runs import weights
@@ -122,7 +122,7 @@ def peak(tables: dict[str, Any], folder: Path, out: Path) -> int:
     """Live bytes of tensors at most, in the second and third of some steps."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        profiler = memory_profile()
         with profiler:
             run.step()
             run.step()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import peak_bytes
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 OWN = Path(__file__).parent / "own"
 PLAN = {
@@ -32,7 +30,7 @@ def live_bytes(lengths, folder):
         for length in lengths:
             tables = PLAN | {"data": {"factory": "zeros:Zeros", "options": {"sequence": length}}}
             tables |= {"parallel": {"sp": world.size, "dp": 1}, "sequence": {"use": "isp.all_to_all"}}
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            profiler = memory_profile()
             with profiler, assemble(plan_from_dict(tables, OWN), world) as run:
                 for _ in range(2):
                     run.step()

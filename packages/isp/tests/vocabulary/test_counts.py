@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import peak_bytes
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 SHARED = {"head": "vocabulary"}
 CLASSES = 257
@@ -72,7 +72,7 @@ def peak(tables: dict[str, Any], folder: Path, out: Path) -> int:
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        profiler = memory_profile()
         with profiler:
             run.step()
             run.step()

@@ -23,7 +23,8 @@ class StepProfiler:
     def before_step(self, number: int) -> None:
         if number == self.first:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-            self._profile = profile(activities=activities)
+            # Of one cycle: without `acc_events` torch 2.11 warns that the cycles before are dropped.
+            self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
 
     def after_step(self, number: int) -> None:

@@ -6,9 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity
+
+
+def memory_profile() -> torch.profiler.profile:
+    """A profile of what is allocated and freed on the host, from `start` to `stop` or within a `with`."""
+    # Of one cycle, so that nothing accumulates: without it torch 2.11 warns that the cycles before are dropped.
+    return torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+
 
 def peak_bytes(trace: Path) -> int:
-    """The peak in a trace that `export_chrome_trace` wrote of a profile with `profile_memory=True`, by address.
+    """The peak in a trace that `export_chrome_trace` wrote of a `memory_profile`, by address.
 
     The profiler's own sum does not see what gloo's threads free; by address, the next user of a place takes it over.
     """
