@@ -69,6 +69,12 @@ def test_a_rank_that_aborts_is_the_cause_where_others_only_lost_it(when: float) 
     assert [each.message for each in fault.diagnostics] == ["rank 1 of 2 was killed by SIGABRT"]
 
 
+def test_what_a_machine_refuses_is_said_with_the_way_round_it():
+    (problem,) = blame({0: Failure(-signal.SIGILL, 10)}, 2).diagnostics
+    assert problem.message == "rank 0 of 2 was killed by SIGILL"
+    assert "ONEDNN_MAX_CPU_ISA" in problem.hint
+
+
 def test_what_peers_lost_is_never_the_cause_beside_one() -> None:
     """A launcher that slept, or a clock that was set back: the times say nothing."""
     fault = blame({0: reported(CLOSED, 10.0), 1: Failure(-signal.SIGKILL, 4000)}, 2)

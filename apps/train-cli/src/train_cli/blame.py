@@ -30,6 +30,8 @@ _SLACK_S = 2.0
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "nobody inside the run does this: perhaps the kernel was short of memory (see `dmesg`), or a person",
     signal.SIGSEGV: "native code crashed: PYTHONFAULTHANDLER=1 shows where each thread was",
+    signal.SIGILL: "native code used an instruction that this machine refuses, as torch's bf16 kernels do on some virtual "
+    "machines: try with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment",
     signal.SIGABRT: "native code gave up, and says why above: a failed assertion, or an exchange in which ranks differ",
     signal.SIGBUS: "often a full /dev/shm, or a memory-mapped file that became shorter",
     signal.SIGSYS: "the surroundings forbid a call of the system: `[parallel] host_memory = false` needs fewer",
