@@ -22,7 +22,8 @@ LOADER = Loader(plugins={})
 
 CODES = """
     batch-does-not-divide beyond-the-run data-changed data-empty data-encoding data-invalid data-missing data-short
-    data-size factory-import factory-options group-unmatched handler-conflict handler-missing handler-order handler-twice held-out layout
+    data-size factory-import factory-options group-unmatched
+    handler-conflict handler-missing handler-order handler-twice held-out layout
     learning-rate-steps loss-scale-range loss-scale-unused metrics-twice missing-key missing-table more-problems
     no-factory optimizer-factory optimizer-layout
     out-of-range plan-format plan-not-utf8 plugin-missing plugin-unknown precision-unsupported sequence-does-not-divide
