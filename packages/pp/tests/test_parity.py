@@ -67,3 +67,8 @@ def test_fewer_micro_batches_than_stages_many_recomputation_and_single_precision
     plans += [plan("pp.zero_bubble_h1", 2, **changes) for changes in recompute]
     plans += [plan("pp.zero_bubble_v", 2, precision__compute="fp32", model__tie_embeddings=True)]
     compared(2, plans, folder=folder)
+
+
+def test_weights_that_are_computed_when_they_are_read(compared, small):
+    """Nobody reads those of another stage's layers, not even to count them."""
+    compared(2, [small("pp.one_f_one_b", 2, model={"factory": "pp_parts:computed"})])

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 _OF_A_DEVICE = re.compile(
-    r"meta|device|cuda|\bgpu|\bcpu|triton|pointer|storage|numpy|data.dependent|not (been )?implemented", re.IGNORECASE
+    r"meta|device|cuda|\bgpu|\bcpu|triton|pointer|storage|numpy|data.dependent|not (been )?implemented"
+    r"|mat_a|grouped|stateless api|jit",
+    re.IGNORECASE,
 )
 """Words of errors that the same call on tensors with values might not raise."""
 

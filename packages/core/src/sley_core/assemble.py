@@ -93,6 +93,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     parts = _parts(plan, world, topology, groups, stage, book)
     stepper = _stepper(plan, parts, model, stage, dataset.info, communicator)
     samples = samples_of(plan, parts, model, dataset, stepper)
+    if not world.is_fake:
+        refuse_left_over(model, stage.layers)  # from here on nobody looks at layers of other ranks
     return Run(
         plan,
         parts,
@@ -127,7 +129,6 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
         owned={layer.name for layer in stage.layers},
         cut={key: shard.cut for key, shard in shards.items()},
     )
-    refuse_left_over(model, stage.layers)
 
 
 def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: Stage, book: ParameterBook) -> Parts:

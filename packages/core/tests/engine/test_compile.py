@@ -33,3 +33,11 @@ def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
     assert_close_gradients(plain.weights, compiled.weights, 1e-5)
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in compiled.rows] == pytest.approx([row[name] for row in plain.rows], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_layers_that_a_factory_compiled_are_given_what_their_own_forwards_name(own, small):
+    plain = record(small(model__options={"num_blocks": 2}), 2, folder=own)
+    compiled = record(small(model={"factory": "own_models:compiled"}), 2, folder=own)
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in compiled.rows] == pytest.approx([row[name] for row in plain.rows], rel=1e-9)

@@ -42,6 +42,24 @@ def test_a_sum_over_positions(ranks, own, sequence):
     same_on_all(layouts)
 
 
+@pytest.mark.parametrize("name", ["Counting", "Weighted"])
+def test_losses_that_count_their_calls_or_weigh_classes(ranks, own, name):
+    """That a loss is asked about its parts is no call; sums of class weights round."""
+    reference = record(tables(name, 1), 2, folder=own)
+    layouts = ranks(2, 60)(record, tables(name, 2), 2, folder=own)
+    for layout in layouts:
+        assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=1e-6)
+        assert layout.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=1e-6)
+
+
+def test_a_loss_that_rounds_is_none_that_looks_around(ranks, own):
+    plan = {"precision": {"compute": "fp32"}}
+    for layout in ranks(2, 60)(record, tables("Half", 2, **plan), 2, folder=own):
+        assert layout.rows[1]["loss"] == pytest.approx(
+            record(tables("Half", 1, **plan), 2, folder=own).rows[1]["loss"], rel=1e-2
+        )
+
+
 def test_a_loss_that_draws_is_asked_with_the_same_numbers_or_let_alone(ranks, own):
     """What it draws is not promised to be the same (docs/design.md), but it is no reason to refuse it."""
     for layout in ranks(2, 60)(record, tables("Drawn", 2), 2, folder=own):

@@ -159,3 +159,11 @@ def in_a_norm_too(data: DataInfo) -> Named:
     """The embedding's matrix, once more in a module that the optimizer's rule takes for a norm."""
     embed = Embed(VOCAB, 4)
     return [("embed", embed), ("block", Widen(4, 4)), ("head", NormalHead(embed.weight))]
+
+
+def computed(data: DataInfo) -> Named:
+    """Blocks whose weights torch computes anew whenever they are read."""
+    found = chain(data)
+    for _, block in found[1:-1]:
+        nn.utils.parametrizations.weight_norm(block.inner)
+    return found

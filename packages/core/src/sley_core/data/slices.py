@@ -10,7 +10,7 @@ split every batch has a field `positions`: the data's own, or places in the whol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 POSITIONS = "positions"
-WEIGHT_TOLERANCE = 1e-9
-"""How far the weights of slices may be from the weight of the whole, relative; sums of floats round."""
+_ROUNDING = 1e-5
+"""How far the weights of parts may be from the weight of the whole, relative: class weights are sums of fp32."""
+
+
+def adds_up(parts: Sequence[float], whole: float) -> bool:
+    """Whether the loss weights of `parts` are that of the `whole`; whole numbers, which count samples, exactly."""
+    counts = all(float(part).is_integer() for part in (*parts, whole))
+    return abs(sum(parts) - whole) <= (1e-9 if counts else _ROUNDING) * abs(whole)
 
 
 def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
@@ -90,7 +96,7 @@ class Slices:
     def _prove(self, loss: Loss, batch: Mapping[str, Tensor]) -> None:
         whole = loss.weight(batch)
         parts = [loss.weight(self._slice(batch, index)) for index in range(self.num_slices)]
-        if abs(sum(parts) - whole) > WEIGHT_TOLERANCE * abs(whole):
+        if not adds_up(parts, whole):
             weights = " + ".join(f"{part:g}" for part in parts)
             message = f"the loss weight of a batch is {whole:g}, but its slices weigh {weights} = {sum(parts):g}"
             hint = "a loss under `sp` sums over positions: the fields that it reads need a `sequence_dim`"

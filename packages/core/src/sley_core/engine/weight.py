@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sley_core.data.cut import AnyBatch, cut
-from sley_core.data.slices import WEIGHT_TOLERANCE
+from sley_core.data.slices import adds_up
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Additive:
             return
         whole = self.loss.weight(batch)
         parts = [self.loss.weight(cut(batch, self.fields, micro, num_micros)) for micro in range(num_micros)]
-        if abs(sum(parts) - whole) > WEIGHT_TOLERANCE * abs(whole):
+        if not adds_up(parts, whole):
             weights = " + ".join(f"{part:g}" for part in parts[:4]) + (" + ..." if num_micros > 4 else "")
             raise RunError(
                 "loss-not-additive",

@@ -177,7 +177,9 @@ def with_fields(model: Model, data: DataInfo) -> Model:
 
 def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnostic]) -> Iterator[str]:
     try:
-        parameters = list(inspect.signature(layer.module.forward).parameters.values())
+        # what torch.compile wraps takes anything, and hands it on
+        module = getattr(layer.module, "_orig_mod", layer.module)
+        parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
         problems.append(_misfit(layer, "has no signature that Python can read", "write its forward in Python"))
         return

@@ -165,7 +165,8 @@ def assert_step(
 
 def _fields(module: nn.Module, micro: Batch, skipped: int) -> dict[str, Tensor]:
     """The fields that its forward names; the first parameter is the output before, but for the first layer."""
-    parameters = list(inspect.signature(module.forward).parameters.values())
+    # what torch.compile wraps takes anything, and hands it on
+    parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = {parameter.name for parameter in parameters[:skipped]}
         return {name: value for name, value in micro.items() if name not in taken}

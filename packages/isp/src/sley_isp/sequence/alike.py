@@ -124,8 +124,7 @@ _DROPPING = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 @contextmanager
 def _without_dropout(attention: Callable[..., Tensor]) -> Iterator[None]:
     """Its module, where it is one's or one's method, does not train, and torch drops nothing."""
-    owner = getattr(attention, "__self__", attention)
-    training = [module for module in owner.modules() if module.training] if isinstance(owner, nn.Module) else []
+    training = [module for module in _modules(attention) if module.training]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), _NoDropout():
         for module in training:
@@ -135,6 +134,37 @@ def _without_dropout(attention: Callable[..., Tensor]) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+
+
+@contextmanager
+def as_it_was(attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Afterwards the modules of `attention` have the attributes and buffers of before: one that counts its calls, or keeps
+    an average, has not been called."""
+    kept = [
+        (
+            module,
+            dict(vars(module)),
+            dict(module._buffers),
+            [(one, one.clone()) for one in module.buffers(recurse=False)],
+        )
+        for module in _modules(attention)
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers, values in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+def _modules(attention: Callable[..., Tensor]) -> list[nn.Module]:
+    """Those of the module that it is, or whose method."""
+    owner = getattr(attention, "__self__", attention)
+    return list(owner.modules()) if isinstance(owner, nn.Module) else []
 
 
 def _refused(what: str, hint: str | None = None) -> RunError:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_isp.sequence.alike import answer, ask_alike
+from sley_isp.sequence.alike import answer, as_it_was, ask_alike
 
 
 class Proof:
@@ -39,14 +39,28 @@ class Proof:
 
         kv_heads: of keys and values, in all.
         """
-        values = _values(whole[-1])
-        length, heads = values.shape[1:3]
-        by_heads = heads > 1
-        if self.is_given or (length == 1 and not by_heads):
+        length, heads = _values(whole[-1]).shape[1:3]
+        if self.is_given or (length == 1 and heads == 1):
             return
+        with as_it_was(attention):
+            self.is_given = self._ask(attention, whole, rest, more, kv_heads, num_ranks)
+
+    def _ask(
+        self,
+        attention: Callable[..., Tensor],
+        whole: Sequence[Tensor],
+        rest: Sequence[Any],
+        more: dict[str, Any],
+        kv_heads: int,
+        num_ranks: int,
+    ) -> bool:
+        """Whether it could be asked."""
+        values = _values(whole[-1])
+        heads = values.shape[2]
+        by_heads = heads > 1
         base = _quietly(attention, whole, rest, more)
         if not isinstance(base, Tensor) or base.shape[:2] != values.shape[:2] or base[0, 0].numel() % heads:
-            return  # for whoever calls to say
+            return False  # for whoever calls to say
         changed = [*whole[:-1], whole[-1].clone()]
         _every_second(_values(changed[-1]), by_heads, 0).add_(1.0)
         before, after = (
@@ -56,7 +70,7 @@ class Proof:
         if torch.allclose(before, after, rtol=0.0, atol=0.0, equal_nan=True) != by_heads:
             raise _wrong(whole)
         ask_alike(attention, whole, rest, more, kv_heads, num_ranks)
-        self.is_given = True
+        return True
 
 
 def _values(last: Tensor) -> Tensor:

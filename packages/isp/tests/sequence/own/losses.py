@@ -23,6 +23,37 @@ class Sum:
         return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum", ignore_index=-100)
 
 
+class Counting(Sum):
+    """Begins with a tenth, as one that is warmed up: how often it was called is part of what it is."""
+
+    calls = 0
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        self.calls += 1
+        return super().loss(output, batch) * min(1.0, self.calls / 10)
+
+
+class Half(Sum):
+    """Rounds what it is given, and its sum."""
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return super().loss(output.bfloat16(), batch).float()
+
+
+class Weighted(Sum):
+    """By classes, in fp32 as torch has class weights."""
+
+    def __init__(self) -> None:
+        self.classes = torch.linspace(0.1, 1.7, 256)
+
+    def weight(self, batch: Batch) -> float:
+        return float(self.classes[batch["labels"]].sum())
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        weight = self.classes.to(output.dtype)
+        return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), weight, reduction="sum")
+
+
 class Smooth(Sum):
     """Also wants neighbours to be alike; those at the end of a slice have none."""
 
