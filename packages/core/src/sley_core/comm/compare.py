@@ -35,8 +35,8 @@ def difference(group: Group, number: int) -> int:
 
 def exchanges_of(groups: Iterable[Group]) -> Exchanges:
     """This rank's exchanges since the logs of `groups` were cleared."""
-    found = ((str(group), group.log.exchanged(group.ranks)) for group in groups)
-    return {label: exchanged for label, exchanged in found if exchanged is not None}
+    # A label lists the group's ranks, so it is written only where there is something to say: this is asked in every step.
+    return {str(group): exchanged for group in groups if (exchanged := group.log.exchanged(group.ranks)) is not None}
 
 
 def exchanges_differ(groups: Iterable[Group]) -> int:

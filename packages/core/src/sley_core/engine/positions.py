@@ -61,7 +61,7 @@ class OverPositions:
         self._is_shown = any(shown)
 
     def _ask(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
-        """Whether these positions could show it."""
+        """Whether these positions could show it, or the loss cannot be asked at all."""
         half = size // 2
         spans = (start, size), (start, half), (start + half, half)
         devices = [output.device] if output.device.type == "cuda" else []
@@ -71,7 +71,7 @@ class OverPositions:
                 loss = deepcopy(self.loss) if isinstance(self.loss, nn.Module) else copy(self.loss)
                 found = [_of(loss, self._window(output, batch, dim, *span)) for span in (*spans, spans[0])]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
-            return False
+            return True  # it is let alone from now on, not asked again in every forward
         whole, left, right, again = (float(one) for one in found)
         scale = max(abs(whole), abs(left), abs(right))
         limit = 1e-6 if all(one.dtype == torch.float64 for one in found) else _OF_HALF
