@@ -69,6 +69,9 @@ class Entry:
         Raises RunError "weight-replaced" where its module has none any more: a program computes it, or took it away.
         """
         holder = self.holders[0]
+        parameter = holder.module._parameters.get(holder.attribute)
+        if type(parameter) is nn.Parameter:  # asked for many times in a step, and `Module.__getattr__` is slow
+            return parameter
         parameter = getattr(holder.module, holder.attribute, None)
         if type(parameter) is StandIn:
             return parameter.shard

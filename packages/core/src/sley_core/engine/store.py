@@ -231,7 +231,8 @@ class GradientStore:
     def _learn(self) -> None:
         """All is complete: what this step has shown of how gradients come."""
         for slot in self._order:
-            slot.learn()
+            if not slot.is_quiet:  # of those nobody waits for
+                slot.learn()
         if not self._learned and self._tasks:
             # Of an action, the backward itself began first; those within it come as often as they like.
             outermost: dict[Action | None, int] = {}

@@ -74,6 +74,7 @@ class Update:
         self._has_stepped = False
         self.was_taken = True
         self._layout = store.num_layouts
+        self._exchanging = [group for group in groups.values() if group.size > 1]
         rate = optimizer.defaults["lr"]
         self._plain = next((group for group in optimizer.param_groups if group.get("initial_lr") == rate), {})
 
@@ -128,7 +129,7 @@ class Update:
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
         norm = self._local_norm(pieces)
-        differs = exchanges_differ(self.groups.values())
+        differs = exchanges_differ(self._exchanging)
         host = torch.tensor([weight, float(stop), differs], dtype=torch.float64)
         scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow, *self._numbers()])
         if math.isinf(self.norm_kind):
@@ -137,7 +138,7 @@ class Update:
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
         if not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
-        exchanges = exchanges_of(self.groups.values())
+        exchanges = exchanges_of(self._exchanging)
         first = 6 if self.scale else 5
         totals = Totals(scalars[0], scalars[2], norm, scalars[3], loss, scalars[4], exchanges, scalars[first:])
         return replace(totals, loss_scale=self.scale.value, overflows=scalars[5]) if self.scale else totals

@@ -41,10 +41,13 @@ class CrossEntropy(Loss):
         Raises RunError "labels-not-shifted" where the first samples' labels are their tokens.
         """
         labels = self._labels(batch)
-        self._highest = max(self._highest, self._highest_of(labels))
+        lowest, highest = self._bounds_of(labels)
+        self._highest = max(self._highest, highest)
         if self._is_first:
             self._is_first = False
             check_shifted(batch, self.config.labels, self.config.ignore_index)
+        if lowest >= 0:
+            return float(labels.numel())
         return float(torch.count_nonzero((labels >= 0) & (labels != self.config.ignore_index)))
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -58,8 +61,7 @@ class CrossEntropy(Loss):
         labels = self._labels(batch)
         shape: tuple[int, ...] = getattr(output, "shape", ())
         if shape[:-1] == labels.shape and shape[-1:]:
-            self._check_classes(labels, shape[-1])
-            labels = labels.masked_fill(labels < 0, self.config.ignore_index)
+            labels = self._checked(labels, shape[-1])
         if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
             _check_fit(output.shape, labels, output.dtype)
             return output.cross_entropy(labels, self.config.ignore_index, self.config.label_smoothing)
@@ -74,13 +76,22 @@ class CrossEntropy(Loss):
         )
         return total
 
-    def _highest_of(self, labels: Tensor) -> int:
-        """The highest class, -1 where there is none."""
-        return int(labels.masked_fill(labels == self.config.ignore_index, -1).amax()) if labels.numel() else -1
+    def _bounds_of(self, labels: Tensor) -> tuple[int, int]:
+        """The lowest and the highest label: the former is negative where any is ignored, the latter where all are."""
+        ignored = self.config.ignore_index
+        if not labels.numel():
+            return -1, -1
+        lowest, highest = (int(bound) for bound in torch.aminmax(labels))
+        if ignored >= 0 and lowest <= ignored <= highest:  # it may be there, and is no class
+            lowest, highest = (int(bound) for bound in torch.aminmax(labels.masked_fill(labels == ignored, -1)))
+        return lowest, highest
 
-    def _check_classes(self, labels: Tensor, num_classes: int) -> None:
-        if labels.device.type == "cpu":
-            self._highest = self._highest_of(labels)
+    def _checked(self, labels: Tensor, num_classes: int) -> Tensor:
+        """The labels, with one value for all that are ignored."""
+        may_be_ignored = True
+        if labels.device.type == "cpu":  # elsewhere asking would wait for the device
+            lowest, self._highest = self._bounds_of(labels)
+            may_be_ignored = lowest < 0
         if self._highest >= num_classes:
             found, self._highest = self._highest, -1
             raise RunError(
@@ -91,6 +102,7 @@ class CrossEntropy(Loss):
                 hint="the model's last layer has too few classes for the data; `[loss] ignore_index`, and negative labels, "
                 "are ignored",
             )
+        return labels.masked_fill(labels < 0, self.config.ignore_index) if may_be_ignored else labels
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         name = self.config.labels
