@@ -119,12 +119,13 @@ class Prefetch:
     def _decide(self, unit: Unit | None, launches: bool) -> Decision:
         self._has_launched = self._has_launched or launches
         wanted = list(self._upcoming(unit))
+        # Drops come first, so that the pool can lend the same buffers to the gathers.
         keep = {unit, *wanted, *self._pins}
         drop = [one for one in self.held if one not in keep]
         if drop:
             self.held = [one for one in self.held if one in keep]
         demand = unit is not None and unit not in self.held
-        gather = [unit] if demand else []
+        gather = [unit] if demand else []  # the one that is waited for goes first on the wire
         if launches:
             gather += [one for one in wanted if one not in self.held]
         self.held += gather
@@ -144,8 +145,10 @@ class Prefetch:
                 yield one
 
     def _future(self) -> Iterator[Unit]:
+        """Yields the units of the rest of this pass, then of later ones, up to the first whose order is not known."""
         at = self._at
         if 0 <= at < len(self._passes) and not self._ended:
+            # A pass that left the order it once had says nothing of what comes: its forward depends on the data.
             if self._strayed or self._passes[at] not in self._orders:
                 return
             order = self._order()

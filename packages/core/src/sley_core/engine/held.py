@@ -127,6 +127,7 @@ class Held:
             torch.autograd.backward(self.loss, gradients[0])
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
+        # The edges own the graph; with them go what autograd saved and the weights' stand-ins.
         self.loss, self.edges = None, []
         return [came.take_gradient() for came in self.inputs if came.leaf.has_gradient]
 

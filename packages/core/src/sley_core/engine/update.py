@@ -128,9 +128,10 @@ class Update:
         """Norm, loss, votes and plugins' numbers in one all-reduce over all ranks (two for the inf-norm), once per step."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
-        norm = self._local_norm(pieces)
+        norm = self._local_norm(pieces)  # each rank adds what it alone owns, so the sum counts every gradient once
         differs = exchanges_differ(self._exchanging)
         host = torch.tensor([weight, float(stop), differs], dtype=torch.float64)
+        # One message for all of it: on a small model the latency of a second would be seen in every step.
         scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow, *self._numbers()])
         if math.isinf(self.norm_kind):
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()

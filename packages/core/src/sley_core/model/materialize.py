@@ -131,7 +131,8 @@ class _Drawing:
                 value = self._first_value(layer, slot)
                 own[key] = like(slot.meta, torch.full(slot.meta.shape, torch.nan) if value is None else value)
                 if value is None:
-                    self.blank.add(id(own[key]))
+                    self.blank.add(id(own[key]))  # NaN until `reset_parameters` or the like writes it
+            # Initialisers find the parameter where the module holds it, a tie at each of its places.
             setattr(slot.module, slot.attribute, own[key])
         self._initialise(layer)
         values: dict[int, Tensor] = {}
@@ -139,9 +140,10 @@ class _Drawing:
             key = id(slot.meta)
             if self.home[key] == layer.name:
                 values[key] = own[key].data
+                # What nothing wrote is still NaN, and would be trained as such.
                 _check_written(slot, values[key], is_blank=id(own[key]) in self.blank)
             else:
-                values[key] = self.shared[key]
+                values[key] = self.shared[key]  # a tie has the value of the first layer that holds it
         self._keep_shared(layer, values)
         return values
 
