@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -26,7 +26,27 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs that tests
 LIMIT_S = 60.0
 """How long a program may take on a machine that is busy with other tests."""
 
-PLAN = """\
+MODEL = """\
+[model]
+use = "core.llama"
+num_layers = 1
+hidden = 16
+heads = 2
+"""
+
+OWN_MODEL = """\
+[model]
+factory = "own:layers"
+"""
+
+DATA = """\
+[data]
+use = "core.text"
+files = ["corpus.txt"]
+sequence = 16
+"""
+
+PLAN = f"""\
 plan = 1
 
 [run]
@@ -35,17 +55,8 @@ steps = 4
 device = "cpu"
 log_every = 2
 
-[model]
-use = "core.llama"
-num_layers = 1
-hidden = 16
-heads = 2
-
-[data]
-use = "core.text"
-files = ["corpus.txt"]
-sequence = 16
-
+{MODEL}
+{DATA}
 [batch]
 global_size = 4
 micro_size = 1
@@ -56,11 +67,6 @@ lr = 1e-3
 
 [parallel]
 dp = 2
-"""
-
-FACTORY = """\
-[model]
-factory = "own:layers"
 """
 
 
@@ -83,16 +89,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="session")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan's folder with documents, most of which begin in one slice of a sequence and end in another."""
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "text").mkdir()
-    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(120)]
-    (folder / "text" / "a.txt").write_text("\n\n".join(documents), "utf-8")
-    return folder
-
-
 @pytest.fixture
 def plan(folder: Path) -> Path:
     """A plan of two ranks that takes a moment."""
@@ -102,14 +98,13 @@ def plan(folder: Path) -> Path:
 
 
 @pytest.fixture
-def own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
-    """`own_model(source)` writes own.py and a plan whose model is `own:layers`."""
+def own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """`own_model(source)` writes own.py and a plan whose model is `own:layers`; data: the text of its table `[data]`."""
 
-    def write(source: str) -> Path:
+    def write(source: str, data: str = DATA) -> Path:
         (folder / "own.py").write_text(dedent(source), "utf-8")
-        before, _, rest = PLAN.partition("[model]")
         path = folder / "plan.toml"
-        path.write_text(before + FACTORY + "\n[data]" + rest.partition("[data]")[2], "utf-8")
+        path.write_text(PLAN.replace(MODEL, OWN_MODEL).replace(DATA, data), "utf-8")
         return path
 
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -119,15 +114,20 @@ def own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """`cli("check", path)` runs a command in this process."""
+    """`cli("check", path)` runs a command in this process; changes: what follows a `--set` each."""
 
-    def run(*arguments: object) -> Result:
+    def run(*arguments: object, changes: Iterable[str] = ()) -> Result:
         capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        code = main([str(argument) for argument in (*arguments, *sets(changes))])
         written = capsys.readouterr()
         return Result(code, written.out, written.err)
 
     return run
+
+
+def sets(changes: Iterable[str]) -> list[str]:
+    """`--set` before each of `changes`."""
+    return [part for change in changes for part in ("--set", change)]
 
 
 class Program:
@@ -206,11 +206,16 @@ class Program:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Program]]:
-    """`start("run", path)` starts `python -m train_cli run path` in the folder; `launcher=` goes before it."""
+    """`start("run", path)` starts `python -m train_cli run path` in the folder; `launcher=` goes before it.
+
+    changes: what follows a `--set` each; other names are variables of its environment.
+    """
     programs: list[Program] = []
 
-    def begin(*arguments: object, launcher: tuple[str, ...] = (), **environ: str) -> Program:
-        module = ("-m", "train_cli", *(str(argument) for argument in arguments))
+    def begin(
+        *arguments: object, launcher: tuple[str, ...] = (), changes: Iterable[str] = (), **environ: str
+    ) -> Program:
+        module = ("-m", "train_cli", *(str(argument) for argument in (*arguments, *sets(changes))))
         command = [*launcher, *module] if launcher else [sys.executable, *module]
         programs.append(Program(command, folder, environ))
         return programs[-1]

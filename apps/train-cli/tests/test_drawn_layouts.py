@@ -11,28 +11,26 @@ import pytest
 
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
-PLAN: dict[str, Any] = {
-    "run": {"name": "drawn", "steps": 2, "device": "cpu", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 27},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16, "separator": "\n\n", "held_out": 0.1},
-    "batch": {"global_size": 8, "micro_size": 1},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1},
-    "evaluation": {"every": 2, "steps": 1},
-    "precision": {"compute": "fp64"},
-}
+PLAN = small_plan(
+    model__num_layers=4,
+    model__ffn_hidden=27,
+    data__sequence=16,
+    batch__micro_size=1,
+    optimizer__weight_decay=0.1,
+    evaluation={"every": 2, "steps": 1},
+)
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
-
-Tables = dict[str, Any]
 
 
 def layout(alone: Tables, parallel: dict[str, int], schedule: str, weights: Tables, buckets: float | None) -> Tables:
     """The plan `alone`, of one process, over ranks."""
-    tables = deepcopy(alone) | {"parallel": parallel}
+    tables = changed(alone, parallel=parallel)
     if parallel["pp"] > 1:
         tables["pipeline"] = {"use": schedule}
     if parallel["sp"] > 1:
@@ -65,7 +63,7 @@ def test_slices_and_shards_on_two_stages(ranks, texts, schedule):
     """Weight gradients are put off while exchanges of attention, gathers and reductions cross; tied and not."""
     pairs = []
     for tied, weights in ((False, {"head": "vocabulary"}), (True, {"unit": "module"})):
-        alone = PLAN | {"model": PLAN["model"] | {"tie_embeddings": tied}}
+        alone = changed(PLAN, model__tie_embeddings=tied)
         parallel = {"pp": 2, "sp": 2, "dp": 1, "wp": 2}
         pairs.append((alone, layout(alone, parallel, schedule, weights, None)))
     check(ranks, texts, 4, pairs)

@@ -11,6 +11,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import weights
 
 transformers = pytest.importorskip("transformers")
@@ -24,12 +25,13 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-PLAN: dict[str, Any] = {
-    "run": {"name": "given", "steps": 3, "device": "cpu", "seed": 5},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16, "documents": "cut"},
-    "batch": {"global_size": 4, "micro_size": 1},
-    "optimizer": {"use": "core.adamw", "lr": 1e-2},
-}
+PLAN = small_plan(
+    data__sequence=16,
+    data__documents="cut",
+    batch={"global_size": 4, "micro_size": 1},
+    optimizer={"use": "core.adamw", "lr": 1e-2},
+    precision__compute="fp32",
+)
 LAYOUTS: list[dict[str, Any]] = [
     {"parallel": {"dp": 2}},
     {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
@@ -83,7 +85,7 @@ def starts(
 
 def tables(folder: Path, lora_rank: int, layout: dict[str, Any]) -> dict[str, Any]:
     options = {"path": str(folder), "lora_rank": lora_rank}
-    return PLAN | layout | {"model": {"factory": "hf_pretrained:layers", "options": options}}
+    return changed(PLAN, model={"factory": "hf_pretrained:layers", "options": options}, **layout)
 
 
 def their_loss(folder: Path, texts: Path) -> float:

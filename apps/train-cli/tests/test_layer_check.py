@@ -36,7 +36,7 @@ LAYERS = """
         return [("embed", Embed(256, 32)), {more}]
 """
 
-ONE = ("--set", "parallel.dp=1", "--set", "run.steps=1")
+ONE = ("parallel.dp=1", "run.steps=1")
 
 
 def layers(more: str, picks: str = "pass") -> str:
@@ -63,12 +63,11 @@ def layers(more: str, picks: str = "pass") -> str:
         ('("head", Pair(32, 256))', "error[loss-output]: cross-entropy needs a tensor of logits"),
     ],
 )
-@pytest.mark.parametrize("sizes", [("parallel.dp=1",), ("parallel.dp=2", "precision.compute=bf16")])
+@pytest.mark.parametrize("sizes", [("parallel.dp=1",), ("parallel.dp=2", 'precision.compute="bf16"')])
 def test_layers_that_do_not_fit_are_told_by_name(
     cli: Cli, own_model: Own, more: str, words: str, sizes: tuple[str, ...]
 ) -> None:
-    changes = [part for each in sizes for part in ("--set", each.replace("bf16", '"bf16"'))]
-    result = cli("check", own_model(layers(more)), "--model", *changes)
+    result = cli("check", own_model(layers(more)), "--model", changes=sizes)
     assert result.code == 3, result.err
     assert words.replace("float32", "bfloat16" if "bf16" in str(sizes) else "float32") in result.err
     assert "plan.toml:" in result.err
@@ -92,16 +91,16 @@ def test_layers_that_do_not_fit_are_told_by_name(
 )
 def test_a_forward_that_needs_values_is_no_mistake(cli: Cli, own_model: Own, picks: str) -> None:
     path = own_model(layers('("picks", Picks(32, 32)), ("head", nn.Linear(32, 256))', picks))
-    result = cli("check", path, "--model", *ONE)
+    result = cli("check", path, "--model", changes=ONE)
     assert result.code == 0, result.err
     if "from_numpy" not in picks:
         assert "layers were called up to layer `picks` (Picks), which needs values or a device" in result.err
-    assert cli("run", path, *ONE).code == 0, "and so it is"
+    assert cli("run", path, changes=ONE).code == 0, "and so it is"
 
 
 @pytest.mark.parametrize("more", [(), ('data.documents="cut"',), ('precision.compute="fp64"',)])
 def test_all_of_the_reference_model_is_called(cli: Cli, plan: Path, more: tuple[str, ...]) -> None:
-    result = cli("check", plan, "--model", *(part for each in more for part in ("--set", each)))
+    result = cli("check", plan, "--model", changes=more)
     assert result.code == 0, result.err
     assert "called" not in result.err
     assert "looked at" not in result.err
@@ -124,7 +123,7 @@ OWN_LOSS = """
 def test_a_loss_that_its_weight_prepares_is_no_mistake(cli: Cli, own_model: Own) -> None:
     path = own_model(layers('("head", nn.Linear(32, 256))') + OWN_LOSS)
     path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
-    result = cli("check", path, "--model", *ONE)
+    result = cli("check", path, "--model", changes=ONE)
     assert result.code == 0, result.err
     assert "the loss was not looked at: AttributeError" in result.err
 
@@ -132,6 +131,6 @@ def test_a_loss_that_its_weight_prepares_is_no_mistake(cli: Cli, own_model: Own)
 def test_a_loss_that_does_not_fit_is_told(cli: Cli, own_model: Own) -> None:
     path = own_model(layers('("head", nn.Linear(32, 256))') + OWN_LOSS.replace("* self.count", "@ output"))
     path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
-    result = cli("check", path, "--model", *ONE)
+    result = cli("check", path, "--model", changes=ONE)
     assert result.code == 3
     assert "error[loss-fails]: the loss fails, given float32 [1, 16, 256]: RuntimeError" in result.err

@@ -12,19 +12,18 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.book import ParameterBook
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import weights
 
 for plugin in ("sley_dp", "sley_pp", "sley_isp"):
     pytest.importorskip(plugin)
 
-LLAMA = {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "vocab_size": 257, "tie_embeddings": True}
-PLAN: dict[str, Any] = {
-    "run": {"name": "loaded", "steps": 3, "device": "cpu", "seed": 5},
-    "model": LLAMA,
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16},
-    "batch": {"global_size": 4, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 1e-6},
-}
+PLAN = small_plan(
+    model__tie_embeddings=True,
+    data__sequence=16,
+    batch={"global_size": 4, "micro_size": 1},
+    optimizer={"use": "core.sgd", "lr": 1e-6},
+)
 LAYOUTS: list[dict[str, Any]] = [
     {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
     {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
@@ -45,7 +44,7 @@ def loaded(plans: list[dict[str, Any]], texts: Path, state: dict[str, torch.Tens
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_loaded_weights_are_those_of_every_layout(ranks: Any, texts: Path, precision: str) -> None:
-    base = PLAN | {"precision": {"compute": precision}}
+    base = changed(PLAN, precision__compute=precision)
     with assemble(plan_from_dict(base, texts), World.alone("cpu")) as run:
         generator = torch.Generator().manual_seed(2)
         state = {
@@ -53,7 +52,7 @@ def test_loaded_weights_are_those_of_every_layout(ranks: Any, texts: Path, preci
         }
     ((loss, _),) = loaded([base], texts, state)
     near = 2**-7 if precision == "bf16" else 1e-5
-    for of_rank in ranks(2)(loaded, [base | layout for layout in LAYOUTS], texts, state):
+    for of_rank in ranks(2)(loaded, [changed(base, **layout) for layout in LAYOUTS], texts, state):
         for their_loss, found in of_rank:
             assert their_loss == pytest.approx(loss, rel=near)
             for name in found.keys() & state.keys():

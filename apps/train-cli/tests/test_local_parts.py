@@ -210,10 +210,9 @@ def test_data_that_only_a_check_opened_is_closed_once(
 
         def layers():
             return [nn.Embedding(256, 256)]
-        """
+        """,
+        data='[data]\nfactory = "own:Data"\n',
     )
-    before, _, rest = path.read_text("utf-8").partition("[data]")
-    path.write_text(before + '[data]\nfactory = "own:Data"\n\n[batch]' + rest.partition("[batch]")[2], "utf-8")
     assert cli("check", "--model", path).err.endswith("1 plan is fine\n")
     assert sys.modules["own"].said == ["opened", "closed"]
     assert cli("check", "--model", path, "--set", "limits.collective_timeout_s=1e300").code == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,27 @@ import pytest
 from torch import Tensor
 
 from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
-PLAN: dict[str, Any] = {
-    "run": {"name": "sharded", "steps": 3, "device": "cpu", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 27, "vocab_size": 257},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 16, "separator": "\n\n", "held_out": 0.1},
-    "batch": {"global_size": 8, "micro_size": 1},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1},
-    "evaluation": {"every": 2, "steps": 1},
-    "precision": {"compute": "fp64"},
-}
+PLAN = small_plan(
+    model__num_layers=4,
+    model__heads=2,
+    model__kv_heads=None,
+    model__ffn_hidden=27,
+    model__vocab_size=257,
+    data__sequence=16,
+    batch__micro_size=1,
+    optimizer__weight_decay=0.1,
+    evaluation={"every": 2, "steps": 1},
+)
 
 
-def plan(parallel: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
-    tables = deepcopy(PLAN)
-    for path, value in changes.items():
-        table, _, key = path.partition("__")
-        if key:
-            tables.setdefault(table, {})[key] = value
-        else:
-            tables[table] = value
+def plan(parallel: dict[str, int] | None = None, **changes: Any) -> Tables:
+    tables = changed(PLAN, **changes)
     if parallel:
         tables |= {"parallel": parallel, "weights": {"use": "isp.communicator"} | tables.pop("weights", {})}
     return tables
@@ -119,7 +115,7 @@ def test_recomputed_stages(ranks, texts, fraction, unit):
     check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, activations=activations, **changes)
 
 
-def weights_of(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Tensor]]:
+def weights_of(plans: list[Tables], folder: Path) -> list[dict[str, Tensor]]:
     """The weights that this rank's stage has after three steps of each plan."""
     return [record(tables, 3, folder=folder).weights for tables in plans]
 
@@ -138,7 +134,7 @@ def test_schedules_change_no_bit(ranks, texts):
             {"pp": 2, "dp": 2, "wp": 2},
             pipeline={"use": one},
             optimizer=optimizer,
-            gradient_handlers=deepcopy(handlers),
+            gradient_handlers=handlers,
         )
         for one in schedules
     ]

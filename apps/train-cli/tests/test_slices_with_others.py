@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
-PLAN = {
-    "run": {"name": "slices", "steps": 3, "device": "cpu", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn_hidden": 24},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
-    "evaluation": {"every": 2, "steps": 1},
-    "precision": {"compute": "fp64"},
-}
+PLAN = small_plan(model__num_layers=4, model__heads=2, model__kv_heads=1, evaluation={"every": 2, "steps": 1})
 BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
 
 
 def plan(parallel=None, schedule=None, handlers=None, **changes):
-    tables = deepcopy(PLAN)
-    for path, value in changes.items():
-        table, key = path.split("__")
-        tables.setdefault(table, {})[key] = value
+    tables = changed(PLAN, **changes)
     if parallel:
         tables |= {"parallel": parallel, "sequence": {"use": "isp.all_to_all"}}
     if schedule:

@@ -15,6 +15,7 @@ from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import PartitionerRecord, ScheduleRecord
 from sley_core.table import Table
+from sley_core.testing.plans import small_plan
 from train_cli.timeline import timeline
 
 
@@ -47,15 +48,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
 
 
 def tables(**pipeline: object) -> dict[str, object]:
-    return {
-        "run": {"name": "drawn", "steps": 1},
-        "model": {"use": "core.llama", "num_layers": 2, "hidden": 8, "heads": 2},
-        "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
-        "batch": {"global_size": 3, "micro_size": 1},
-        "optimizer": {"use": "core.adamw", "lr": 1e-3},
-        "gradient_handlers": [],
-        **pipeline,
-    }
+    return small_plan(**{"batch": {"global_size": 3, "micro_size": 1}, "gradient_handlers": [], **pipeline})
 
 
 @pytest.mark.parametrize("columns", [60, 200])

@@ -13,7 +13,7 @@ from train_cli.faults import Fault
 pytestmark = pytest.mark.timeout(120)
 
 Cli = Callable[..., Any]
-Own = Callable[[str], Path]
+Own = Callable[..., Path]
 
 LAYERS = """
     from torch import nn
@@ -91,17 +91,14 @@ def test_too_few_classes(told: Callable[[Path], str], own_model: Own) -> None:
     ],
 )
 def test_data_sets(told: Callable[[Path], str], own_model: Own, length: str, action: str, words: str) -> None:
-    path = own_model(DATA.format(length=length, action=action))
-    before, _, rest = path.read_text("utf-8").partition("[data]")
-    path.write_text(before + FIELDS + "\n[batch]" + rest.partition("[batch]")[2], "utf-8")
-    assert words in told(path)
+    assert words in told(own_model(DATA.format(length=length, action=action), data=FIELDS))
 
 
 def test_a_step_that_is_too_long_to_check(cli: Cli, plan: Path) -> None:
     pytest.importorskip("sley_pp")
     many = ("parallel.dp=1", "parallel.pp=2", 'pipeline={use="pp.one_f_one_b"}')
     for more in (("batch.global_size=1000000",), ("parallel.pp=1000000",)):
-        result = cli("check", plan, *(part for each in (*many, *more) for part in ("--set", each)))
+        result = cli("check", plan, changes=(*many, *more))
         assert result.code == 3
         assert "error[schedule-too-long]: a step of" in result.err
 

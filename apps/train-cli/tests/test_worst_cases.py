@@ -80,7 +80,7 @@ def test_a_rank_that_aborts_is_named_and_leaves_no_child(start: Start, own_model
 def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_model: Own, folder: Path) -> None:
     action = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP); rank == 2 and time.sleep(3600)"
     three = ("parallel.dp=3", "batch.global_size=3", "limits.collective_timeout_s=4")
-    result = start("run", own_model(doing(action)), *(part for each in three for part in ("--set", each))).finish(90)
+    result = start("run", own_model(doing(action)), changes=three).finish(90)
     assert result.code == 1
     (told,) = errors(result.err)
     assert "error[rank-hung]: rank 1 of 3 did not answer: it is stopped" in told
@@ -125,8 +125,8 @@ def test_the_culprit_is_named_in_every_layout(
 ) -> None:
     """Drawn by the case: some rank in some step, while others compute, wait or exchange."""
     culprit = random.Random(f"{layout} {action}").randrange(4)
-    sets = (part for each in layout for part in ("--set", each))
-    result = start("run", own_model(LAYERED.format(action=action)), *sets, CULPRIT=str(culprit)).finish(150)
+    path = own_model(LAYERED.format(action=action))
+    result = start("run", path, changes=layout, CULPRIT=str(culprit)).finish(150)
     assert result.code == 1
     (told,) = errors(result.err)
     assert f"rank {culprit} of 4" in told

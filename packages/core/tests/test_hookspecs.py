@@ -22,6 +22,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.run import Run
 from sley_core.table import RecordKind
+from sley_core.testing.plans import small_plan
 from sley_core.topology import Topology
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks.md"
@@ -118,19 +119,11 @@ def everything(told: Everything) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(told, name, None) or of_records(name) for name in HOOKS})
 
 
-def test_every_hook_is_called_with_what_it_promises(tmp_path: Path) -> None:
+def test_every_hook_is_called_with_what_it_promises(texts: Path) -> None:
     """A hook that nothing calls, or calls with something else, promises in vain."""
-    (tmp_path / "text.txt").write_text("the sley beats home " * 40, "utf-8")
-    tables: dict[str, Any] = {
-        "run": {"name": "hooks", "steps": 1, "device": "cpu"},
-        "model": {"use": "core.llama", "num_layers": 1, "hidden": 8, "heads": 2, "vocab_size": 257},
-        "data": {"use": "core.text", "files": ["text.txt"], "sequence": 8},
-        "batch": {"global_size": 1, "micro_size": 1},
-        "optimizer": {"use": "core.sgd", "lr": 0.1},
-        "metrics": [{"use": "all.writer"}],
-    }
+    tables = small_plan(run__steps=1, metrics=[{"use": "all.writer"}])
     told = Everything()
-    plan = plan_from_dict(tables, tmp_path, loader=Loader(plugins={"all": everything(told)}))
+    plan = plan_from_dict(tables, texts, loader=Loader(plugins={"all": everything(told)}))
     with assemble(plan, World.alone("cpu")) as run:
         assert run.train() == "finished"
     assert set(HOOKS) - set(told.called) == set()

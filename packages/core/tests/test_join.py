@@ -19,16 +19,10 @@ from sley_core.join import plugin_groups
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
+from sley_core.testing.plans import small_plan
 from sley_core.topology import Topology
 
-PLAN: dict[str, Any] = {
-    "run": {"name": "groups", "steps": 1, "device": "cpu"},
-    "model": {"use": "core.llama", "num_layers": 1, "hidden": 8, "heads": 2, "vocab_size": 257},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
-    "batch": {"global_size": 3, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 0.1},
-    "parallel": {"dp": 3},
-}
+PLAN = small_plan(batch={"global_size": 3, "micro_size": 1}, parallel={"dp": 3})
 
 
 def lists(*records: Any) -> Any:
@@ -37,7 +31,7 @@ def lists(*records: Any) -> Any:
     return lambda _, hook, **arguments: [(zeta, records)] if hook == "sley_process_groups" else []
 
 
-def summed(monkeypatched: str) -> Any:
+def summed(monkeypatched: str, folder: Path) -> Any:
     """What each of a plugin's groups sums on this rank, and who is in it; or what is said."""
     rank = int(os.environ["RANK"])
     pairs = [(0, 1), (1, 2)][monkeypatched == "other" and rank == 2]
@@ -49,7 +43,7 @@ def summed(monkeypatched: str) -> Any:
 
     Plan.call = call  # type: ignore[method-assign]
     with World.join("cpu") as world:
-        plan = plan_from_dict(PLAN | {"limits": {"collective_timeout_s": 5.0}}, Path.cwd())
+        plan = plan_from_dict(PLAN | {"limits": {"collective_timeout_s": 5.0}}, folder)
         try:
             with assemble(plan, world) as run:
                 found = {}
@@ -64,19 +58,19 @@ def summed(monkeypatched: str) -> Any:
             return error.diagnostics[0].code
 
 
-def test_groups_of_a_plugin_are_there_on_all_ranks(ranks):
+def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
     """A rank that is in none has one of its own."""
     ends, pairs = ((0, 2), ["down", "up"], 2.0), ((0, 1), ["main"], 2.0)
-    assert ranks(3)(summed, "") == [
+    assert ranks(3)(summed, "", texts) == [
         {"ends": ends, "pairs": pairs},
         {"ends": ((1,), [], 1.0), "pairs": pairs},
         {"ends": ends, "pairs": ((2,), [], 1.0)},
     ]
 
 
-def test_ranks_that_list_other_groups_are_told(ranks):
+def test_ranks_that_list_other_groups_are_told(ranks, texts):
     """By the comparison of all tables, or by the group that does not come about."""
-    assert set(ranks(3)(summed, "other")) <= {"ranks-disagree", "group-failed", "collective-failed"}
+    assert set(ranks(3)(summed, "other", texts)) <= {"ranks-disagree", "group-failed", "collective-failed"}
 
 
 @pytest.mark.parametrize(

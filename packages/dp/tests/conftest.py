@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sley_core.testing.plans import Tables, changed
 
 OWN = Path(__file__).parent / "own"
 PLAN: dict[str, Any] = {
@@ -19,8 +20,6 @@ PLAN: dict[str, Any] = {
     "optimizer": {"use": "core.sgd", "lr": 0.05},
     "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}],
 }
-
-Tables = dict[str, Any]
 
 
 @pytest.fixture
@@ -46,15 +45,8 @@ def small(own: Path) -> Callable[..., Tables]:
     """
 
     def small(handler: Tables | None = None, **changes: Any) -> Tables:
-        tables = deepcopy(PLAN)
         handler = handler or {}
-        tables["gradient_handlers"] = [handler if "use" in handler else tables["gradient_handlers"][0] | handler]
-        for path, value in changes.items():
-            table, _, key = path.partition("__")
-            if key:
-                tables.setdefault(table, {})[key] = value
-            else:
-                tables[table] = value
-        return tables
+        reducer = handler if "use" in handler else PLAN["gradient_handlers"][0] | handler
+        return changed(PLAN, **{"gradient_handlers": [reducer], **changes})
 
     return small

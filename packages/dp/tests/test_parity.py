@@ -10,26 +10,13 @@ import torch
 import sley_dp.sums
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.peers import can_read_peers
+from sley_core.testing.plans import small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
-LLAMA = {
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n"},
-    "loss": {"use": "core.cross_entropy"},
-    "batch": {"global_size": 8, "micro_size": 1},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
-}
+LLAMA = small_plan(run=None, precision=None, loss={"use": "core.cross_entropy"}, batch__micro_size=1)
+"""The tables of a model and its data, of unequal weight per sample, for the run of `small`."""
+
 ONE_KIB, UNLIMITED = 1 / 1024, 1e9
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A folder with documents of unequal length, some longer and some much shorter than a sequence."""
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "text").mkdir()
-    documents = [f"{number} " + "the sley beats home " * (number % 7) for number in range(90)]
-    (folder / "text" / "a.txt").write_text("\n\n".join(documents))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -44,22 +31,22 @@ def text(tmp_path_factory):
         pytest.param(4, UNLIMITED, marks=pytest.mark.campaign),
     ],
 )
-def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, text, size, bucket_mb):
+def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, texts, size, bucket_mb):
     """dp 1 (which has no buckets), 2 and 4 give one run, though samples weigh unequally; 8, 4 and 2 micro-batches per rank."""
     tables = small({"bucket_mb": bucket_mb}, **LLAMA)
-    layouts = ranks(size)(record, tables, 3, folder=text)
-    assert_parity(record(tables, 3, folder=text), layouts, "fp32")
+    layouts = ranks(size)(record, tables, 3, folder=texts)
+    assert_parity(record(tables, 3, folder=texts), layouts, "fp32")
     same_on_all(layouts)
 
 
 @pytest.mark.parametrize(("accumulation", "host_memory"), [("autograd", True), ("direct", False)])
-def test_double_precision(ranks, small, text, accumulation, host_memory):
+def test_double_precision(ranks, small, texts, accumulation, host_memory):
     """Parity to 1e-10, on ties and recomputation, whichever way gradients come into the buckets and are summed."""
     tables = small(**LLAMA, parallel__host_memory=host_memory)
     tables["model"]["tie_embeddings"] = True
     tables |= {"activations": {"use": "core.recompute"}}
     tables |= {"precision": {"compute": "fp64", "accumulation": accumulation}}
-    assert_parity(record(tables, 3, folder=text), ranks(4)(record, tables, 3, folder=text), "fp64")
+    assert_parity(record(tables, 3, folder=texts), ranks(4)(record, tables, 3, folder=texts), "fp64")
 
 
 def without_collectives(tables, folder):
@@ -73,11 +60,11 @@ def without_collectives(tables, folder):
 
 
 @pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
-def test_memory_of_the_host_and_sockets_give_the_same_bits(ranks, small, text):
+def test_memory_of_the_host_and_sockets_give_the_same_bits(ranks, small, texts):
     """On two ranks, where a sum has one order only."""
     tables = small(**LLAMA)
-    sockets = ranks(2)(record, tables | {"parallel": {"host_memory": False}}, 3, folder=text)
-    memory = ranks(2)(without_collectives, tables, text)
+    sockets = ranks(2)(record, tables | {"parallel": {"host_memory": False}}, 3, folder=texts)
+    memory = ranks(2)(without_collectives, tables, texts)
     assert_same_bits(sockets[0].weights, memory[0].weights)
     same_on_all(memory)
 

@@ -1,4 +1,4 @@
-"""When weights are gathered, how many at a time, and what a failed step leaves."""
+"""When weights are gathered, how many at a time, and of which size gradients are."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.shards import wholes
-from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.recorder import collectives
 from sley_core.testing.runs import Recorded, record, weights
 from sley_core.testing.sequence import assert_same_sequence
@@ -73,7 +70,7 @@ def counted(tables: dict[str, Any], folder: Any, num_steps: int = 3) -> dict[str
     ],
 )
 @pytest.mark.parametrize("unit", ["layer", "module"])
-def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
+def test_counts_at_every_fraction(ranks, sharded, texts, fraction, unit):
     """With one micro-batch a step: two gathers per block, one for what stays between its two uses, one demand gather.
 
     The block before the head is still there when its backward comes, so it is gathered once. In evaluation it is one
@@ -82,7 +79,7 @@ def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
     changes = DEEP | {"batch": {"global_size": 4, "micro_size": 2}}
     activations = {"use": "core.recompute", "fraction": fraction}
     tables = sharded(2, weights={"unit": unit}, activations=activations, **changes)
-    one, other = ranks(2)(counted, tables, folder)
+    one, other = ranks(2)(counted, tables, texts)
     assert_same_sequence([one.pop("calls"), other.pop("calls")])
     assert one == other
     last = {"blocks.5"} if unit == "layer" else {"blocks.5.feed_forward.down"}
@@ -98,10 +95,10 @@ def test_counts_at_every_fraction(ranks, sharded, folder, fraction, unit):
     assert one["max_live"] <= (2 * 7 if unit == "layer" else 4), "two blocks"
 
 
-def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, folder):
+def test_one_demand_per_step_of_many_micro_batches(ranks, sharded, texts):
     """The first unit of the next micro-batch is gathered in the backward of the one before."""
     tables = sharded(2, **DEEP | {"batch": {"global_size": 16, "micro_size": 2}})
-    for found in ranks(2)(counted, tables, folder):
+    for found in ranks(2)(counted, tables, texts):
         assert found["demands"] == 1
         assert all(number <= 8 for number in found["training"].values())
 
@@ -122,12 +119,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "activations",
     [{"use": "core.keep"}, pytest.param({"use": "core.recompute", "fraction": 0.5}, marks=pytest.mark.campaign)],
 )
-def test_no_option_changes_a_bit(ranks, sharded, folder, activations):
+def test_no_option_changes_a_bit(ranks, sharded, texts, activations):
     """The bits of the mode that waits for everything at once: fp32, three steps; three ranks, so sums have an order."""
     changes = {"activations": activations, "precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
     changes["evaluation"] = {"every": 100, "steps": 1}
     plans = {"": sharded(3, **changes)} | {name: sharded(3, weights=VARIANTS[name], **changes) for name in VARIANTS}
-    for found in ranks(3, 120)(all_recorded, plans, folder):
+    for found in ranks(3, 120)(all_recorded, plans, texts):
         wanted = found.pop("")
         for name, other in found.items():
             assert [row["loss"] for row in other.rows] == [row["loss"] for row in wanted.rows], name
@@ -148,176 +145,13 @@ def varying(tables: dict[str, Any], folder: Any, sizes: list[int]) -> Any:
         return weights(run)
 
 
-def test_any_number_of_micro_batches_per_step(ranks, sharded, folder):
+def test_any_number_of_micro_batches_per_step(ranks, sharded, texts):
     """1, 4 and 2 micro-batches in a step give the same bits, overlapped or not."""
     sizes = [4, 16, 8]
     changes = {"batch": {"global_size": 16, "micro_size": 2}}
-    wanted, *_ = ranks(2)(varying, sharded(2, weights={"overlap": False}, **changes), folder, sizes)
-    for found in ranks(2)(varying, sharded(2, **changes), folder, sizes):
+    wanted, *_ = ranks(2)(varying, sharded(2, weights={"overlap": False}, **changes), texts, sizes)
+    for found in ranks(2)(varying, sharded(2, **changes), texts, sizes):
         assert_same_bits(wanted, found)
-
-
-def failing(tables: dict[str, Any], folder: Any, fails: bool) -> Any:
-    """A step, then a forward that raises half-way if `fails`, other weights, and two steps."""
-    import isp_parts
-
-    plan = plan_from_dict(tables, folder)
-    with World.join("cpu") as world, assemble(plan, world) as run:
-        run.step()
-        if fails:
-            before = run.feed.state()
-            isp_parts.Fails.asked = True
-            with pytest.raises(ValueError, match="asked to"):
-                run.step()
-            isp_parts.Fails.asked = False
-            run.feed.restore(before)
-        with torch.no_grad():
-            for entry in run.book:
-                entry.parameter.mul_(1.5)
-        run.step()
-        run.step()
-        pool = run.stepper.executor.weights.pool
-        return weights(run), pool.num_lent
-
-
-FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
-
-
-def test_a_step_that_failed_leaves_nothing(ranks, sharded, folder, own):
-    """What was gathered for the failed forward is never used after it, and every buffer came back."""
-    tables = sharded(2, model={"factory": "isp_parts:failing"}, **FOREIGN)
-    wanted = ranks(2)(failing, tables, folder, False)
-    for (clean, _), (found, lent) in zip(wanted, ranks(2)(failing, tables, folder, True), strict=True):
-        assert_same_bits(clean, found)
-        assert lent == 0
-
-
-def by_hand(tables: dict[str, Any], folder: Any) -> Any:
-    """Calls the layers without a run's executor, after steps and after weights that were written by hand."""
-    plan = plan_from_dict(tables, folder)
-    with World.join("cpu") as world, assemble(plan, world) as run:
-        run.step()
-        tokens = torch.arange(4)[None]
-
-        def call() -> torch.Tensor:
-            hidden: Any = tokens
-            for layer in run.layers:
-                hidden = layer.module(hidden)
-            return hidden
-
-        with torch.no_grad():
-            first = call()
-            for entry in run.book:
-                entry.parameter.mul_(2.0)
-            second = call()
-        output = call()
-        same = torch.equal(output.detach(), second)
-        run.store.begin_step()
-        output.sum().backward()
-        entry = run.book["block1.up.weight"]
-        summed = run.store.gradient(entry) if entry.shard else entry.parameter.grad
-        gradient = wholes({entry: summed}, run.groups)[entry]
-        pool = run.stepper.executor.weights.pool
-        return first, second, gradient / world.size, same, pool.num_lent
-
-
-def test_a_model_called_by_hand(ranks, sharded, folder, own):
-    """Right with and without gradients, right after a backward and after a write, and nothing stays gathered."""
-    model = {"factory": "isp_parts:mixed"}
-    wanted = by_hand(sharded(1, 1, model=model, **FOREIGN) | {"weights": {"use": "isp.communicator"}}, folder)
-    for found in ranks(2)(by_hand, sharded(2, model=model, **FOREIGN), folder):
-        for value, expected in zip(found[:3], wanted[:3], strict=True):
-            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
-        assert found[3:] == (True, 0)
-
-
-def rewritten(tables: dict[str, Any], folder: Any) -> Any:
-    """Writes a block's shards in the middle of the third step, while it is gathered; how often that was, and the weights."""
-    plan = plan_from_dict(tables, folder)
-    with World.join("cpu") as world, assemble(plan, world) as run:
-        number: Counter[str] = Counter()
-        communicator = run.stepper.executor.weights
-        if communicator is not None:
-            gather = communicator._gather
-
-            def spy(unit: Any) -> Any:
-                number[unit.name] += 1
-                return gather(unit)
-
-            communicator._gather = spy
-        run.step()
-        run.step()
-        normal = number["blocks.1"]
-        number.clear()
-        block = next(layer.module for layer in run.layers if layer.name == "blocks.1")
-
-        def write(module: Any, args: Any) -> None:
-            handle.remove()
-            with torch.no_grad():
-                run.book["blocks.1.attention.query.weight"].parameter.mul_(1.5)
-
-        handle = block.attention.register_forward_pre_hook(write)
-        run.step()
-        return number["blocks.1"] - normal // 2, weights(run)
-
-
-def test_a_gather_is_never_older_than_its_weights(ranks, sharded, folder):
-    """A write makes what was gathered before it worthless, even within a step: the next use has what was written."""
-    changes = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
-    _, wanted = rewritten(sharded(1, 1, **changes), folder)
-    for more, found in ranks(2)(rewritten, sharded(2, **changes), folder):
-        assert_close_gradients(wanted, found, 1e-10)
-        assert more == 1
-
-
-def waited(tables: dict[str, Any], folder: Any) -> Any:
-    """Registers a wait for every layer; returns in which order waits and gathers came, and for how many of each."""
-    plan = plan_from_dict(tables, folder)
-    with World.join("cpu") as world, assemble(plan, world) as run:
-        communicator = run.stepper.executor.weights
-        events: list[tuple[str, str]] = []
-        gather = communicator._gather
-
-        def spy(unit: Any) -> Any:
-            events.append(("gather", unit.layer))
-            gathered = gather(unit)
-            events.append(("gathered", unit.layer))
-            return gathered
-
-        communicator._gather = spy
-        for layer in run.layers:
-            run.before_layer(layer.name, lambda name=layer.name: events.append(("wait", name)))
-        run.step()
-        run.step()
-        return events
-
-
-@pytest.mark.parametrize("unit", ["layer", "module"])
-def test_waits_come_before_every_gather(ranks, sharded, folder, unit):
-    """Gathered ahead or on demand, in forward, recomputation and backward: what `before_layer` registered is awaited first."""
-    activations = {"use": "core.recompute", "fraction": 0.5}
-    (events, _) = ranks(2)(waited, sharded(2, weights={"unit": unit}, activations=activations), folder)
-    gathers = [at for at, (kind, _) in enumerate(events) if kind == "gather"]
-    assert gathers
-    for at in gathers:
-        assert events[at + 1] == ("wait", events[at][1])
-
-
-def reads(tables: dict[str, Any], folder: Any) -> str:
-    plan = plan_from_dict(tables, folder)
-    with World.join("cpu") as world, assemble(plan, world) as run:
-        try:
-            run.step()
-        except RunError as error:
-            return str(error)
-    return "nothing"
-
-
-def test_a_shard_that_is_read_as_a_weight_is_refused(ranks, sharded, folder, own):
-    tables = sharded(2, model={"factory": "isp_parts:reads_another"}, **FOREIGN)
-    for said in ranks(2)(reads, tables, folder):
-        assert "'block.linear.weight'" in said
-        assert "3 of 6 rows" in said
 
 
 def allocated(tables: dict[str, Any], folder: Any) -> tuple[int, int]:
@@ -331,7 +165,7 @@ def allocated(tables: dict[str, Any], folder: Any) -> tuple[int, int]:
         return run.store.num_bytes, sum(entry.parameter.nbytes for entry in run.book)
 
 
-def test_gradients_are_of_the_size_of_shards(ranks, sharded, folder):
+def test_gradients_are_of_the_size_of_shards(ranks, sharded, texts):
     """One accumulator per shard, and no placeholder of the whole weight."""
-    for gradients, parameters in ranks(2)(allocated, sharded(2), folder):
+    for gradients, parameters in ranks(2)(allocated, sharded(2), texts):
         assert gradients <= parameters * 1.2, "alignment is all that is added"

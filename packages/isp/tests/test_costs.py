@@ -57,13 +57,13 @@ def lines_per_use(plans: list[dict[str, Any]], folder: Any) -> list[int]:
     return found
 
 
-def test_a_use_takes_no_time_for_the_layers_other_weights(ranks, sharded, folder, own):
+def test_a_use_takes_no_time_for_the_layers_other_weights(ranks, sharded, texts, own):
     """A use costs in a layer of 64 experts, which has 128 weights, what it costs in one of 4."""
     plans = [
         sharded(2, model={"factory": "isp_parts:experts", "options": {"number": number}}, **FOREIGN, **SHORT)
         for number in (4, 64)
     ]
-    for few, many in ranks(2, 120)(lines_per_use, plans, folder):
+    for few, many in ranks(2, 120)(lines_per_use, plans, texts):
         assert 0 < many <= few < 100
 
 
@@ -83,9 +83,9 @@ def allocated(tables: dict[str, Any], folder: Any, out: Path) -> tuple[list[int]
     return [size for size in sizes if size >= own], number
 
 
-def test_a_step_allocates_nothing_as_large_as_a_gradient(ranks, sharded, folder, own, tmp_path):
+def test_a_step_allocates_nothing_as_large_as_a_gradient(ranks, sharded, texts, own, tmp_path):
     """By bytes, in four micro-batches: no placeholder, no product beside the buffers, no sum twice."""
     model = {"factory": "isp_parts:experts", "options": {"number": 3, "width": 50}}
-    for sizes, number in ranks(2, 60)(allocated, sharded(2, model=model, **FOREIGN, **SHORT), folder, tmp_path):
+    for sizes, number in ranks(2, 60)(allocated, sharded(2, model=model, **FOREIGN, **SHORT), texts, tmp_path):
         assert number == 3
         assert sizes == []

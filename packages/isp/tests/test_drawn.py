@@ -52,7 +52,7 @@ def gathered(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("unit", ["layer", "module"])
-def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit):
+def test_counts_for_any_order_of_registration(ranks, sharded, texts, own, unit):
     """Gathers, demands and peaks are those of the order of use, whatever the order of registration."""
     seed, _ = drawn()
     orders: list[dict[str, Any]] = [{}, *({"order": seed + at} for at in range(3))]
@@ -60,7 +60,7 @@ def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit)
         sharded(2, weights={"unit": unit}, model={"factory": "isp_parts:mixed", "options": options}, **SHORT, **FOREIGN)
         for options in orders
     ]
-    for plain, *others in ranks(2, 120)(gathered, plans, folder):
+    for plain, *others in ranks(2, 120)(gathered, plans, texts):
         training, demands, evaluating, peak, left = plain
         assert demands == 1
         assert max(training.values()) == 2
@@ -80,11 +80,11 @@ def test_counts_for_any_order_of_registration(ranks, sharded, folder, own, unit)
         pytest.param("module", False, marks=pytest.mark.campaign),
     ],
 )
-def test_counts_of_a_model_that_recomputes_by_itself(ranks, sharded, folder, own, reentrant, unit):
+def test_counts_of_a_model_that_recomputes_by_itself(ranks, sharded, texts, own, reentrant, unit):
     """With either of torch's checkpoints: two gathers per weight and micro-batch at most, one in evaluation."""
     model = {"factory": "isp_parts:recomputing", "options": {"reentrant": reentrant}}
     plans = [sharded(2, weights={"unit": unit}, model=model, **SHORT, **FOREIGN)]
-    for ((training, demands, evaluating, _, left),) in ranks(2)(gathered, plans, folder):
+    for ((training, demands, evaluating, _, left),) in ranks(2)(gathered, plans, texts):
         assert max(training.values()) == 2
         assert demands == 1
         assert set(evaluating.values()) == {1}
@@ -128,14 +128,14 @@ def recorded(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(("world", "num_plans"), [(2, 2), (4, 1), pytest.param(4, 30, marks=pytest.mark.campaign)])
-def test_any_plan_equals_one_process(ranks, sharded, folder, world, num_plans):
+def test_any_plan_equals_one_process(ranks, sharded, texts, world, num_plans):
     """Any sizes with any options equal one process in fp64."""
     _, draw = drawn()
     pairs = [a_plan(draw, sharded, world) for _ in range(num_plans)]
-    found = ranks(world, 600)(recorded, [tables for _, tables in pairs], folder)
+    found = ranks(world, 600)(recorded, [tables for _, tables in pairs], texts)
     for (alone, tables), layouts in zip(pairs, zip(*found, strict=True), strict=True):
         print(tables)
-        reference = record(alone, 3, folder=folder)
+        reference = record(alone, 3, folder=texts)
         assert_parity(reference, layouts, "fp64")
         same_on_all(layouts)
         for layout in layouts:

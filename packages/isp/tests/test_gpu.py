@@ -10,20 +10,15 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import Recorded, assert_parity, record, same_on_all
 
-PLAN: dict[str, Any] = {
-    "run": {"name": "gpu", "steps": 3, "device": "cuda", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
-    "precision": {"compute": "fp64"},
-}
+TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+PLAN = small_plan(run__device="cuda", model__hidden=64, model__ffn_hidden=None, data=TEXT)
 
 
 def split(**weights: Any) -> dict[str, Any]:
-    return PLAN | {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator", **weights}}
+    return changed(PLAN, parallel={"dp": 2, "wp": 2}, weights={"use": "isp.communicator", **weights})
 
 
 def record_on_host(tables: dict[str, Any], num_steps: int) -> Recorded:

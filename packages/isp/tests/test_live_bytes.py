@@ -28,7 +28,7 @@ def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize("host_memory", [True, False])
-def test_full_gradients_take_what_is_counted(ranks, sharded, folder, tmp_path, host_memory):
+def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, host_memory):
     """Two more gradients of blocks on their way take what the counter says, and no byte more, by live tensors.
 
     By messages, what comes from the other rank is received beside each: half of it again. The two peaks need not fall on the
@@ -43,7 +43,7 @@ def test_full_gradients_take_what_is_counted(ranks, sharded, folder, tmp_path, h
     changes = wide | {"parallel": {"host_memory": host_memory}, "batch": {"global_size": 2, "micro_size": 1}}
     plans = [sharded(2, weights={"reductions": bound, "pool": "isp.fresh"}, **changes) for bound in (4, 6)]
     whole = (4 * 64 * 64 + 3 * 64 * 704) * 8
-    for (few, few_counted), (many, many_counted) in ranks(2)(live, plans, folder, tmp_path):
+    for (few, few_counted), (many, many_counted) in ranks(2)(live, plans, texts, tmp_path):
         counted = many_counted - few_counted
         print(
             f"{many - few} bytes alive for two more gradients of blocks, {counted} counted, {2 * whole} without scratch"

@@ -29,9 +29,9 @@ def stepped(tables: dict[str, Any], folder: Any, ring: int) -> dict[str, Tensor]
         return weights(run)
 
 
-def test_more_than_can_be_open(ranks, sharded, folder):
+def test_more_than_can_be_open(ranks, sharded, texts):
     """64 reductions of modules and 40 gathers ahead, with four offers."""
     many = {"reductions": 64, "fused": False, "unit": "module", "ahead": 40}
-    wanted = ranks(2, 40)(stepped, sharded(2, weights={"overlap": False}), folder, host_memory.RING)
-    for one, found in zip(wanted, ranks(2, 40)(stepped, sharded(2, weights=many), folder, 4), strict=True):
+    wanted = ranks(2, 40)(stepped, sharded(2, weights={"overlap": False}), texts, host_memory.RING)
+    for one, found in zip(wanted, ranks(2, 40)(stepped, sharded(2, weights=many), texts, 4), strict=True):
         assert_same_bits(one, found)

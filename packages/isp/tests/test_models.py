@@ -57,11 +57,11 @@ def test_partly_frozen(parity, foreign, name):
     parity(2, wp=2, **foreign(f"isp_parts:{name}"))
 
 
-def test_autocast(ranks, sharded, folder, foreign):
+def test_autocast(ranks, sharded, texts, foreign):
     """With and without bias; sharded and whole runs round alike but for the order of sums."""
     changes = foreign("isp_parts:autocast") | {"precision__compute": "fp32"}
-    reference = record(sharded(1, 1, **changes), 2, folder=folder)
-    for found in ranks(2)(record, sharded(2, **changes), 2, folder=folder):
+    reference = record(sharded(1, 1, **changes), 2, folder=texts)
+    for found in ranks(2)(record, sharded(2, **changes), 2, folder=texts):
         assert found.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=2**-7)
         for name, gradient in reference.gradients[0].items():
             assert (found.gradients[0][name] - gradient).norm() <= 2**-7 * gradient.norm() + 1e-6, name
@@ -83,15 +83,15 @@ def shards(tables, folder):
         return found, run.book.num_parameters, run.memory["parameters"]
 
 
-def test_a_rank_holds_its_rows_only(ranks, sharded, folder, foreign):
+def test_a_rank_holds_its_rows_only(ranks, sharded, texts, foreign):
     """13 x 4 numbers of a table of 11 rows are 6 rows each, one of them padding; norms stay whole."""
-    first, second = ranks(2)(shards, sharded(2, **foreign("isp_parts:mixed")), folder)
+    first, second = ranks(2)(shards, sharded(2, **foreign("isp_parts:mixed")), texts)
     assert first[0] == second[0]
     assert first[0]["embed.table.weight"] == (REDUCE_GROUP, (6, 6))
     assert first[0]["block0.up.weight"] == (REDUCE_GROUP, (4, 6))
     assert first[0]["block1.up.bias"] == (REDUCE_GROUP, (6,))
     assert first[0]["block0.norm.weight"] == ("stage", (6,))
-    (whole,) = ranks(1)(shards, sharded(1, **foreign("isp_parts:mixed")), folder)
+    (whole,) = ranks(1)(shards, sharded(1, **foreign("isp_parts:mixed")), texts)
     replicated = 4 * 2 * 6
     assert first[1] + second[1] - replicated == whole[1], "padding counts for nobody"
     assert first[2] < 0.6 * whole[2]

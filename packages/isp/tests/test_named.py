@@ -23,10 +23,10 @@ def test_sharded(parity, own, weights):
     parity(2, wp=2, weights=weights, **NAMED)
 
 
-def test_whole(sharded, folder, own):
+def test_whole(sharded, texts, own):
     """Core's own forward of a linear, too."""
     plans = [sharded(1, **NAMED, precision={"compute": "fp64", "accumulation": way}) for way in ("autograd", "direct")]
-    wanted, found = (record(tables, 2, folder=folder) for tables in plans)
+    wanted, found = (record(tables, 2, folder=texts) for tables in plans)
     assert_parity(wanted, [found], "fp64")
 
 
@@ -39,5 +39,5 @@ def called(tables, folder):
     return caught.value.diagnostics[0].code
 
 
-def test_closed(ranks, sharded, folder, own):
-    assert ranks(2)(called, sharded(2, **NAMED), folder) == ["weights-sharded"] * 2
+def test_closed(ranks, sharded, texts, own):
+    assert ranks(2)(called, sharded(2, **NAMED), texts) == ["weights-sharded"] * 2

@@ -74,12 +74,12 @@ def counted(tables: dict[str, Any], folder: Any) -> dict[str, int]:
         pytest.param(False, True, marks=pytest.mark.campaign),
     ],
 )
-def test_each_gradient_travels_once(ranks, sharded, folder, fused, tied):
+def test_each_gradient_travels_once(ranks, sharded, texts, fused, tied):
     """Per micro-batch every unit sends its gradients three times; per step once, and a tied weight is one of them."""
     changes = {"batch": BATCH, "evaluation": {"every": 9, "steps": 1}, "model__tie_embeddings": tied}
     num_units = 5 if fused else 3 * 7 + 2
     for reduce, number in (("micro_batch", 3 * num_units), ("step", num_units - tied)):
-        found = ranks(2)(counted, sharded(2, weights={"reduce": reduce, "fused": fused}, **changes), folder)
+        found = ranks(2)(counted, sharded(2, weights={"reduce": reduce, "fused": fused}, **changes), texts)
         for one in found:
             assert one["reductions_per_step"] == number
             assert one["allocations_after_step_2"] == 0

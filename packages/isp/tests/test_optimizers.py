@@ -36,9 +36,9 @@ def by_factory(sharded, wp, name):
     )
 
 
-def test_elementwise_optimizers_over_shards_are_a_loop_by_hand(ranks, folder, sharded):
+def test_elementwise_optimizers_over_shards_are_a_loop_by_hand(ranks, texts, sharded):
     batches = [batch(step) for step in range(3)]
-    by_rank = ranks(2, 120)(recorded, [by_factory(sharded, 2, name) for name in NAMES], folder, batches)
+    by_rank = ranks(2, 120)(recorded, [by_factory(sharded, 2, name) for name in NAMES], texts, batches)
     for name, layouts in zip(NAMES, zip(*by_rank, strict=True), strict=True):
         same_on_all(layouts)
         info = SimpleNamespace(vocab_size=len(layouts[0].first["head.weight"]))
@@ -50,7 +50,7 @@ def test_elementwise_optimizers_over_shards_are_a_loop_by_hand(ranks, folder, sh
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_what_looks_at_whole_matrices_is_refused(folder, sharded, name):
+def test_what_looks_at_whole_matrices_is_refused(texts, sharded, name):
     tables = by_factory(sharded, 2, name)
     with World.fake(0, 2) as world, pytest.raises(PlanError, match=r"optimizer-layout.*whole matrices.*`wp = 2`"):
-        assemble(plan_from_dict(tables, folder), world)
+        assemble(plan_from_dict(tables, texts), world)

@@ -58,11 +58,11 @@ WAYS = [
 
 @pytest.mark.parametrize("model_name", ["branches", "uneven_branches"])
 @pytest.mark.parametrize(("weights", "memory"), WAYS)
-def test_ranks_that_go_different_ways_are_told(ranks, sharded, folder, own, weights, memory, model_name):
+def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weights, memory, model_name):
     """Where each module's gradients travel alone, one rank's would be taken for those of another, of its size or not."""
     changes = model(model_name) | {"batch__micro_size": 1, "parallel": {"host_memory": memory}}
     changes["limits"] = {"collective_timeout_s": 20.0}
-    for message in ranks(2)(first_step, sharded(2, weights=weights, **changes), folder):
+    for message in ranks(2)(first_step, sharded(2, weights=weights, **changes), texts):
         assert "ranks-differ" in message
         assert "of branch." in message
         assert not memory or "LayerDrop" in message, "data is not all that a forward may depend on"
@@ -84,27 +84,27 @@ def by_collectives(tables: dict[str, Any], folder: Any, evaluates: bool) -> tupl
     ("weights", "evaluates"), [({"fused": False}, False), ({"unit": "module", "overlap": False}, True)]
 )
 def test_ranks_that_go_different_ways_are_told_where_no_mark_rides_along(
-    ranks, sharded, folder, own, weights, evaluates
+    ranks, sharded, texts, own, weights, evaluates
 ):
     """Branches of one size: their weights or gradients are taken for each other's, but no step is taken with them."""
     changes = model("branches") | {"batch__micro_size": 1, "parallel": {"host_memory": False}}
     tables = sharded(2, weights=weights, evaluation={"every": 9, "steps": 1}, **changes)
-    for message, is_as_before in ranks(2)(by_collectives, tables, folder, evaluates):
+    for message, is_as_before in ranks(2)(by_collectives, tables, texts, evaluates):
         assert "ranks-differ" in message
         assert "of wp[0, 1], rank 1 made " in message
         assert "exchanges, the last of " in message
         assert is_as_before
 
 
-def test_a_frozen_weight_that_is_read(ranks, sharded, folder, own):
+def test_a_frozen_weight_that_is_read(ranks, sharded, texts, own):
     """Its shard has numbers enough to go on with, and nothing would ever say so."""
-    for message in ranks(2)(first_step, sharded(2, **model("scaled")), folder):
+    for message in ranks(2)(first_step, sharded(2, **model("scaled")), texts):
         assert "sharded-weight-read" in message
         assert "scaled.frozen.weight" in message
 
 
-def test_a_weight_that_evaluations_read(ranks, sharded, folder, own):
-    for message in ranks(2)(first_step, sharded(2, **model("projected")), folder, evaluates=True):
+def test_a_weight_that_evaluations_read(ranks, sharded, texts, own):
+    for message in ranks(2)(first_step, sharded(2, **model("projected")), texts, evaluates=True):
         assert "sharded-weight-read" in message
         assert "projected.linear.weight" in message
 
@@ -158,10 +158,10 @@ def late_read(tables: dict[str, Any], folder: Any, name: str) -> list[str]:
 
 @pytest.mark.parametrize("memory", [True, pytest.param(False, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", READS)
-def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, folder, own, name, memory):
+def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, texts, own, name, memory):
     """Training, evaluating, without gradients, by hand: whenever somebody asks for values, and however."""
     tables = sharded(2, parallel={"host_memory": memory}, **model("asks"))
-    for answers in ranks(2)(late_read, tables, folder, name):
+    for answers in ranks(2)(late_read, tables, texts, name):
         for answer in answers:
             assert f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in answer
 
@@ -175,9 +175,9 @@ def sizes(tables: dict[str, Any], folder: Any) -> tuple[dict[str, float], list[b
         return found, [entry.trainable for entry in run.book if entry.name.startswith("asks.linear")]
 
 
-def test_a_sharded_weight_has_the_sizes_of_the_whole(ranks, sharded, folder, own):
+def test_a_sharded_weight_has_the_sizes_of_the_whole(ranks, sharded, texts, own):
     whole = nn.Linear(6, 13, dtype=torch.float64)
-    for found, trained in ranks(2)(sizes, sharded(2, **model("asks")), folder):
+    for found, trained in ranks(2)(sizes, sharded(2, **model("asks")), texts):
         assert found == {name: float(size(whole)) for name, size in SIZES.items()}
         assert trained == [False, False], "what is trained is still theirs to say"
 
@@ -191,3 +191,10 @@ def test_a_model_that_goes_by_the_size_of_its_weights(parity, own):
 def test_weights_that_are_not_the_linear_s_own(parity, own, name):
     """torch's weight norms; a forward that was replaced, and a call with other tensors for a while."""
     parity(2, wp=2, **model(name))
+
+
+def test_a_shard_that_is_read_as_a_weight_is_refused(ranks, sharded, texts, own):
+    changes = PARTS | {"model": {"factory": "isp_parts:reads_another"}}
+    for said in ranks(2)(first_step, sharded(2, **changes), texts):
+        assert "'block.linear.weight'" in said
+        assert "3 of 6 rows" in said

@@ -44,7 +44,7 @@ def allocations(tables: dict[str, Any], folder: Any, lengths: list[int]) -> tupl
         return pool.num_allocations, pool.num_lent
 
 
-def test_lengths_that_vary(ranks, sharded, folder, own):
+def test_lengths_that_vary(ranks, sharded, texts, own):
     """The head's input gradients of 30 lengths: no more than the powers of two among them ask for."""
     tables = sharded(
         2,
@@ -54,7 +54,7 @@ def test_lengths_that_vary(ranks, sharded, folder, own):
         batch={"global_size": 4, "micro_size": 2},
     )
     lengths = list(range(3, 33))
-    fixed = ranks(2, 40)(allocations, tables, folder, [3] * 3)
-    for (few, _), (found, lent) in zip(fixed, ranks(2, 40)(allocations, tables, folder, lengths), strict=True):
+    fixed = ranks(2, 40)(allocations, tables, texts, [3] * 3)
+    for (few, _), (found, lent) in zip(fixed, ranks(2, 40)(allocations, tables, texts, lengths), strict=True):
         assert found - few <= 4
         assert lent == 0

@@ -23,10 +23,10 @@ from sley_core.testing.runs import GRADIENTS, assert_parity, record, same_on_all
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
 
 
-def test_copies_of_norms_stay_equal(ranks, folder, sharded):
+def test_copies_of_norms_stay_equal(ranks, texts, sharded):
     """Ten steps on different data: what every rank holds whole, as norms, is equal bit for bit on all and does not drift."""
     tables = sharded(2, run__steps=10, evaluation={"every": 20, "steps": 1})
-    same_on_all(ranks(2)(record, tables, 10, folder=folder))
+    same_on_all(ranks(2)(record, tables, 10, folder=texts))
 
 
 def uneven(tables: dict[str, Any], folder: Any, sizes: list[int]) -> tuple[list[float], dict[str, Tensor]]:
@@ -42,13 +42,13 @@ def uneven(tables: dict[str, Any], folder: Any, sizes: list[int]) -> tuple[list[
         return losses, weights(run)
 
 
-def test_a_number_of_micro_batches_that_varies(ranks, folder, sharded, own):
+def test_a_number_of_micro_batches_that_varies(ranks, texts, sharded, own):
     """One, four and two micro-batches per rank, in any of which a gradient is reduced, equal one process."""
     changes = {"model": {"factory": "isp_parts:mixed"}, "batch": {"global_size": 8, "micro_size": 1}, **FOREIGN}
     sizes = [2, 8, 4]
-    losses, wanted = uneven(sharded(1, 1, **changes), folder, sizes)
+    losses, wanted = uneven(sharded(1, 1, **changes), texts, sizes)
     for once in ("micro_batch", "step"):
-        for found_losses, found in ranks(2)(uneven, sharded(2, weights={"reduce": once}, **changes), folder, sizes):
+        for found_losses, found in ranks(2)(uneven, sharded(2, weights={"reduce": once}, **changes), texts, sizes):
             assert found_losses == pytest.approx(losses, rel=1e-10)
             assert_close_gradients(wanted, found, 1e-10)
 
@@ -74,13 +74,13 @@ def overflow(run: Run, rank: int) -> None:
         pytest.param("vocabulary", 0.5, marks=pytest.mark.campaign),
     ],
 )
-def test_a_step_that_is_skipped(ranks, folder, sharded, head, clip_norm):
+def test_a_step_that_is_skipped(ranks, texts, sharded, head, clip_norm):
     """An overflow on one rank skips the step on both, with and without clipping; the others are taken."""
     changes = {"precision__compute": "fp16", "batch": {"global_size": 4, "micro_size": 2}}
     changes["optimizer"] = {"use": "core.adamw", "lr": 3e-3} | ({"clip_norm": clip_norm} if clip_norm else {})
-    reference = record(sharded(1, 1, **changes), 3, folder=folder, prepare=partial(overflow, rank=0))
+    reference = record(sharded(1, 1, **changes), 3, folder=texts, prepare=partial(overflow, rank=0))
     tables = sharded(2, weights={"head": head}, **changes)
-    layouts = ranks(2)(record, tables, 3, folder=folder, prepare=partial(overflow, rank=1))
+    layouts = ranks(2)(record, tables, 3, folder=texts, prepare=partial(overflow, rank=1))
     same_on_all(layouts)
     for layout in layouts:
         for key in ("skipped", "loss_scale"):
@@ -132,12 +132,12 @@ def late(tables: dict[str, Any], folder: Any, delay_s: float | None) -> dict[str
         pytest.param("vocabulary", "layer", marks=pytest.mark.campaign),
     ],
 )
-def test_weights_that_come_late_are_waited_for(ranks, folder, sharded, unit, head):
+def test_weights_that_come_late_are_waited_for(ranks, texts, sharded, unit, head):
     """A sleep in the wait of a layer never leads to a weight of before, whoever gathers; norms and head too."""
     changes = {"batch": {"global_size": 4, "micro_size": 1}, "model__tie_embeddings": unit == "layer"}
     tables = sharded(2, weights={"unit": unit, "ahead": 2, "head": head}, **changes)
-    wanted, _ = ranks(2)(late, tables, folder, None)
-    for found in ranks(2)(late, tables, folder, 0.01):
+    wanted, _ = ranks(2)(late, tables, texts, None)
+    for found in ranks(2)(late, tables, texts, 0.01):
         assert_same_bits(wanted, found)
 
 
@@ -156,10 +156,10 @@ def reduced(tables: dict[str, Any], folder: Any) -> set[str]:
         return names
 
 
-def test_nothing_is_reduced_for_frozen_weights(ranks, folder, sharded, own):
+def test_nothing_is_reduced_for_frozen_weights(ranks, texts, sharded, own):
     """Neither for adapters' frozen bases, nor for the weight of which only the bias is trained."""
     tables = sharded(2, model={"factory": "isp_parts:adapted"}, **FOREIGN)
-    for names in ranks(2)(reduced, tables, folder):
+    for names in ranks(2)(reduced, tables, texts):
         trained = {"base": [], "down": ["weight"], "up": ["weight"], "shifted": ["bias"]}
         blocks = {f"block{at}.{name}.{one}" for at in (0, 1) for name, held in trained.items() for one in held}
         assert names == {"embed.table.weight", "head.weight", "head.bias", *blocks}
@@ -176,14 +176,14 @@ def closed(tables: dict[str, Any], folder: Any) -> str:
     return "nothing"
 
 
-def test_a_model_called_after_its_run(ranks, folder, sharded):
+def test_a_model_called_after_its_run(ranks, texts, sharded):
     """Its shards are no weights: it says so, instead of computing with them."""
-    for said in ranks(2)(closed, sharded(2), folder):
+    for said in ranks(2)(closed, sharded(2), texts):
         assert "'embed' is called after its run was closed" in said
 
 
-def test_parity_of_the_loss_with_whole_logits(ranks, folder, sharded):
+def test_parity_of_the_loss_with_whole_logits(ranks, texts, sharded):
     """With a gathered head, ignored labels and smoothing count as in one process."""
     changes = {"data__documents": "pad", "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
-    reference = record(sharded(1, 1, **changes), 3, folder=folder)
-    assert_parity(reference, ranks(2)(record, sharded(2, **changes), 3, folder=folder), "fp64")
+    reference = record(sharded(1, 1, **changes), 3, folder=texts)
+    assert_parity(reference, ranks(2)(record, sharded(2, **changes), 3, folder=texts), "fp64")

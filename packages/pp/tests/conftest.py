@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sley_core.run import Run
+from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.runs import Recorded, assert_parity_of_parts, record
 
 OWN = Path(__file__).parent / "own"
-PLAN: dict[str, Any] = {
-    "run": {"name": "pp", "steps": 3, "device": "cpu", "seed": 3},
-    "model": {"factory": "pp_parts:chain"},
-    "data": {"factory": "pp_parts:Rows"},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 1e-2, "clip_norm": 0.5},
-    "precision": {"compute": "fp64"},
-}
-
-Tables = dict[str, Any]
+PLAN = small_plan(
+    run__seed=3, model={"factory": "pp_parts:chain"}, data={"factory": "pp_parts:Rows"}, optimizer__lr=1e-2
+)
 
 
 @pytest.fixture
@@ -38,13 +31,7 @@ def small(own: Path) -> Callable[..., Tables]:
     """`small("pp.gpipe", 2, table__key=value)`: the small plan, cut into stages where a schedule is named."""
 
     def small(schedule: str | None = None, pp: int = 1, dp: int = 1, **changes: Any) -> Tables:
-        tables = deepcopy(PLAN)
-        for path, value in changes.items():
-            table, _, key = path.partition("__")
-            if key:
-                tables.setdefault(table, {})[key] = value
-            else:
-                tables[table] = value
+        tables = changed(PLAN, **changes)
         if schedule:
             tables |= {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
         return tables

@@ -10,6 +10,7 @@ import torch
 import sley_pp.link
 from sley_core.errors import RunError
 from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.plans import small_plan
 from sley_core.testing.runs import record
 
 MODULE = '''
@@ -138,15 +139,12 @@ def folder(tmp_path):
 
 
 def plan(factory, stages=1, schedule="pp.one_f_one_b"):
-    tables = {
-        "run": {"name": "boundary", "steps": 3, "device": "cpu"},
-        "model": {"factory": f"crossing_of_a_test:{factory}"},
-        "data": {"factory": "crossing_of_a_test:Data"},
-        "loss": {"factory": "crossing_of_a_test:Squares"},
-        "batch": {"global_size": 8, "micro_size": 2},
-        "optimizer": {"use": "core.sgd", "lr": 0.1},
-        "precision": {"compute": "fp64"},
-    }
+    tables = small_plan(
+        model={"factory": f"crossing_of_a_test:{factory}"},
+        data={"factory": "crossing_of_a_test:Data"},
+        loss={"factory": "crossing_of_a_test:Squares"},
+        optimizer={"use": "core.sgd", "lr": 0.1},
+    )
     if stages > 1:
         tables |= {"parallel": {"dp": 1, "pp": stages}, "pipeline": {"use": schedule}}
     return tables

@@ -16,21 +16,19 @@ from sley_core.engine.agreement import Agreement
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.plans import small_plan
 from sley_core.testing.runs import record, weights
 
 SCHEDULES = ["one_f_one_b", "gpipe", "zero_bubble_h1"]
 
 
 def plan(factory, stages=1, schedule="one_f_one_b", **options):
-    tables = {
-        "run": {"name": "crossings", "steps": 9, "device": "cpu"},
-        "model": {"factory": f"crossings:{factory}", "options": options},
-        "data": {"factory": "crossings:Rows"},
-        "loss": {"factory": "crossings:Squares"},
-        "batch": {"global_size": 8, "micro_size": 2},
-        "optimizer": {"use": "core.sgd", "lr": 0.3},
-        "precision": {"compute": "fp64"},
-    }
+    tables = small_plan(
+        model={"factory": f"crossings:{factory}", "options": options},
+        data={"factory": "crossings:Rows"},
+        loss={"factory": "crossings:Squares"},
+        optimizer={"use": "core.sgd", "lr": 0.3},
+    )
     if stages > 1:
         tables |= {"parallel": {"dp": 1, "pp": stages}, "pipeline": {"use": f"pp.{schedule}"}}
     return tables

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
+from sley_core.testing.plans import changed, small_plan
+
 MODELS = Path(__file__).parents[3] / "examples" / "models"
-HF_LLAMA = {
-    "run": {"name": "hf", "steps": 3, "device": "cpu", "seed": 5},
-    "model": {
+HF_LLAMA = small_plan(
+    model={
         "factory": "hf_llama:layers",
         "options": {"num_layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": True},
     },
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
-    "batch": {"global_size": 4, "micro_size": 1},
-    "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},
-    "precision": {"compute": "fp64"},
-}
-CONV_TIE = HF_LLAMA | {"model": {"factory": "conv_tie:layers", "options": {"hidden": 8, "num_blocks": 4}}}
+    data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    batch={"global_size": 4, "micro_size": 1},
+    optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},
+)
+CONV_TIE = changed(HF_LLAMA, model={"factory": "conv_tie:layers", "options": {"hidden": 8, "num_blocks": 4}})
 
 
 def cut(tables, schedule, pp, dp=1, **options):
-    changed = deepcopy(tables) | {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
-    changed["model"]["options"] |= options
-    return changed
+    options = tables["model"]["options"] | options
+    return changed(tables, pipeline={"use": schedule}, parallel={"pp": pp, "dp": dp}, model__options=options)
 
 
 @pytest.fixture

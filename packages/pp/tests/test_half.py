@@ -10,23 +10,21 @@ import pytest
 import torch
 
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import GRADIENTS, WEIGHTS, record
 
-PLAN = {
-    "run": {"name": "half", "steps": 4, "device": "cpu", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 24, "tie_embeddings": True},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 12, "documents": "cut"},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
-    "learning_rate": {"use": "core.cosine", "warmup_steps": 2},
-    "precision": {"compute": "fp16"},
-}
+PLAN = small_plan(
+    model={"use": "core.llama", "num_layers": 4, "hidden": 16, "heads": 2, "ffn_hidden": 24, "tie_embeddings": True},
+    data={"use": "core.text", "source": "python-stdlib", "sequence": 12, "documents": "cut"},
+    learning_rate={"use": "core.cosine", "warmup_steps": 2},
+    precision__compute="fp16",
+    run__steps=4,
+)
 
 
-def plan(schedule=None, pp=1, dp=1, **tables):
-    if schedule:
-        tables |= {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}}
-    return PLAN | tables
+def plan(schedule=None, pp=1, dp=1, **changes):
+    cut = {"pipeline": {"use": schedule}, "parallel": {"pp": pp, "dp": dp}} if schedule else {}
+    return changed(PLAN, **cut, **changes)
 
 
 def batches(num):
@@ -119,9 +117,14 @@ def test_a_stage_without_gradients_votes_and_skips_too(ranks):
     """Its weights are all frozen; the scale is far too large for the other stage, which says so."""
     frozen = [{"match": "blocks.2.*", "freeze": True}, {"match": "blocks.3.*", "freeze": True}]
     frozen += [{"match": "head.*", "freeze": True}]
-    tables = plan("pp.one_f_one_b", 2, model=PLAN["model"] | {"tie_embeddings": False})
-    tables |= {"optimizer": PLAN["optimizer"] | {"groups": frozen}, "partition": {"use": "pp.uniform"}}
-    tables |= {"precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**40}}}
+    tables = plan(
+        "pp.one_f_one_b",
+        2,
+        model__tie_embeddings=False,
+        optimizer__groups=frozen,
+        partition={"use": "pp.uniform"},
+        precision__loss_scale={"init_scale": 2.0**40},
+    )
     first, last = ranks(2)(record_states, tables, batches=batches(3))
     assert first == last
     assert first[-1] == {"value": 2.0**37, "num_good": 0, "num_skipped": 3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.plans import changed
 from sley_core.testing.runs import record
 
 WIDTH = 8
@@ -100,10 +100,7 @@ class Squares:
 
 
 def tables(**changes):
-    found = deepcopy(PLAN)
-    for name, table in changes.items():
-        found[name] = {**found.get(name, {}), **table}
-    return found
+    return changed(PLAN, **changes)
 
 
 FOLDER = Path(__file__).parent
@@ -151,7 +148,7 @@ def test_timing_leaves_no_trace(ranks):
 def test_tied_layers_are_timed_too(ranks):
     model = {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 2, "tie_embeddings": True}
     data = {"use": "core.text", "source": "python-stdlib", "sequence": 16}
-    plan = {**tables(), "model": model, "data": data, "loss": {"use": "core.cross_entropy"}}
+    plan = tables(model=model, data=data, loss={"use": "core.cross_entropy"})
     (first, costs, _), (second, _, _) = ranks(2)(look, plan)
     assert len(costs) == len(first) + len(second) == 4
     assert all(cost > 0 for cost in costs)
@@ -164,7 +161,7 @@ def fails(plan):
 
 
 def test_what_a_layer_raises_is_told_on_every_rank(ranks):
-    first, second = ranks(2)(fails, tables(model={"options": {"picky": True}}))
+    first, second = ranks(2)(fails, tables(model__options={"picky": True}))
     assert first == ("ValueError", "this layer takes nothing")
     assert second[0] == "RunError"
     assert "rank 0 could not time the layers: ValueError: this layer takes nothing" in second[1]

@@ -12,6 +12,7 @@ from sley_core import assemble as assembly
 from sley_core.comm.heap import keep_freed_memory
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
 
 FAULTS = """
 import resource
@@ -57,17 +58,11 @@ def test_whoever_tunes_malloc_is_left_alone():
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_plan_says_whether(monkeypatch, keeps):
+def test_a_plan_says_whether(monkeypatch, texts, keeps):
     """`mallopt` is for the whole process and for good: a program that hosts a run may not want it."""
     told: list[bool] = []
     monkeypatch.setattr(assembly, "keep_freed_memory", lambda: told.append(True))
-    tables = {
-        "run": {"name": "heap", "steps": 1, "device": "cpu", "keep_freed_memory": keeps},
-        "model": {"use": "core.llama", "num_layers": 1, "hidden": 8, "heads": 2, "vocab_size": 257},
-        "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
-        "batch": {"global_size": 1, "micro_size": 1},
-        "optimizer": {"use": "core.sgd", "lr": 0.1},
-    }
-    with World.alone("cpu") as world, assembly.assemble(plan_from_dict(tables), world):
+    tables = small_plan(run__keep_freed_memory=keeps)
+    with World.alone("cpu") as world, assembly.assemble(plan_from_dict(tables, texts), world):
         pass
     assert told == [True] * keeps

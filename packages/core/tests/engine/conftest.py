@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_core.testing.plans import changed, small_plan
 
 OWN = Path(__file__).parent / "own"
-PLAN: dict[str, Any] = {
-    "run": {"name": "small", "steps": 3, "device": "cpu", "seed": 3},
-    "model": {"factory": "own_models:plain"},
-    "data": {"factory": "own_data:Rows"},
-    "batch": {"global_size": 4, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 0.1},
-    "precision": {"compute": "fp64"},
-}
+PLAN = small_plan(
+    run__seed=3,
+    model={"factory": "own_models:plain"},
+    data={"factory": "own_data:Rows"},
+    batch={"global_size": 4, "micro_size": 1},
+    optimizer={"use": "core.sgd", "lr": 0.1},
+)
 
 
 @pytest.fixture
@@ -38,14 +37,7 @@ def small(own: Path) -> Callable[..., dict[str, Any]]:
     """`small(table__key=value, ...)`: the tables of the small plan with these changes; None leaves the key out."""
 
     def small(**changes: Any) -> dict[str, Any]:
-        tables = deepcopy(PLAN)
-        for path, value in changes.items():
-            table, _, key = path.partition("__")
-            if key:
-                tables.setdefault(table, {})[key] = value
-            else:
-                tables[table] = value
-        return tables
+        return changed(PLAN, **changes)
 
     return small
 

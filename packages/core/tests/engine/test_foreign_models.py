@@ -14,19 +14,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 MODELS = Path(__file__).parents[4] / "examples" / "models"
-HF_LLAMA = {
-    "run": {"name": "hf", "steps": 3, "device": "cpu", "seed": 5},
-    "model": {
+HF_LLAMA = small_plan(
+    model={
         "factory": "hf_llama:layers",
         "options": {"num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "tie": False},
     },
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
-    "batch": {"global_size": 4, "micro_size": 1},
-    "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},
-}
+    data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    batch={"global_size": 4, "micro_size": 1},
+    optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1},
+)
 CONV_TIE = HF_LLAMA | {
     "model": {"factory": "conv_tie:layers", "options": {"hidden": 8, "num_blocks": 2}},
     "data": {"factory": "own_bits:Rows"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from itertools import pairwise
 
 import pytest
@@ -13,26 +12,17 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import relative_errors
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 pytestmark = pytest.mark.gpu
 
-PLAN = {
-    "run": {"name": "gpu", "steps": 3, "device": "cuda", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"},
-    "batch": {"global_size": 8, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
-    "precision": {"compute": "fp64"},
-}
+TEXT = {"use": "core.text", "source": "python-stdlib", "sequence": 64, "documents": "pack"}
+PLAN = small_plan(run__device="cuda", model__hidden=64, model__ffn_hidden=None, data=TEXT)
 
 
 def plan(**changes):
-    tables = deepcopy(PLAN)
-    for path, value in changes.items():
-        table, key = path.split("__")
-        tables.setdefault(table, {})[key] = value
-    return tables
+    return changed(PLAN, **changes)
 
 
 def on_host(recorded):

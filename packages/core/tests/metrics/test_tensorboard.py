@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
@@ -15,6 +14,7 @@ from sley_core.metrics.tensorboard import TensorboardWriter
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.protocols import MetricsWriter
+from sley_core.testing.plans import small_plan
 
 
 def test_every_number_is_a_point_of_its_curve(tmp_path: Path) -> None:
@@ -31,16 +31,7 @@ def test_every_number_is_a_point_of_its_curve(tmp_path: Path) -> None:
 
 
 def plan_with(*writers: str) -> Plan:
-    tables: dict[str, Any] = {
-        "plan": 1,
-        "run": {"name": "check", "steps": 10},
-        "model": {"use": "core.llama", "num_layers": 1, "hidden": 8, "heads": 2},
-        "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16},
-        "batch": {"global_size": 2, "micro_size": 2},
-        "optimizer": {"use": "core.adamw", "lr": 0.1},
-        "metrics": [{"use": writer} for writer in writers],
-    }
-    return plan_from_dict(tables)
+    return plan_from_dict(small_plan(metrics=[{"use": writer} for writer in writers]))
 
 
 def test_both_writers_may_be_listed() -> None:

@@ -15,6 +15,7 @@ from sley_core.errors import PlanError, PluginError
 from sley_core.model.build import build_on_meta, parameters_on_meta
 from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
 
 Build = Callable[..., Model]
 
@@ -148,17 +149,7 @@ number = 3
 
 def from_factory(folder: Path, info: DataInfo, factory: str, **options: object) -> Model:
     (folder / "own_model.py").write_text(FACTORY)
-    plan = plan_from_dict(
-        {
-            "plan": 1,
-            "run": {"name": "x", "steps": 1},
-            "model": {"factory": factory, "options": options},
-            "data": {"use": "core.text", "source": "python-stdlib", "sequence": 8},
-            "batch": {"global_size": 1, "micro_size": 1},
-            "optimizer": {"use": "core.sgd", "lr": 0.1},
-        },
-        folder,
-    )
+    plan = plan_from_dict(small_plan(model={"factory": factory, "options": options}), folder)
     return build_on_meta(plan.model, info, 0)
 
 

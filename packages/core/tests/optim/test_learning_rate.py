@@ -15,6 +15,7 @@ from sley_core.optim.config import ConstantConfig, CosineConfig, LinearConfig, W
 from sley_core.optim.learning_rate import SHAPES, Factor, constant, cosine, linear, warmup_stable_decay
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
+from sley_core.testing.plans import small_plan
 
 FALLING: list[tuple[Any, Any]] = [
     (linear, LinearConfig),
@@ -130,17 +131,7 @@ def test_any_rate_rises_then_falls_between_its_ends(build: Any, table: Any, data
 
 
 def plan_with(schedule: dict[str, Any]) -> Plan:
-    return plan_from_dict(
-        {
-            "plan": 1,
-            "run": {"name": "check", "steps": 10},
-            "model": {"use": "core.llama", "num_layers": 1, "hidden": 8, "heads": 2},
-            "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16},
-            "batch": {"global_size": 2, "micro_size": 2},
-            "optimizer": {"use": "core.adamw", "lr": 0.1},
-            "learning_rate": schedule,
-        }
-    )
+    return plan_from_dict(small_plan(run__steps=10, learning_rate=schedule))
 
 
 def test_the_plans_check_finds_parts_that_do_not_fit() -> None:

@@ -76,12 +76,12 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("host_memory", [True, False])
-def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, folder, host_memory):
+def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, texts, host_memory):
     """Two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""
     options = HIDDEN | {"head": "vocabulary"}
     apart = {"evaluation": {"every": 100, "steps": 2}, "run__steps": 9, "parallel": {"host_memory": host_memory}}
     tables = sharded(2, weights=options, **apart)
-    found = ranks(2)(seen, tables, folder)
+    found = ranks(2)(seen, tables, texts)
     assert_same_sequence([one["calls"] for one in found])
     for one in found:
         assert "embed.tokens.weight" not in one["gathered"] | one["reduced"]
@@ -104,11 +104,11 @@ def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, folder, host_memor
         ({"optimizer__groups": [{"match": "*positions*", "freeze": True}]}, 4 + 3),
     ],
 )
-def test_swaps_of_recomputed_and_of_frozen_tables(ranks, sharded, folder, own, change, swaps):
+def test_swaps_of_recomputed_and_of_frozen_tables(ranks, sharded, texts, own, change, swaps):
     """Of four look-ups one is in a block, and one is of a table that may be frozen: nobody wants its gradient."""
     change = change | {"model": {"factory": "looked_up:layers"}} | FOREIGN
     change = change | {"evaluation": {"every": 100, "steps": 1}, "run__steps": 9}
-    for counts in ranks(2)(counted, sharded(2, weights=HIDDEN, **change), folder):
+    for counts in ranks(2)(counted, sharded(2, weights=HIDDEN, **change), texts):
         assert counts["embedding_swaps_per_step"] == 2 * swaps
 
 
@@ -131,12 +131,12 @@ def peak(tables: dict[str, Any], folder: Path, out: Path) -> int:
         return peak_bytes(trace)
 
 
-def test_less_memory_than_with_a_gathered_table(ranks, sharded, folder, tmp_path):
+def test_less_memory_than_with_a_gathered_table(ranks, sharded, texts, tmp_path):
     """With a shared vocabulary, so that there is nothing larger at another time: the table is not there, nor its gradient."""
     sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
     options = {"head": "vocabulary", "pool": "isp.fresh"}
     gather, hidden = (
-        max(ranks(2)(peak, sharded(2, weights=options | {"embedding": kind}, **sizes), folder, tmp_path))
+        max(ranks(2)(peak, sharded(2, weights=options | {"embedding": kind}, **sizes), texts, tmp_path))
         for kind in ("gather", "hidden")
     )
     table = 8192 * 16 * 4
@@ -163,11 +163,11 @@ def by_hand(tables: dict[str, Any], folder: Path) -> Any:
         return plain, hidden.detach(), gradient / world.size
 
 
-def test_a_model_called_by_hand(ranks, sharded, folder, own):
+def test_a_model_called_by_hand(ranks, sharded, texts, own):
     """Right with and without gradients, which are in the store when the backward returns."""
     changes = {"model": {"factory": "looked_up:layers"}, **FOREIGN}
-    wanted = by_hand(sharded(1, 1, **changes) | {"weights": {"use": "isp.communicator", **HIDDEN}}, folder)
-    for found in ranks(2)(by_hand, sharded(2, weights=HIDDEN, **changes), folder):
+    wanted = by_hand(sharded(1, 1, **changes) | {"weights": {"use": "isp.communicator", **HIDDEN}}, texts)
+    for found in ranks(2)(by_hand, sharded(2, weights=HIDDEN, **changes), texts):
         for value, expected in zip(found, wanted, strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
 
@@ -200,10 +200,10 @@ def varied(tables: dict[str, Any], folder: Any, fails: bool) -> tuple[list[float
         return losses, weights(run)
 
 
-def test_steps_of_other_sizes_and_one_that_fails(ranks, sharded, folder, own):
+def test_steps_of_other_sizes_and_one_that_fails(ranks, sharded, texts, own):
     """Nothing of a failed step, and nothing of a step before, is in another's gradients."""
     changes = {"model": {"factory": "isp_parts:mixed"}, "batch": {"global_size": 8, "micro_size": 1}, **FOREIGN}
-    losses, wanted = varied(sharded(1, 1, **changes), folder, fails=False)
-    for found_losses, found in ranks(2)(varied, sharded(2, weights=HIDDEN, **changes), folder, True):
+    losses, wanted = varied(sharded(1, 1, **changes), texts, fails=False)
+    for found_losses, found in ranks(2)(varied, sharded(2, weights=HIDDEN, **changes), texts, True):
         assert found_losses == pytest.approx(losses, rel=1e-10)
         assert_close_gradients(wanted, found, 1e-10)

@@ -61,18 +61,18 @@ def test_options_together(parities, unit, fraction, head):
         parities(4, cases, HIDDEN | {"unit": unit, "head": head, "reduce": reduce}, batch__micro_size=1)
 
 
-def test_single_precision(ranks, folder, sharded):
+def test_single_precision(ranks, texts, sharded):
     changes = {"precision__compute": "fp32"}
-    reference = record(sharded(1, 1, **changes), 3, folder=folder)
-    assert_parity(reference, ranks(2)(record, sharded(2, weights=HIDDEN, **changes), 3, folder=folder), "fp32")
+    reference = record(sharded(1, 1, **changes), 3, folder=texts)
+    assert_parity(reference, ranks(2)(record, sharded(2, weights=HIDDEN, **changes), 3, folder=texts), "fp32")
 
 
 @pytest.mark.parametrize("model", [{}, {"model": {"factory": "isp_parts:autocast"}, **FOREIGN}])
-def test_half_precision(ranks, folder, sharded, own, model):
+def test_half_precision(ranks, texts, sharded, own, model):
     """In bf16 storage, and in a model that computes in bf16 by itself."""
     changes = model or {"precision__compute": "bf16"}
-    reference = record(sharded(1, 1, **changes), 1, folder=folder)
-    for layout in ranks(2)(record, sharded(2, weights=HIDDEN, **changes), 1, folder=folder):
+    reference = record(sharded(1, 1, **changes), 1, folder=texts)
+    for layout in ranks(2)(record, sharded(2, weights=HIDDEN, **changes), 1, folder=texts):
         assert_close_gradients(reference.gradients[0], layout.gradients[0], 2**-7)
         assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
 
@@ -91,11 +91,11 @@ def batches(num_steps: int) -> list[list[dict[str, torch.Tensor]]]:
     return found
 
 
-def test_unequal_numbers_of_tokens(ranks, folder, sharded, own):
+def test_unequal_numbers_of_tokens(ranks, texts, sharded, own):
     """What one rank has more than another is padded where they meet; the padding row's gradient stays zero."""
     changes = LOOKED_UP | a_model() | {"batch": {"global_size": 8, "micro_size": 1}}
-    reference = record(sharded(1, 1, **changes), 3, folder=folder, batches=batches(3))
-    layouts = ranks(2)(record, sharded(2, weights=HIDDEN, **changes), 3, folder=folder, batches=batches(3))
+    reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=batches(3))
+    layouts = ranks(2)(record, sharded(2, weights=HIDDEN, **changes), 3, folder=texts, batches=batches(3))
     assert_parity(reference, layouts, "fp64")
     same_on_all(layouts)
     assert not layouts[0].gradients[0]["embed.positions.weight"][8:].any(), "no sample is as long"
@@ -115,7 +115,7 @@ def all_recorded(plans: dict[str, Any], folder: Any) -> dict[str, Any]:
     return {name: record(tables, 3, folder=folder) for name, tables in plans.items()}
 
 
-def test_no_option_changes_a_bit(ranks, folder, sharded):
+def test_no_option_changes_a_bit(ranks, texts, sharded):
     """fp32, three steps on three ranks, of which the last has four columns and two of padding."""
     changes = {"precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
     changes["evaluation"] = {"every": 100, "steps": 1}
@@ -123,7 +123,7 @@ def test_no_option_changes_a_bit(ranks, folder, sharded):
     for name, options in VARIANTS.items():
         apart = {"parallel": {"host_memory": name != "by sockets"}}
         plans[name] = sharded(3, weights=HIDDEN | options, **changes, **apart)
-    for found in ranks(3, 120)(all_recorded, plans, folder):
+    for found in ranks(3, 120)(all_recorded, plans, texts):
         wanted = found.pop("")
         for name, other in found.items():
             assert [row["loss"] for row in other.rows] == [row["loss"] for row in wanted.rows], name

@@ -30,9 +30,9 @@ FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_par
         ({"model": {"factory": "looked_up:limited"}} | FOREIGN, "no layer has a plain nn.Embedding"),
     ],
 )
-def test_another_model(own, folder, sharded, change, message):
+def test_another_model(own, texts, sharded, change, message):
     """Found on meta, on every rank of any stage: what `check --model` says."""
-    plan = plan_from_dict(sharded(2, weights=HIDDEN, **change), folder)
+    plan = plan_from_dict(sharded(2, weights=HIDDEN, **change), texts)
     with World.fake(0, 2) as world, pytest.raises(PlanError) as caught, assemble(plan, world):
         pass
     assert caught.value.diagnostics[0].code == "embedding-hidden"
@@ -40,10 +40,10 @@ def test_another_model(own, folder, sharded, change, message):
     assert 'or `embedding = "gather"`' in str(caught.value)
 
 
-def test_what_each_rank_holds_on_meta(own, folder, sharded):
+def test_what_each_rank_holds_on_meta(own, texts, sharded):
     """Five columns over two ranks are three each; the rest is cut by rows, as without."""
     tables = sharded(2, weights=HIDDEN, model={"factory": "looked_up:layers"}, **FOREIGN)
-    with World.fake(1, 2) as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with World.fake(1, 2) as world, assemble(plan_from_dict(tables, texts), world) as run:
         entry = run.book["embed.tokens.weight"]
         assert entry.shape == (11, 5)
         assert entry.parameter.shape == (11, 3)
@@ -67,9 +67,9 @@ def run_of(tables: dict[str, Any], folder: Any) -> tuple[str, str]:
     return said[0], said[1]
 
 
-def test_a_shard_is_no_table(ranks, own, folder, sharded):
+def test_a_shard_is_no_table(ranks, own, texts, sharded):
     """Read without its embedding, and called after its run."""
     tables = sharded(2, weights=HIDDEN, model={"factory": "looked_up:read"}, **FOREIGN)
-    for in_run, after in ranks(2)(run_of, tables, folder):
+    for in_run, after in ranks(2)(run_of, tables, texts):
         assert "'embed.table.weight', of which this rank holds 3 of 6 columns" in in_run
         assert "'embed.table' is called after its run was closed" in after

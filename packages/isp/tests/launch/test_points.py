@@ -47,19 +47,19 @@ def order(tables: dict[str, Any], folder: Any) -> list[str]:
         ("feed_forward*", "feed_forward", "attention.output", 6),
     ],
 )
-def test_gathers_start_at_the_launch_point(ranks, sharded, folder, launch, before, after, hooks):
+def test_gathers_start_at_the_launch_point(ranks, sharded, texts, launch, before, after, hooks):
     """The next block's, in the first forward; module or not, sharded or not."""
     tables = sharded(2, weights={"launch": launch}, evaluation={"every": 9, "steps": 1}, run__steps=9)
-    for events in ranks(2)(order, tables, folder):
+    for events in ranks(2)(order, tables, texts):
         at = events.index("gather blocks.1")
         assert at < events.index(before)
         assert after is None or events.index(after) < at
         assert events[-1] == f"{hooks} hooks"
 
 
-def test_a_name_that_is_not_there(sharded, folder):
+def test_a_name_that_is_not_there(sharded, texts):
     """Found on meta: what `check --model` says."""
-    plan = plan_from_dict(sharded(2, weights={"launch": "atention.outputt"}), folder)
+    plan = plan_from_dict(sharded(2, weights={"launch": "atention.outputt"}), texts)
     with World.fake(0, 2) as world, pytest.raises(PlanError) as caught, assemble(plan, world):
         pass
     (problem,) = caught.value.diagnostics
@@ -69,10 +69,10 @@ def test_a_name_that_is_not_there(sharded, folder):
     assert problem.hint == "did you mean `attention.output`?"
 
 
-def test_a_point_where_every_module_is_one(sharded, folder):
+def test_a_point_where_every_module_is_one(sharded, texts):
     """Found by `check`, without torch."""
     tables = sharded(2, weights={"launch": "attention", "unit": "module"})
-    (problem,) = check_plan(plan_from_dict(tables, folder), 2)
+    (problem,) = check_plan(plan_from_dict(tables, texts), 2)
     assert problem.code == "launch-unit"
     assert problem.path == ("weights", "launch")
-    assert check_plan(plan_from_dict(sharded(2, weights={"unit": "module"}), folder), 2) == []
+    assert check_plan(plan_from_dict(sharded(2, weights={"unit": "module"}), texts), 2) == []

@@ -189,44 +189,6 @@ def test_what_cannot_be_is_refused_before_anything_is_exchanged(ranks):
         )
 
 
-def as_torch_wants_it(q, k, v):
-    """[b, h, s, d], as most models have it by then."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def over_all_heads(q, k, v):
-    return plain(q, k, v) + v.mean(-2, keepdim=True)
-
-
-def layouts(calls):
-    """For each of (attention, positions of a slice, heads, key heads): the context's error, or what is refused."""
-    found = []
-    with World.join("cpu") as world:
-        group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
-        for attention, own, heads, kv_heads in calls:
-            torch.manual_seed(own)
-            is_torch_s = attention is as_torch_wants_it
-            shapes = [(2, own * group.size, number, 3) for number in (heads, kv_heads, kv_heads)]
-            whole = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-            sliced = [tensor.chunk(group.size, dim=1)[group.coord] for tensor in whole]
-            wanted = plain(*whole).chunk(group.size, dim=1)[group.coord]
-            try:
-                given = [tensor.transpose(1, 2) for tensor in sliced] if is_torch_s else sliced
-                found.append(float((over_slices(attention, group)(*given) - wanted).abs().max()))
-            except RunError as error:
-                found.append(error.diagnostics[0].code)
-    return found
-
-
-def test_heads_and_positions_are_not_taken_for_each_other(ranks):
-    """Where shapes tell them apart and where not, as 4 heads of 4 positions; heads that see one another are told too."""
-    right = [(plain, 4, 8, 8), (plain, 4, 4, 4), (plain, 4, 4, 2), (plain, 2, 2, 2), (plain, 1, 2, 1)]
-    wrong = [(as_torch_wants_it, own, heads, heads) for own, heads in ((4, 8), (4, 4), (8, 4), (2, 2), (2, 8))]
-    for found in ranks(2, 30)(layouts, [*right, *wrong, (over_all_heads, 4, 4, 4)]):
-        assert all(isinstance(one, float) and one < 1e-14 for one in found[: len(right)]), found
-        assert found[len(right) :] == ["sequence-layout"] * (len(wrong) + 1)
-
-
 def told_of_positions():
     """What is said where a mask of the keys is of one slice, and the error where it is of the whole sequence."""
     with World.join("cpu") as world:

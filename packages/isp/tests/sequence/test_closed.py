@@ -12,15 +12,15 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
 
 OWN = Path(__file__).parent / "own"
-PLAN: dict[str, Any] = {
-    "run": {"name": "closed", "steps": 1, "device": "cpu", "seed": 5},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
-    "batch": {"global_size": 2, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 1e-2},
-    "precision": {"compute": "fp64"},
-}
+PLAN = small_plan(
+    run__steps=1,
+    data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    batch={"global_size": 2, "micro_size": 1},
+    optimizer={"use": "core.sgd", "lr": 1e-2},
+)
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "core's": ({"use": "core.llama", "num_layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 16}, []),
     "wrapped": ({"factory": "attentive:layers", "options": {"wrapped": True}}, []),
@@ -44,7 +44,7 @@ def called(tables: dict[str, Any], folder: Path) -> Tensor:
 def test_a_model_called_after_its_run(ranks, monkeypatch, found):
     monkeypatch.syspath_prepend(OWN)
     model, modules = MODELS[found]
-    tables = PLAN | {"model": model}
+    tables = changed(PLAN, model=model)
     split = {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all", "modules": modules}}
     wanted = called(tables, OWN)
     for output in ranks(2, 40)(called, tables | split, OWN):

@@ -7,25 +7,25 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.recorder import collectives
 
 LAYERS, MICROS, EVALUATED = 2, 2, 3
-PLAN = {
-    "run": {"name": "counts", "steps": 3, "device": "cpu"},
-    "model": {"use": "core.llama", "num_layers": LAYERS, "hidden": 16, "heads": 4, "kv_heads": 2},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "held_out": 0.1},
-    "batch": {"global_size": 2, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 0.1},
-    "evaluation": {"every": 10, "steps": EVALUATED},
-    "sequence": {"use": "isp.all_to_all"},
-}
+PLAN = small_plan(
+    model__num_layers=LAYERS,
+    data__sequence=16,
+    batch={"global_size": 2, "micro_size": 1},
+    evaluation={"every": 10, "steps": EVALUATED},
+    sequence={"use": "isp.all_to_all"},
+    parallel={"sp": 2, "dp": 1},
+)
 
 
-def exchanges(fraction):
+def exchanges(folder, fraction):
     """The elements of each exchange in a step and in an evaluation, and the operations that were none of them."""
-    tables = PLAN | {"activations": {"use": "core.recompute", "fraction": fraction}, "parallel": {"sp": 2, "dp": 1}}
+    tables = changed(PLAN, activations={"use": "core.recompute", "fraction": fraction})
     found, others = [], set()
-    with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()  # the first one compares first values too
         for call in (run.step, run.evaluate):
             with collectives() as calls:
@@ -37,14 +37,14 @@ def exchanges(fraction):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_exchanges_of_a_step_and_of_an_evaluation(ranks, fraction):
+def test_exchanges_of_a_step_and_of_an_evaluation(ranks, texts, fraction):
     """Two per attention, one for q, k and v together; two more in its backward; and again what is recomputed.
 
     A slice of 8 positions has 4 + 2 + 2 heads of 4 channels to give, and 4 heads of context.
     """
     there, back = 8 * (4 + 2 + 2) * 4, 8 * 4 * 4
     again = int(fraction * LAYERS)
-    for (step, evaluation), others in ranks(2)(exchanges, fraction):
+    for (step, evaluation), others in ranks(2)(exchanges, texts, fraction):
         assert others == {"all_reduce"}, "the loss weight, gradients, totals"
         assert evaluation == EVALUATED * MICROS * LAYERS * [there, back]
         assert step.count(there) == MICROS * (2 * LAYERS + again)

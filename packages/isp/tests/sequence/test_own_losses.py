@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
 from sley_core.errors import RunError
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 OWN = Path(__file__).parent / "own"
-PLAN = {
-    "run": {"name": "losses", "steps": 2, "device": "cpu", "seed": 5},
-    "model": {"factory": "attentive:layers", "options": {"wrapped": True}},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 48, "documents": "cut"},
-    "batch": {"global_size": 4, "micro_size": 2},
-    "optimizer": {"use": "core.sgd", "lr": 1e-2},
-    "precision": {"compute": "fp64"},
-}
+PLAN = small_plan(
+    model={"factory": "attentive:layers", "options": {"wrapped": True}},
+    data={"use": "core.text", "source": "python-stdlib", "sequence": 48, "documents": "cut"},
+    batch__global_size=4,
+    optimizer={"use": "core.sgd", "lr": 1e-2},
+)
 
 
 @pytest.fixture
@@ -28,16 +26,15 @@ def own(monkeypatch):
 
 
 def tables(name, sp, **changes):
-    split = {"parallel": {"sp": sp, "dp": 1}, "sequence": {"use": "isp.all_to_all"}} if sp > 1 else {}
-    return deepcopy(PLAN) | split | {"loss": {"factory": f"losses:{name}"}} | changes
+    plan = changed(PLAN, loss={"factory": f"losses:{name}"}, **changes)
+    return changed(plan, parallel={"sp": sp, "dp": 1}, sequence={"use": "isp.all_to_all"}) if sp > 1 else plan
 
 
 @pytest.mark.parametrize("sequence", [48, 6, 2])
 def test_a_sum_over_positions(ranks, own, sequence):
     """Slices of 24, of 3, and of a single position."""
-    data = {"data": PLAN["data"] | {"sequence": sequence}}
-    reference = record(tables("Sum", 1, **data), 2, folder=own)
-    layouts = ranks(2, 60)(record, tables("Sum", 2, **data), 2, folder=own)
+    reference = record(tables("Sum", 1, data__sequence=sequence), 2, folder=own)
+    layouts = ranks(2, 60)(record, tables("Sum", 2, data__sequence=sequence), 2, folder=own)
     assert_parity(reference, layouts, "fp64")
     same_on_all(layouts)
 
@@ -53,11 +50,9 @@ def test_losses_that_count_their_calls_or_weigh_classes(ranks, own, name):
 
 
 def test_a_loss_that_rounds_is_none_that_looks_around(ranks, own):
-    plan = {"precision": {"compute": "fp32"}}
-    for layout in ranks(2, 60)(record, tables("Half", 2, **plan), 2, folder=own):
-        assert layout.rows[1]["loss"] == pytest.approx(
-            record(tables("Half", 1, **plan), 2, folder=own).rows[1]["loss"], rel=1e-2
-        )
+    reference = record(tables("Half", 1, precision__compute="fp32"), 2, folder=own)
+    for layout in ranks(2, 60)(record, tables("Half", 2, precision__compute="fp32"), 2, folder=own):
+        assert layout.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=1e-2)
 
 
 def test_a_loss_that_draws_is_asked_with_the_same_numbers_or_let_alone(ranks, own):
@@ -77,7 +72,7 @@ def said(plan, folder):
 @pytest.mark.parametrize("name", ["Smooth", "Shifted", "Pooled"])
 @pytest.mark.parametrize("compute", ["fp64", "fp32"])
 def test_a_loss_that_looks_at_other_positions_is_refused(ranks, own, name, compute):
-    plan = tables(name, 2, precision={"compute": compute})
+    plan = tables(name, 2, precision__compute=compute)
     for code, message in ranks(2, 60)(said, plan, own):
         assert code == "loss-not-additive", message
         assert "positions" in message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,17 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 OWN = Path(__file__).parent / "own"
 EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
-PLAN = {
-    "run": {"name": "own", "steps": 3, "device": "cpu", "seed": 5},
-    "model": {"factory": "attentive:layers"},
-    "data": {"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
-    "batch": {"global_size": 4, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 1e-2},
-    "precision": {"compute": "fp64"},
-}
+PLAN = small_plan(
+    model={"factory": "attentive:layers"},
+    data={"use": "core.text", "source": "python-stdlib", "sequence": 16, "documents": "cut"},
+    batch__global_size=4,
+    optimizer={"use": "core.adamw", "lr": 1e-2},
+)
 HF_LLAMA = {"factory": "hf_llama:layers", "options": {"hidden": 16, "heads": 4, "kv_heads": 2}}
 
 
@@ -34,11 +32,11 @@ def own(monkeypatch):
 
 
 def split(tables, sp=2, dp=1, **sequence):
-    return deepcopy(tables) | {"parallel": {"sp": sp, "dp": dp}, "sequence": {"use": "isp.all_to_all", **sequence}}
+    return changed(tables, parallel={"sp": sp, "dp": dp}, sequence={"use": "isp.all_to_all", **sequence})
 
 
 def with_options(**options):
-    return PLAN | {"model": {"factory": "attentive:layers", "options": options}}
+    return changed(PLAN, model__options=options)
 
 
 def check(ranks, own, tables, sp=2, **sequence):
@@ -78,8 +76,7 @@ def test_named_where_sequences_are_whole(own):
 )
 def test_transformers_llama(ranks, own, documents, precision):
     """Its blocks as they are, their attention given through transformers' interface (examples/models/hf_llama.py)."""
-    tables = PLAN | {"model": HF_LLAMA, "data": PLAN["data"] | {"documents": documents}}
-    check(ranks, own, tables | {"precision": {"compute": precision}})
+    check(ranks, own, changed(PLAN, model=HF_LLAMA, data__documents=documents, precision__compute=precision))
 
 
 def refused(tables, own):
@@ -98,13 +95,13 @@ def test_a_model_without_an_attention_that_is_known(own):
 
 
 def test_an_attention_that_hides_its_projections(own):
-    problem = refused(split(PLAN | {"model": {"factory": "attentive:mixed"}}), own)
+    problem = refused(split(changed(PLAN, model__factory="attentive:mixed")), own)
     assert problem.code == "sequence-attention"
     assert "`torch.attention` is a torch.nn.MultiheadAttention" in problem.message
 
 
 def beside(kind):
-    return PLAN | {"model": {"factory": "attentive:beside", "options": {"kind": kind}}}
+    return changed(PLAN, model={"factory": "attentive:beside", "options": {"kind": kind}})
 
 
 @pytest.mark.parametrize(("kind", "name"), [("conv", "Conv1d"), ("lstm", "LSTM")])

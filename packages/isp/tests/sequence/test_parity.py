@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 
 from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
-PLAN = {
-    "run": {"name": "slices", "steps": 3, "device": "cpu", "seed": 7},
-    "model": {"use": "core.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
-    "data": {"use": "core.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
-    "batch": {"global_size": 4, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 3e-3, "clip_norm": 0.5},
-    "learning_rate": {"use": "core.cosine", "warmup_steps": 1},
-    "evaluation": {"every": 2, "steps": 2},
-    "precision": {"compute": "fp64"},
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Documents of unequal length, many of which begin in one slice of a sequence and end in another."""
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "text").mkdir()
-    for name in ("a", "b"):
-        documents = [f"{name}{number} " + "the sley beats home " * (number % 7) for number in range(60)]
-        (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents))
-    return folder
-
-
-def plan(**changes):
-    """PLAN with `table__key=value` set."""
-    tables = deepcopy(PLAN)
-    for path, value in changes.items():
-        table, key = path.split("__")
-        tables.setdefault(table, {})[key] = value
-    return tables
+PLAN = small_plan(
+    batch__global_size=4,
+    learning_rate={"use": "core.cosine", "warmup_steps": 1},
+    evaluation={"every": 2, "steps": 2},
+)
 
 
 def check(ranks, folder, sp, dp=1, **changes):
     """`sp` slices of `dp` replicas' samples against one process: rows, gradients, weights and the held-out loss."""
-    tables = plan(**changes)
+    tables = changed(PLAN, **changes)
     reference = record(tables, 3, folder=folder)
-    split = {**tables, "parallel": {"sp": sp, "dp": dp}, "sequence": {"use": "isp.all_to_all"}}
+    split = changed(tables, parallel={"sp": sp, "dp": dp}, sequence={"use": "isp.all_to_all"})
     layouts = ranks(sp * dp, 120)(record, split, 3, folder=folder)
     precision = tables["precision"]["compute"]
     assert_parity(reference, layouts, precision)
@@ -57,13 +31,13 @@ def check(ranks, folder, sp, dp=1, **changes):
 
 @pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
 @pytest.mark.parametrize("sp", [2, pytest.param(4, marks=pytest.mark.campaign)])
-def test_documents_of_every_kind(ranks, folder, documents, sp):
-    check(ranks, folder, sp, data__documents=documents)
+def test_documents_of_every_kind(ranks, texts, documents, sp):
+    check(ranks, texts, sp, data__documents=documents)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_fewer_and_as_many_key_heads_as_ranks(ranks, folder, kv_heads):
-    check(ranks, folder, 4, model__kv_heads=kv_heads)
+def test_fewer_and_as_many_key_heads_as_ranks(ranks, texts, kv_heads):
+    check(ranks, texts, 4, model__kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -75,35 +49,35 @@ def test_fewer_and_as_many_key_heads_as_ranks(ranks, folder, kv_heads):
         pytest.param(4, "pad", marks=pytest.mark.campaign),
     ],
 )
-def test_single_precision(ranks, folder, documents, sp):
-    check(ranks, folder, sp, data__documents=documents, precision__compute="fp32")
+def test_single_precision(ranks, texts, documents, sp):
+    check(ranks, texts, sp, data__documents=documents, precision__compute="fp32")
 
 
 @pytest.mark.parametrize("sp", [2, 4])
-def test_half_precision(ranks, folder, sp):
+def test_half_precision(ranks, texts, sp):
     """Weights and activations in bf16: exchanges carry it as it is, and copies of a key head are summed in it."""
-    tables = plan(precision__compute="bf16")
-    reference = record(tables, 1, folder=folder)
+    tables = changed(PLAN, precision__compute="bf16")
+    reference = record(tables, 1, folder=texts)
     split = {**tables, "parallel": {"sp": sp, "dp": 1}, "sequence": {"use": "isp.all_to_all"}}
-    for layout in ranks(sp, 120)(record, split, 1, folder=folder):
+    for layout in ranks(sp, 120)(record, split, 1, folder=texts):
         assert_close_gradients(reference.gradients[0], layout.gradients[0], 2**-7)
         assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
 
 
 @pytest.mark.parametrize("fraction", [pytest.param(0.0, marks=pytest.mark.campaign), 0.5, 1.0])
-def test_recomputation(ranks, folder, fraction):
-    check(ranks, folder, 2, activations__use="core.recompute", activations__fraction=fraction)
+def test_recomputation(ranks, texts, fraction):
+    check(ranks, texts, 2, activations__use="core.recompute", activations__fraction=fraction)
 
 
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.campaign)])
-def test_beside_replicas(ranks, folder, micro):
-    check(ranks, folder, 2, dp=2, batch__micro_size=micro)
+def test_beside_replicas(ranks, texts, micro):
+    check(ranks, texts, 2, dp=2, batch__micro_size=micro)
 
 
-def test_tied_embeddings(ranks, folder):
-    check(ranks, folder, 2, model__tie_embeddings=True)
+def test_tied_embeddings(ranks, texts):
+    check(ranks, texts, 2, model__tie_embeddings=True)
 
 
-def test_sgd_whose_scale_shows(ranks, folder):
+def test_sgd_whose_scale_shows(ranks, texts):
     """Adam hides a wrong scale of the gradient; plain SGD does not."""
-    check(ranks, folder, 2, optimizer__use="core.sgd", optimizer__lr=0.1)
+    check(ranks, texts, 2, optimizer__use="core.sgd", optimizer__lr=0.1)

@@ -35,18 +35,18 @@ def check(ranks, folder, sharded, world, sp, wp, **changes):
         pytest.param(4, 2, 1, marks=pytest.mark.campaign),
     ],
 )
-def test_any_relation(ranks, folder, sharded, world, sp, wp):
-    check(ranks, folder, sharded, world, sp, wp, model__tie_embeddings=world == 4)
+def test_any_relation(ranks, texts, sharded, world, sp, wp):
+    check(ranks, texts, sharded, world, sp, wp, model__tie_embeddings=world == 4)
 
 
 @pytest.mark.parametrize(("sp", "wp"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("documents", ["pack", pytest.param("cut", marks=pytest.mark.campaign)])
-def test_single_precision(ranks, folder, sharded, sp, wp, documents):
-    check(ranks, folder, sharded, 4, sp, wp, precision__compute="fp32", data__documents=documents)
+def test_single_precision(ranks, texts, sharded, sp, wp, documents):
+    check(ranks, texts, sharded, 4, sp, wp, precision__compute="fp32", data__documents=documents)
 
 
 @pytest.mark.parametrize("fraction", [0.5, pytest.param(1.0, marks=pytest.mark.campaign)])
-def test_recomputation(ranks, folder, sharded, fraction):
+def test_recomputation(ranks, texts, sharded, fraction):
     """Exchanges and gathers run again, in one order on all ranks, though their groups cross."""
     again = {"activations__use": "core.recompute", "activations__fraction": fraction}
-    check(ranks, folder, sharded, 4, 2, 4, **again)
+    check(ranks, texts, sharded, 4, 2, 4, **again)

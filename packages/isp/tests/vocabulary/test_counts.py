@@ -57,10 +57,10 @@ def seen(tables: dict[str, Any], folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_no_weight_is_gathered_and_no_logits_are_whole(ranks, sharded, folder, tied):
+def test_no_weight_is_gathered_and_no_logits_are_whole(ranks, sharded, texts, tied):
     """A token's 257 logits are never in one place, only the 129 of a slice, of the 2 x 48 tokens of both ranks."""
     tables = sharded(2, weights=SHARED, model__tie_embeddings=tied)
-    for gathered, rows, left in ranks(2)(seen, tables, folder):
+    for gathered, rows, left in ranks(2)(seen, tables, texts):
         assert set(gathered) == {"embed", "blocks.0", "blocks.1", "blocks.2"}
         assert CLASSES not in rows
         assert rows[129] == 2 * 48
@@ -81,11 +81,11 @@ def peak(tables: dict[str, Any], folder: Path, out: Path) -> int:
         return peak_bytes(trace)
 
 
-def test_less_memory_than_with_a_gathered_head(ranks, sharded, folder, tmp_path):
+def test_less_memory_than_with_a_gathered_head(ranks, sharded, texts, tmp_path):
     """Beside what both hold: no gathered weight, no full-size gradient of it, and logits once instead of twice."""
     sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
     gather, shared = (
-        max(ranks(2)(peak, sharded(2, weights={"head": head, "pool": "isp.fresh"}, **sizes), folder, tmp_path))
+        max(ranks(2)(peak, sharded(2, weights={"head": head, "pool": "isp.fresh"}, **sizes), texts, tmp_path))
         for head in ("gather", "vocabulary")
     )
     weight = 8192 * 16 * 4
@@ -109,12 +109,12 @@ def by_hand(tables: dict[str, Any], folder: Path) -> Any:
         return before, call().detach(), run.stepper.executor.weights.pool.num_lent
 
 
-def test_a_model_called_by_hand_has_its_logits(ranks, sharded, folder):
+def test_a_model_called_by_hand_has_its_logits(ranks, sharded, texts):
     """Outside of a run's actions the head is a linear like any other."""
     changes = {"data__documents": "cut"}
     tables = sharded(1, 1, **changes) | {"weights": {"use": "isp.communicator", **SHARED}}
-    wanted = by_hand(tables, folder)
-    for found in ranks(2)(by_hand, sharded(2, weights=SHARED, **changes), folder):
+    wanted = by_hand(tables, texts)
+    for found in ranks(2)(by_hand, sharded(2, weights=SHARED, **changes), texts):
         for value, expected in zip(found[:2], wanted[:2], strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
         assert found[2] == 0

@@ -64,18 +64,18 @@ def test_a_head_with_a_bias_and_ranks_without_a_class(check, own):
     check(3, [(3, 3, case) for case in cases], **sizes)
 
 
-def test_single_precision(ranks, folder, sharded):
+def test_single_precision(ranks, texts, sharded):
     for tied in (False, True):
         changes = {"precision__compute": "fp32", "model__tie_embeddings": tied}
-        reference = record(sharded(1, 1, **changes), 3, folder=folder)
-        assert_parity(reference, ranks(2)(record, sharded(2, weights=SHARED, **changes), 3, folder=folder), "fp32")
+        reference = record(sharded(1, 1, **changes), 3, folder=texts)
+        assert_parity(reference, ranks(2)(record, sharded(2, weights=SHARED, **changes), 3, folder=texts), "fp32")
 
 
-def test_half_precision(ranks, folder, sharded):
+def test_half_precision(ranks, texts, sharded):
     """The head's input gradient is a sum of bf16 parts, one per slice; gradients keep the tolerance of bf16, 2^-7."""
     changes = {"precision__compute": "bf16"}
-    reference = record(sharded(1, 1, **changes), 1, folder=folder)
-    for layout in ranks(2)(record, sharded(2, weights=SHARED, **changes), 1, folder=folder):
+    reference = record(sharded(1, 1, **changes), 1, folder=texts)
+    for layout in ranks(2)(record, sharded(2, weights=SHARED, **changes), 1, folder=texts):
         assert_close_gradients(reference.gradients[0], layout.gradients[0], 2**-7)
         assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
 
@@ -97,9 +97,9 @@ def batches(num_steps):
     return found
 
 
-def test_unequal_numbers_of_tokens(ranks, folder, sharded, own):
+def test_unequal_numbers_of_tokens(ranks, texts, sharded, own):
     """What one rank has more than another is padded where they meet."""
     changes = {"model": {"factory": "scored:layers"}, **OWN_DATA, "evaluation": {"every": 9, "steps": 1}}
-    reference = record(sharded(1, 1, **changes), 3, folder=folder, batches=batches(3))
+    reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=batches(3))
     tables = sharded(2, weights=SHARED, **changes)
-    assert_parity(reference, ranks(2)(record, tables, 3, folder=folder, batches=batches(3)), "fp64")
+    assert_parity(reference, ranks(2)(record, tables, 3, folder=texts, batches=batches(3)), "fp64")

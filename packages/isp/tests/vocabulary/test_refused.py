@@ -16,13 +16,13 @@ SHARED = {"head": "vocabulary"}
 OWN_DATA = {"data": {"factory": "scored:Labelled"}}
 
 
-def test_another_loss(own, sharded, folder):
+def test_another_loss(own, sharded, texts):
     """Found by `check`, without torch."""
     tables = sharded(2, weights=SHARED, loss={"factory": "isp_parts:Squares"})
-    (problem,) = check_plan(plan_from_dict(tables, folder), 2)
+    (problem,) = check_plan(plan_from_dict(tables, texts), 2)
     assert problem.code == "head-loss"
     assert "`isp_parts:Squares` takes all logits of a token" in problem.message
-    assert check_plan(plan_from_dict(sharded(2, weights=SHARED), folder), 2) == []
+    assert check_plan(plan_from_dict(sharded(2, weights=SHARED), texts), 2) == []
 
 
 @pytest.mark.parametrize(

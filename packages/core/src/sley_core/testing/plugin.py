@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from sley_core.testing.ranks import Ranks
     from sley_core.testing.sequence import Collective
 
@@ -82,6 +84,16 @@ def collectives() -> Callable[[], AbstractContextManager[list[Collective]]]:
     from sley_core.testing.recorder import collectives
 
     return collectives
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for plans with two text files of short documents: what `sley_core.testing.plans.small_plan` reads."""
+    from sley_core.testing.plans import write_texts
+
+    folder = tmp_path_factory.mktemp("plan")
+    write_texts(folder)
+    return folder
 
 
 @pytest.fixture

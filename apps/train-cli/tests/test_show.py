@@ -1,0 +1,93 @@
+"""`show`: the resolved plan with origins, ranks, groups and handlers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sley_core.plan.load import load_plan, plan_from_text
+
+Cli = Callable[..., Any]
+
+
+def test_show_is_a_plan_with_origins(cli: Cli, plan: Path) -> None:
+    result = cli("show", "plan.toml", "--set", "run.seed=7")
+    assert result.err == ""
+    lines = [line.partition("  # ") for line in result.out.splitlines()]
+    origins = {value.strip(): origin for value, _, origin in lines}
+    assert origins["steps = 4"] == "plan.toml:5:1"
+    assert origins["seed = 7"] == "--set #1"
+    assert origins['folder = "runs"'] == "default"
+    assert origins['use = "core.each"'] == "core"
+    shown = result.out.partition("# world")[0]
+    assert plan_from_text(shown, folder=plan.parent) == load_plan(plan, ["run.seed=7"])
+
+
+def test_show_of_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
+    out = cli("show", plan, "--set", "parallel.dp=4").out
+    assert "# world of 4: pp 1, dp 4, sp 1, wdp 4, wp 1" in out
+    assert "dp[0-3]" in out
+    assert out.rstrip().endswith("1  core.each  (reducer)")
+
+
+def test_show_of_one_rank(cli: Cli, plan: Path) -> None:
+    out = cli("show", plan, "--rank", "1").out
+    rows = out.partition("# world")[2].partition("# groups")[0].split("\n")
+    assert [row.split() for row in rows if row.strip()][2:] == [["1", "0", "1", "0", "1", "0"]]
+    result = cli("show", plan, "--rank", "2")
+    assert result.code == 3
+    assert "the ranks are 0 to 1" in result.err
+
+
+def test_a_large_world_is_shown_in_a_few_lines(cli: Cli, plan: Path) -> None:
+    arguments = ("show", plan, "--set", 'parallel.dp="auto"', "--world", "1024")
+    result = cli(*arguments)
+    assert len(result.out.splitlines()) < 150
+    assert "and 992 more" in result.out
+    assert len(json.loads(cli(*arguments, "--format", "json").out)["ranks"]) == 1024
+
+
+def test_show_as_json(cli: Cli, plan: Path) -> None:
+    shown = json.loads(cli("show", "plan.toml", "--format", "json").out)
+    values = {each["path"]: each for each in shown["plan"]}
+    assert values["run.steps"] == {
+        "path": "run.steps",
+        "value": 4,
+        "origin": {"kind": "file", "file": "plan.toml", "line": 5, "column": 1},
+    }
+    assert shown["world"] == 2
+    assert shown["ranks"][1]["dp"] == 1
+    assert {"axis": "control", "lane": "main", "backend": "gloo", "ranks": [0, 1]} in shown["groups"]
+    assert shown["gradient_handlers"] == [{"name": "core.each", "role": "reducer", "tolerance": 0.0}]
+
+
+def test_show_says_which_handler_is_not_exact(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
+    install(
+        "sley-odd",
+        "odd",
+        """
+        from sley_core.hookspecs import hookimpl
+        from sley_core.table import Table
+        from sley_core.records import GradientHandlerRecord
+
+        class Config(Table):
+            coarse: bool = True
+
+        @hookimpl
+        def sley_gradient_handlers():
+            tolerance = lambda config: 0.125 if config.coarse else 0.0
+            return [GradientHandlerRecord(
+                name="sum", config=Config, build="nowhere:Nothing", role="reducer", tolerance_of=tolerance)]
+        """,
+    )
+    plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "odd.sum"\n', "utf-8")
+    assert cli("show", plan).out.rstrip().endswith("1  odd.sum  (reducer, not exact: within 0.125)")
+    assert cli("show", plan, "--set", "gradient_handlers.0.coarse=false").out.rstrip().endswith("1  odd.sum  (reducer)")
+
+
+def test_a_plan_without_stages_has_no_timeline(cli: Cli, plan: Path) -> None:
+    result = cli("show", "plan.toml", "--timeline")
+    assert result.code == 3
+    assert "no-pipeline" in result.err
