@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sley_core.api.comm import Group
-from sley_core.api.model import Attention, Layer
+from sley_core.api.model import Attention, ForwardPatch, Layer
 from sley_core.errors import PlanError
 from sley_core.protocols import SequenceAttention as SequenceAttentionProtocol
 from sley_isp.config import AllToAllConfig
-from sley_isp.sequence.attention import SequenceAttention, attend
+from sley_isp.sequence.attention import SequenceAttention, over_slices
 from sley_isp.sequence.mixing import check_apart
-from sley_isp.sequence.proof import Proof
 
 
 class AllToAll(SequenceAttentionProtocol):
@@ -33,6 +31,11 @@ class AllToAll(SequenceAttentionProtocol):
         for an `nn.MultiheadAttention`, whose projections are inside it; "sequence-mixing" for other modules that look
         along a sequence.
         """
+        with ExitStack() as undo:
+            self._attach(layers, undo)
+            self._undo = undo.pop_all()  # only if nothing was refused
+
+    def _attach(self, layers: Sequence[Layer], undo: ExitStack) -> None:
         unused = dict.fromkeys(self.patterns)
         changed: set[int] = set()
         inside: set[int] = set()
@@ -44,11 +47,13 @@ class AllToAll(SequenceAttentionProtocol):
                 known = matching or isinstance(module, SequenceAttention | Attention)
                 if not known or id(module) in changed | inside:
                     continue
-                if isinstance(module, SequenceAttention):
-                    module.group = self.group
-                    self._undo.callback(setattr, module, "group", None)
+                if isinstance(
+                    module, SequenceAttention
+                ):  # its class asks for the group, so that a subclass's forward counts
+                    module.join(self.group)
+                    undo.callback(module.join, None)
                 else:
-                    self._undo.callback(_replace_forward(module, self.group))
+                    undo.callback(ForwardPatch(module, over_slices(module.forward, self.group)).undo)
                 changed.add(id(module))
                 inside.update(id(part) for part in module.modules() if part is not module)
         for layer in layers:
@@ -74,22 +79,3 @@ class AllToAll(SequenceAttentionProtocol):
     def detach(self) -> None:
         """Calling an attention is what it was before `attach`."""
         self._undo.close()
-
-
-def _replace_forward(module: nn.Module, group: Group) -> Callable[[], None]:
-    """Changes what calling `module` does, until what is returned is called; the names of whatever it holds stay."""
-    original: Callable[..., Tensor] = module.forward
-    had_its_own = "forward" in vars(module)
-    proof = Proof()
-
-    def forward(*args: Any, **more: Any) -> Tensor:
-        return attend(original, group, args, more, proof)
-
-    def undo() -> None:
-        if had_its_own:
-            module.forward = original
-        else:
-            del vars(module)["forward"]
-
-    module.forward = forward
-    return undo

@@ -34,7 +34,11 @@ class SequenceAttention(nn.Module):
     def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attention = attention
-        self.group: Group | None = None
+        self.join(None)
+
+    def join(self, group: Group | None) -> None:
+        """From now on this is the attention of slices over `group`; None: of whole sequences, as it was built."""
+        self.group = group
         self._proof = Proof()
 
     def forward(self, *args: Any, **more: Any) -> Tensor:
