@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 
@@ -47,21 +47,10 @@ class AllToAll(SequenceAttentionProtocol):
                 known = matching or isinstance(module, SequenceAttention | Attention)
                 if not known or id(module) in changed | inside:
                     continue
-                if isinstance(
-                    module, SequenceAttention
-                ):  # its class asks for the group, so that a subclass's forward counts
-                    module.join(self.group)
-                    undo.callback(module.join, None)
-                else:
-                    undo.callback(ForwardPatch(module, over_slices(module.forward, self.group)).undo)
+                self._split(module, undo)
                 changed.add(id(module))
                 inside.update(id(part) for part in module.modules() if part is not module)
-        for layer in layers:
-            for name, module in layer.module.named_modules(prefix=layer.name):
-                if isinstance(module, nn.MultiheadAttention) and id(module) not in inside:
-                    message = f"`{name}` is a torch.nn.MultiheadAttention, which would see one slice alone"
-                    hint = "project q, k and v in linears, and attend in a module of its own"
-                    raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
+        _check_no_torch_attention(layers, inside)
         if self.group.size > 1:
             check_apart(layers, self.apart, inside)
         for pattern in unused:
@@ -76,6 +65,26 @@ class AllToAll(SequenceAttentionProtocol):
                 "SequenceAttention, or use sley_core.model.attention.Attention",
             )
 
+    def _split(self, module: nn.Module, undo: ExitStack) -> None:
+        """Makes `module` an attention of slices, until `undo` closes."""
+        if isinstance(
+            module, SequenceAttention
+        ):  # asks for its group itself, so that a subclass may have its own forward
+            module.join(self.group)
+            undo.callback(module.join, None)
+        else:
+            undo.callback(ForwardPatch(module, over_slices(module.forward, self.group)).undo)
+
     def detach(self) -> None:
         """Calling an attention is what it was before `attach`."""
         self._undo.close()
+
+
+def _check_no_torch_attention(layers: Sequence[Layer], inside: Collection[int]) -> None:
+    """inside: ids of modules within those that work on slices."""
+    for layer in layers:
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            if isinstance(module, nn.MultiheadAttention) and id(module) not in inside:
+                message = f"`{name}` is a torch.nn.MultiheadAttention, which would see one slice alone"
+                hint = "project q, k and v in linears, and attend in a module of its own"
+                raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
