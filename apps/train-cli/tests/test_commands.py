@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 Cli = Callable[..., Any]
+CLONE = Path(__file__).parents[3]
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------------
@@ -94,9 +95,16 @@ def test_needs_names_what_is_missing(cli: Cli, plan: Path, monkeypatch: pytest.M
     plan.write_text(plan.read_text("utf-8") + handler, "utf-8")
     result = cli("needs", plan)
     assert result.code == 0
-    assert "packages/dp" in result.err, "no index has it, so the line alone leads nowhere"
-    names = [line.partition("==")[0] for line in result.out.splitlines()]
-    assert names == ["sley-core", "sley-train-cli", "sley-dp", "sley-isp", "sley-pp"]
+    assert "in a clone" in result.err, "no index has them, so the lines alone lead nowhere"
+    folders = ["packages/core", "apps/train-cli", "packages/dp", "packages/isp", "packages/pp"]
+    assert result.out.splitlines() == [f"-e {folder}" for folder in folders]
+    if (CLONE / "noxfile.py").exists():  # not in an sdist
+        assert all((CLONE / folder / "pyproject.toml").exists() for folder in folders)
+
+
+def test_needs_says_the_same_where_all_is_installed(cli: Cli, plan: Path) -> None:
+    """As they are on no index, a version would lead nowhere."""
+    assert cli("needs", plan).out.splitlines() == ["-e packages/core", "-e apps/train-cli"]
 
 
 def test_needs_pins_what_is_installed(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
@@ -107,7 +115,7 @@ def test_needs_pins_what_is_installed(cli: Cli, plan: Path, install: Callable[..
 
 def test_needs_an_extra_for_a_tokenizer(cli: Cli, plan: Path) -> None:
     plan.write_text(plan.read_text("utf-8").replace("sequence = 16", 'sequence = 16\ntokenizer = "t.json"'), "utf-8")
-    assert cli("needs", plan).out.startswith("sley-core[tokenizers]")
+    assert cli("needs", plan).out.startswith("-e packages/core[tokenizers]\n")
 
 
 def test_needs_of_an_unknown_plugin(cli: Cli, plan: Path) -> None:

@@ -134,3 +134,31 @@ def test_a_loss_that_does_not_fit_is_told(cli: Cli, own_model: Own) -> None:
     result = cli("check", path, "--model", changes=ONE)
     assert result.code == 3
     assert "error[loss-fails]: the loss fails, given float32 [1, 16, 256]: RuntimeError" in result.err
+
+
+PACKED = """
+    from torch import nn
+
+    class Embed(nn.Embedding):
+        def forward(self, tokens, positions, cu_seqlens):
+            if cu_seqlens.shape[1] == tokens.shape[1]:
+                raise IndexError("one document per token")
+            return super().forward(tokens) + positions.unsqueeze(-1)
+
+    def layers(data):
+        return [("embed", Embed(data.vocab_size, 8)), ("up", nn.Linear(8, 8)), ("head", nn.Linear(8, data.vocab_size))]
+"""
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_boundaries_of_documents_are_not_taken_for_a_sequence(cli: Cli, own_model: Own, sp: int) -> None:
+    """Neither where a pipeline's boundaries are looked at, nor where all layers are called; whole where slices are not."""
+    pytest.importorskip("sley_pp")
+    pytest.importorskip("sley_isp")
+    changes = ["parallel.dp=1", "parallel.pp=2", 'pipeline.use="pp.gpipe"', 'data.documents="pack"']
+    if sp > 1:
+        changes += [f"parallel.sp={sp}", 'sequence.use="isp.all_to_all"', 'sequence.modules=["up"]']
+    result = cli("check", own_model(PACKED), "--model", *(part for each in changes for part in ("--set", each)))
+    assert result.code == 0, result.err
+    assert "not looked at" not in result.err
+    assert "layers were called up to" not in result.err

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.data.collate import collate_of
-from sley_core.data.dataset import is_stream
-from sley_core.data.packing import BOUNDARIES
-from sley_core.data.slices import Slices
+from sley_core.engine.on_meta import meta_micro_batch, meta_output
 from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.model.layers import MODEL
@@ -48,9 +45,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
     fewer classes than the data has labels, "loss-fails", and what the loss itself finds.
     """
     try:
-        batch = _micro_batch(plan, dataset)
-        declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
-        fields = {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(batch).items()}
+        fields = meta_micro_batch(plan, dataset)
     except Exception as error:  # a user's data, which may not even be here
         return f"no layer was called, for want of a sample: {_first_line(error)}"
     args: tuple[Any, ...] = ()
@@ -58,13 +53,12 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
         lacking = [name for name in layer.fields if name not in fields]
         if lacking:
             return f"layers were called up to {_words(layer)}: the shape of `{lacking[0]}` is known to the data alone"
-        named = {name: fields[name] for name in layer.fields}
         try:
-            args = (_output(layer, args, named, dtype),)
+            args = (meta_output(layer, args, fields, dtype),)
         except SleyError:
             raise
         except Exception as error:
-            given = ", ".join([*map(_shape, args), *(f"{name} {_shape(value)}" for name, value in named.items())])
+            given = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
             if not _is_certain(error, _CERTAIN):
                 return f"layers were called up to {_words(layer)}, which needs values or a device: {_first_line(error)}"
             message = f"{_words(layer)} fails, given {given or 'nothing'}: {_first_line(error)}"
@@ -107,32 +101,6 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | 
             "loss-fails", message, path=("loss",), hint="it is given what the last layer returns"
         ) from error
     return None
-
-
-def _output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """What `layer` returns, on meta; parameters and buffers have the types that a run gives them."""
-    state: dict[str, Tensor] = {}
-    for name, buffer in layer.module.named_buffers():
-        is_wider = buffer.is_floating_point() and torch.finfo(dtype).bits > torch.finfo(buffer.dtype).bits
-        state[name] = buffer.to("meta", dtype if is_wider else buffer.dtype)
-    state |= {name: parameter.to(dtype) for name, parameter in layer.module.named_parameters()}
-    with torch.device("meta"):
-        return torch.func.functional_call(layer.module, state, args, dict(fields))
-
-
-def _micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """A micro-batch of the plan's data: of what its dataset says, or else of its first sample."""
-    info, size = dataset.info, plan.batch.micro_size
-    if plan.data.record is not None and info.sequence is not None:
-        lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
-        lengths |= {name: 2 for name in BOUNDARIES if name in info.fields and name not in lengths}  # one document
-        return {
-            name: torch.empty(size, length, dtype=getattr(torch, info.fields[name].dtype), device="meta")
-            for name, length in lengths.items()
-        }
-    if is_stream(dataset):
-        raise ValueError("a stream is not opened for it")
-    return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream
 
 
 def _is_certain(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:

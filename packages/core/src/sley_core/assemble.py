@@ -7,6 +7,7 @@ checks ──> layers on meta, ties ──> groups, agree ──> book closed �
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from sley_core.draft import DTYPES, draft_model, dtypes, layer_costs_of
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
+from sley_core.engine.compiled import compile_layers
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.execute import Executor
@@ -34,6 +36,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, stage_of
+from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
@@ -68,8 +71,18 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
 
     folder: the run's folder, in which rank 0's metrics writers and the profiler write; None, on all ranks, writes nothing.
     In a fake world nothing is allocated and no data is read: the run can be looked at, not stepped.
-    Raises PlanError for whatever the plan's checks find, RunError where ranks disagree.
+    Raises PlanError for whatever the plan's checks find, RunError where ranks disagree; then the model has no patches.
     """
+    undo = ExitStack()
+    try:
+        return _assemble(plan, world, folder, undo)
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) -> Run:
+    """undo: takes what ends the influence of each part on the model; the run closes it."""
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
     if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu":
@@ -81,7 +94,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     costs, notes = layer_costs_of(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
     groups = join(plan, world, topology, model, stage, dataset)
-    attention = _attention(plan, groups, model)
+    _attach_attention(plan, groups, model, undo)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
         communicator.prepare(model.layers)
@@ -91,7 +104,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     book = ParameterBook(stage.chunks, stage.stages, shards)
     _materialize(plan, world, model, stage, shards)
     parts = _parts(plan, world, topology, groups, stage, book)
-    stepper = _stepper(plan, parts, model, stage, dataset.info, communicator)
+    stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
     samples = samples_of(plan, parts, model, dataset, stepper)
     if not world.is_fake:
         refuse_left_over(model, stage.layers)  # from here on nobody looks at layers of other ranks
@@ -102,17 +115,16 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
         samples,
         outputs_of(plan, world, stepper, topology, folder),
         WeightLoader(names, parts, stepper.update.masters),
-        attention,
         Facts(*sizes, notes, _found(plan, world, costs)),
     )
 
 
-def _attention(plan: Plan, groups: Groups, model: Model) -> SequenceAttention | None:
+def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack) -> None:
     if plan.sequence is None or groups["sp"].size == 1:
-        return None
+        return
     attention: SequenceAttention = plan.sequence.build(groups["sp"])
     attention.attach(model.layers)
-    return attention
+    undo.callback(attention.detach)
 
 
 def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:
@@ -153,17 +165,24 @@ def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: 
 
 
 def _stepper(
-    plan: Plan, parts: Parts, model: Model, stage: Stage, info: DataInfo, communicator: WeightCommunicator | None
+    plan: Plan,
+    parts: Parts,
+    model: Model,
+    stage: Stage,
+    info: DataInfo,
+    communicator: WeightCommunicator | None,
+    undo: ExitStack,
 ) -> Stepper:
-    """What takes this rank's steps; in it, all that a plugin brought is attached to `parts`."""
+    """What takes this rank's steps; in it, all that a plugin brought is attached to `parts`, and let go of by `undo`."""
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     if plan.model.config.compile:
-        for layer in stage.layers:
-            layer.module.compile()
+        compile_layers(stage.layers, undo)
+    undo.callback(parts.store.close)
     handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:
         handler.attach(parts)
+        undo.callback(handler.detach)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     check_no_parameters(loss := plan.loss.build())
     if hasattr(loss, "attach"):
@@ -171,6 +190,8 @@ def _stepper(
     update = _update(plan, parts)
     if communicator is not None:
         communicator.attach(parts)
+        undo.callback(close_stand_ins, parts.book)
+        undo.callback(communicator.detach)
     policy = plan.activations.build([layer.name for layer in model.layers])
     if not parts.world.is_fake:
         parts.numbers.agree()
@@ -179,11 +200,11 @@ def _stepper(
     executor = Executor(stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator)
     if topology.sp > 1 and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
         executor.over_positions = OverPositions(loss, fields)  # of core's own it is known
-    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device)
+    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo)
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, device):
-        undo = accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=splits)
-        stepper.on_close.append(undo)
+        direct = accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=splits)
+        undo.callback(direct)
     parts.store.watch()
     return stepper
 

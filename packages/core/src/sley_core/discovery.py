@@ -63,8 +63,13 @@ def installed() -> Mapping[str, list[Found]]:
 
 def to_install(name: str, extra: str = "") -> str:
     """How to install one of Sley's own packages, in words: it is on no index, where somebody else's could have its name."""
-    asked, target = (f"[{extra}]", f'"packages/{name}[{extra}]"') if extra else ("", f"packages/{name}")
-    return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {target}`"
+    asked, folder = (f"[{extra}]", f'"{folder_of(name, extra)}"') if extra else ("", folder_of(name))
+    return f"install sley-{name}{asked}, in a clone of Sley's repository: `pip install -e {folder}`"
+
+
+def folder_of(name: str, extra: str = "") -> str:
+    """The folder of one of Sley's own packages in a clone, and the extra of it that is asked for, as pip takes them."""
+    return f"packages/{name}[{extra}]" if extra else f"packages/{name}"
 
 
 @cache

@@ -8,14 +8,19 @@ from typing import Any
 
 import pluggy
 
-from sley_core import hookspecs
 from sley_core.discovery import NEWER_CORE, Found, core_version
 from sley_core.errors import PluginError
-from sley_core.hookspecs import PROJECT
+from sley_core.hookspecs import offers, plan_and_run
+from sley_core.hookspecs.markers import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
 from sley_core.plan.words import suggestion
 from sley_core.records import Record
 from sley_core.table import RecordKind, Table
+
+HOOKS = {
+    name: hook for module in (offers, plan_and_run) for name, hook in vars(module).items() if name.startswith("sley_")
+}
+"""Every hook by its name."""
 
 RESERVED = ("use", "factory")
 """Keys of every component table; a config must not have them."""
@@ -46,20 +51,20 @@ def hooks_of(module: Any, found: Found) -> Any:
     Raises PluginError "plugin-hook" or "plugin-argument".
     """
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(hookspecs)
-    known = {name for name in dir(hookspecs) if name.startswith("sley_")}
+    for specifications in (offers, plan_and_run):
+        manager.add_hookspecs(specifications)
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is None:
-            if name in known and inspect.isroutine(getattr(module, name)):
+            if name in HOOKS and inspect.isroutine(getattr(module, name)):
                 message = f"{found.label}: its `{name}` would never be called: it is not marked as a hook"
                 raise PluginError("plugin-hook", message, hint="write `@hookimpl` above it, of `sley_core.hookspecs`")
             continue
         hook = options.get("specname") or name
-        if hook not in known:
-            hint = suggestion(hook, known, f"it may need a newer core than {core_version()}")
+        if hook not in HOOKS:
+            hint = suggestion(hook, HOOKS, f"it may need a newer core than {core_version()}")
             raise PluginError("plugin-hook", f"{found.label}: there is no hook `{hook}`", hint=hint)
-        offered = inspect.signature(getattr(hookspecs, hook)).parameters
+        offered = inspect.signature(HOOKS[hook]).parameters
         more = [key for key in _arguments(getattr(module, name)) if key not in offered]
         if more:
             gives = ", ".join(f"`{key}`" for key in offered) or "nothing"

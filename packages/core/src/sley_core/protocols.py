@@ -58,7 +58,7 @@ class GradientHandler(Protocol):
         """After the optimizer step."""
 
     def detach(self) -> None:
-        """The run closes."""
+        """The run closes, or could not be assembled."""
 
 
 class SchedulerHook(Protocol):
@@ -169,7 +169,7 @@ class WeightCommunicator(Protocol):
         ...
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when weights are cut and handlers attached."""
+        """Called once, when weights are cut and handlers attached. If it raises, modules are as they were."""
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """A step, or an evaluation, is about to run `actions` in this order."""
@@ -179,7 +179,7 @@ class WeightCommunicator(Protocol):
         ...
 
     def detach(self) -> None:
-        """The run closes."""
+        """The run closes, or could not be assembled: modules are as before `attach`, but for stand-ins of shards."""
 
 
 class SequenceAttention(Protocol):
@@ -188,11 +188,12 @@ class SequenceAttention(Protocol):
     def attach(self, layers: Sequence[Layer]) -> None:
         """Changes every attention in `layers`, all of the model's; called on meta, before the book is closed.
 
-        Names of parameters stay as they are. Raises PlanError where there is no attention that it knows.
+        Names of parameters stay as they are. Raises PlanError where there is no attention that it knows; then nothing is
+        changed.
         """
 
     def detach(self) -> None:
-        """The run closes: every attention is as it was, of whole sequences."""
+        """The run closes, or could not be assembled: every attention is as it was, of whole sequences."""
 
 
 class MemoryPool(Protocol):

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sley_core.engine.waits import IsDue, Wait
     from sley_core.equipment import Facts, Outputs, Samples
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import SequenceAttention
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
@@ -53,7 +52,6 @@ class Run(AbstractContextManager["Run"]):
         samples: Samples,
         outputs: Outputs,
         load_weights: WeightLoader,
-        attention: SequenceAttention | None,
         facts: Facts,
     ) -> None:
         self.plan = plan
@@ -69,7 +67,6 @@ class Run(AbstractContextManager["Run"]):
         self.notes = facts.notes
         self.listeners: list[Callable[[Row], None]] = []
         self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell)
-        self._attention = attention
         self._load_weights = load_weights
         self._notify = Notifier(plan)
         self._is_closed = False
@@ -166,7 +163,8 @@ class Run(AbstractContextManager["Run"]):
     def close(self) -> None:
         """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it.
 
-        Layers are ordinary modules again. After it, what would do something raises RunError `run-closed`, but for `close`.
+        Layers are ordinary modules again, without patches, hooks or attributes of the run's. A module of whose weight this
+        rank has a part raises RunError `weights-sharded` when it is called; what would do something, `run-closed`.
         """
         if self._is_closed:
             return
@@ -177,8 +175,6 @@ class Run(AbstractContextManager["Run"]):
             for part in parts:
                 if part is not None:
                     stack.callback(part.close)
-            if self._attention is not None:
-                stack.callback(self._attention.detach)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -10,16 +10,17 @@ recomputation. Outside a run (a model called by hand) weights are gathered for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sley_core.api.actions import GRADIENT_KINDS, Action, Kind
 from sley_core.api.comm import share_rows
+from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover
 from sley_core.api.weights import AXIS, stand_in
 from sley_core.protocols import WeightCommunicator
@@ -30,7 +31,7 @@ from sley_isp.launch.points import Launches, check_points
 from sley_isp.parcels import Parcels
 from sley_isp.prefetch import Decision, Prefetch
 from sley_isp.reductions import Reductions
-from sley_isp.sites import Site, embedding_gradient, install, is_plain, linear_gradient, uninstall
+from sley_isp.sites import Site, embedding_gradient, is_plain, linear_gradient
 from sley_isp.units import Gathered, Unit, sharded_modules
 from sley_isp.vocabulary.find import find_head
 from sley_isp.vocabulary.head import Head
@@ -68,6 +69,7 @@ class Communicator(WeightCommunicator):
         self._drains: set[int] = set()
         self._head: nn.Linear | None = None
         self.launches = Launches(config.launch, self._launch)
+        self._patches = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
         if self.config.head == "vocabulary":
@@ -93,11 +95,15 @@ class Communicator(WeightCommunicator):
         self.columns = Columns(self._group, parts.store, self._queue, self._before_lookup, self._is_overlapping)
         self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool)
         self.parcels = Parcels(fused=self.config.fused, once=once)
-        for layer in parts.layers:
-            self._take(layer)
-        for site in self.sites:
-            self.parcels.add(site)
-        stand_in(parts.book)
+        try:
+            for layer in parts.layers:
+                self._take(layer)
+            for site in self.sites:
+                self.parcels.add(site)
+            stand_in(parts.book)
+        except BaseException:
+            self.detach()
+            raise
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         self._action = None
@@ -140,12 +146,9 @@ class Communicator(WeightCommunicator):
             self.tally.end()
 
     def detach(self) -> None:
-        for site in self.sites:
-            uninstall(site)
-        self.sites.clear()
+        self._patches.close()
         self.launches.close()
-        for table in self.columns.tables:
-            table.close()
+        self.sites.clear()
 
     def counts(self) -> dict[str, float]:
         """`protocols.Counts`: of the last step, and at most."""
@@ -223,7 +226,7 @@ class Communicator(WeightCommunicator):
     # -- the model
 
     def _take(self, layer: Layer) -> None:
-        """Puts the sharded modules of `layer` into units, and installs their forwards."""
+        """Puts the sharded modules of `layer` into units, and patches their forwards."""
         sites: list[Site] = []
         together = Unit(layer.name, layer.name)
         known = [one.module for one in self.sites] + [one.module for one in self.columns.tables]
@@ -231,7 +234,9 @@ class Communicator(WeightCommunicator):
             for entry in held.values():
                 self._parts.store.expect_products(entry)
             if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
-                self.columns.tables.append(Table(self.columns, name, layer.name, module, held["weight"]))
+                table = Table(self.columns, name, layer.name, module, held["weight"])
+                self.columns.tables.append(table)
+                self._patch(module, table.forward)
                 continue
             is_alone = self.config.unit == "module" or module is self._head
             unit = Unit(name, layer.name) if is_alone else together
@@ -244,9 +249,12 @@ class Communicator(WeightCommunicator):
                 self._share_vocabulary(site)
             else:
                 sites.append(site)
-                install(site)
+                self._patch(module, site.forward)
         self.launches.take(layer, together, sites)
         self.sites += sites
+
+    def _patch(self, module: nn.Module, forward: Callable[[Tensor], Any]) -> None:
+        self._patches.callback(ForwardPatch(module, forward).undo)
 
     def _launch(self, unit: Unit) -> None:
         """A layer's launch point is about to run: gathers ahead start, as if a weight of the layer were used."""
@@ -255,7 +263,8 @@ class Communicator(WeightCommunicator):
 
     def _share_vocabulary(self, site: Site) -> None:
         """No action gathers the head's weight; outside of one it is a site like any other."""
-        Head(site, self._group, self._parts.store, self.pool, self._queue, lambda: self._action is not None).install()
+        head = Head(site, self._group, self._parts.store, self.pool, self._queue, lambda: self._action is not None)
+        self._patch(site.module, head.forward)
         self.sites.append(site)
 
     def _is_overlapping(self) -> bool:

@@ -71,6 +71,11 @@ class Site:
         )
 
     @property
+    def forward(self) -> Callable[[Tensor], Tensor]:
+        """What the module does while the run is open."""
+        return partial(embedding_forward if isinstance(self.module, nn.Embedding) else linear_forward, self)
+
+    @property
     def is_replaced(self) -> bool:
         """Whether somebody else's tensors are in the module for now, as `torch.func.functional_call` puts them there."""
         held = self.module._parameters
@@ -264,20 +269,3 @@ def is_plain(module: nn.Module, attribute: str) -> bool:
     if type(module) is nn.Embedding:
         return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
     return type(module) is nn.Linear and attribute in ("weight", "bias")
-
-
-def install(site: Site) -> None:
-    """The module's forward becomes the site's."""
-    forward = embedding_forward if isinstance(site.module, nn.Embedding) else linear_forward
-    site.module.forward = partial(forward, site)
-
-
-def uninstall(site: Site) -> None:
-    """The module cannot be called any more: its parameters stay shards, and nobody gathers them."""
-    site.module.forward = partial(closed, site.unit.name)
-
-
-def closed(name: str, *args: Any, **more: Any) -> Tensor:
-    """Raises RunError `weights-sharded`: nobody gathers the weights of module `name` any more."""
-    message = f"{name!r} is called after its run was closed, and this rank holds a part of its weights only"
-    raise RunError("weights-sharded", message, hint="call it while the run is open, or take whole weights out before")

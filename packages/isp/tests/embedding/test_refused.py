@@ -72,4 +72,4 @@ def test_a_shard_is_no_table(ranks, own, texts, sharded):
     tables = sharded(2, weights=HIDDEN, model={"factory": "looked_up:read"}, **FOREIGN)
     for in_run, after in ranks(2)(run_of, tables, texts):
         assert "'embed.table.weight', of which this rank holds 3 of 6 columns" in in_run
-        assert "'embed.table' is called after its run was closed" in after
+        assert "the parameter 'embed.table.weight' after its run was closed" in after

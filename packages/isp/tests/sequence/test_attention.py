@@ -132,7 +132,7 @@ def wrapped_and_flat():
         q, k, v = torch.randn(3, 1, 8, 4, 6, dtype=torch.float64).unbind()
         attention = SequenceAttention(Flat())
         alone = attention(q, k, v)
-        attention.group = group
+        attention.join(group)
         own = [tensor.chunk(group.size, dim=1)[group.coord] for tensor in (q, k, v)]
         mixed = over_slices(lambda q, k, v, scale: (q + k.to(q) * scale) + v, group)
         half = mixed(own[0], own[1].half(), own[2], 2.0)

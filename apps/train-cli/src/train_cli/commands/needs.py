@@ -1,4 +1,7 @@
-"""`train-cli needs`: what to install for a plan, on a machine where it is not installed yet."""
+"""`train-cli needs`: what to install for a plan, on a machine where it is not installed yet.
+
+Sley's own packages come as folders of a clone, since no index has them; plugins of others by name, as pinned here.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,23 @@ from typing import Any
 
 import typer
 
-from sley_core.discovery import to_install
+from sley_core.discovery import CORE, folder_of
 from sley_core.errors import Diagnostic, KeyPath, PluginError
 from sley_core.loader import FIRST_PARTY, Loader
 from sley_core.plan.document import Document
 from sley_core.plan.read import read_file
 from train_cli.console import say
 from train_cli.options import PlanArgument, SetOption
-from train_cli.versions import sley_versions
 
 _RECORD = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*")
 
 
 def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
-    """Print a requirement line for each package that the plan needs: pip install $(train-cli needs plan.toml)"""
+    """Print a requirement for each package that the plan needs; in a clone of Sley: pip install $(train-cli needs plan.toml)"""
     document = read_file(plan, overrides or [])
     loader = Loader()
-    versions = sley_versions()
-    extra = "[tokenizers]" if "tokenizer" in _table(document, "data") else ""
-    lines = {"core": _pinned("sley-core", versions.get("sley-core"), extra)}
-    lines["train-cli"] = _pinned("sley-train-cli", versions.get("sley-train-cli"))
+    extra = "tokenizers" if "tokenizer" in _table(document, "data") else ""
+    lines = {CORE: f"-e {folder_of(CORE, extra)}", "train-cli": "-e apps/train-cli"}
     unknown: list[Diagnostic] = []
     for name, path in _named_plugins(document, loader):
         if name in lines:
@@ -41,17 +41,15 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
         raise PluginError.many(unknown)
     for line in lines.values():
         typer.echo(line)
-    for name in lines.keys() & set(FIRST_PARTY):
-        if not loader.found(name):
-            say(f"{lines[name]} is on no index: {to_install(name)}")
+    say("Sley's own packages are on no index: give these lines to pip in a clone of its repository")
 
 
 def _requirement(name: str, loader: Loader) -> str:
+    if name in FIRST_PARTY:
+        return f"-e {folder_of(name)}"
     match loader.found(name):
         case [one]:
-            return _pinned(one.dist, one.version)
-        case [] if name in FIRST_PARTY:
-            return f"sley-{name}"
+            return f"{one.dist}=={one.version}" if one.version != "0" else one.dist
     loader.load(name)
     raise AssertionError(f"plugin {name} was neither found nor missing")
 
@@ -86,7 +84,3 @@ def _strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
 def _table(document: Document, name: str) -> dict[str, Any]:
     found = document.tables.get(name)
     return found if isinstance(found, dict) else {}
-
-
-def _pinned(dist: str, version: str | None, extra: str = "") -> str:
-    return f"{dist}{extra}=={version}" if version and version != "0" else f"{dist}{extra}"

@@ -6,23 +6,20 @@ first step of whoever adds a stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from sley_core.data.collate import collate_of
-from sley_core.data.dataset import is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.layer_costs import by_parameters
+from sley_core.engine.on_meta import meta_micro_batch, meta_output
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import MODEL
 
 if TYPE_CHECKING:
+    import torch
+
     from sley_core.data.dataset import AnyDataset
-    from sley_core.model.layers import Layer, Model
+    from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
 
@@ -40,12 +37,15 @@ def check_boundaries(
     parts = [layers for _, layers in stage_of(plan, topology, 0, model, by_parameters(model)).stages]
     ends = {layers[-1].name for layers in parts[:-1]}
     value: Any = None
-    at = "the data"
+    at, why = "the data", None
     try:
-        fields = _micro_batch(plan, dataset)
+        fields = meta_micro_batch(plan, dataset)
         for number, layer in enumerate(layer for part in parts[:-1] for layer in part):
             at = layer.name
-            value = _output(layer, (value,) if number else (), fields, dtype)
+            if lacking := [name for name in layer.fields if name not in fields]:
+                why = f"the shape of `{lacking[0]}` is known to the data alone"
+                break
+            value = meta_output(layer, (value,) if number else (), fields, dtype)
             if layer.name in ends:
                 value = unflatten(*flatten(value, layer.name))
     except SleyError as error:
@@ -55,29 +55,5 @@ def check_boundaries(
         raise
     except Exception as error:  # a user's code, in a place for which it was not made
         first = str(error).strip().partition("\n")[0]
-        return f"what crosses between stages was not looked at: {at}: {type(error).__name__}: {first}"
-    return None
-
-
-def _output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """What `layer` returns, on meta: buffers too, and whatever its forward makes."""
-    module: nn.Module = layer.module
-    meta = {name: buffer.to("meta") for name, buffer in module.named_buffers()}
-    meta |= {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
-    named = {name: fields[name] for name in layer.fields}
-    with torch.device("meta"):
-        return torch.func.functional_call(module, meta, args, named)
-
-
-def _micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """A micro-batch of the plan's data, on meta: of what its dataset says, or else of its first sample."""
-    info, size = dataset.info, plan.batch.micro_size
-    if plan.data.record is not None and info.sequence is not None:
-        return {
-            name: torch.empty(size, info.sequence, dtype=getattr(torch, field.dtype), device="meta")
-            for name, field in info.fields.items()
-        }
-    if is_stream(dataset):
-        raise ValueError("a stream is not opened for it")
-    batch = collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream
-    return {name: value.to("meta") for name, value in batch.items()}
+        why = f"{type(error).__name__}: {first}"
+    return why and f"what crosses between stages was not looked at: {at}: {why}"

@@ -8,6 +8,7 @@ The sums are the same; their order within the product is the kernel's, so fp32 r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sley_core.engine.weight_queue import Handover, WeightQueue
+from sley_core.model.patch import ForwardPatch
 
 if TYPE_CHECKING:
     from sley_core.engine.book import ParameterBook
@@ -85,30 +87,19 @@ def asked_of(ctx: Any, place: int = 1) -> Asked:
         return Asked.VALUE
 
 
-class DirectForward:
-    """The forward of `linear` while a run is open. Copied or pickled with its module, it is the class's own forward."""
+def direct_forward(linear: nn.Linear, weight: Tensor, sink: Sink, input: Tensor) -> Tensor:
+    """The forward of `linear` while a run is open, called as `nn.Linear.forward` is: a model may name `input`.
 
-    __slots__ = ("linear", "sink", "weight")
-
-    def __init__(self, linear: nn.Linear, sink: Sink) -> None:
-        self.linear = linear
-        self.weight = linear.weight
-        self.sink = sink
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """Its parameter is called as that of `nn.Linear.forward`: a model may name it."""
-        linear = self.linear
-        weight = linear.weight
-        # A frozen weight needs no input kept; one that a program put in place of its own is none of the store's, and a
-        # hook on a weight is called with the gradient that autograd makes.
-        is_own = weight is self.weight and weight.requires_grad and not weight._backward_hooks
-        if not is_own or not torch.is_grad_enabled() or _is_special(input):
-            return F.linear(input, weight, linear.bias)
-        result: Tensor = DirectLinear.apply(input, weight, linear.bias, self.sink)  # type: ignore[no-untyped-call]  # torch's
-        return result
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (self.linear, "forward")  # by then the new module has no forward but its class's
+    weight: the one that the store knows.
+    """
+    held = linear.weight
+    # A frozen weight needs no input kept; one that a program put in place of its own is none of the store's, and a
+    # hook on a weight is called with the gradient that autograd makes.
+    is_own = held is weight and held.requires_grad and not held._backward_hooks
+    if not is_own or not torch.is_grad_enabled() or _is_special(input):
+        return F.linear(input, held, linear.bias)
+    result: Tensor = DirectLinear.apply(input, held, linear.bias, sink)  # type: ignore[no-untyped-call]  # torch's
+    return result
 
 
 def _is_special(input: Tensor) -> bool:
@@ -137,7 +128,7 @@ def accumulate_directly(
     queue: takes the products instead while a D runs. Only where weight and store have one dtype, unless `all_types`: a
     product of bf16 does not go into fp32 in one call everywhere.
     """
-    found: list[nn.Linear] = []
+    patches = ExitStack()
     queue.on_last = store.passed
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
@@ -146,10 +137,10 @@ def accumulate_directly(
             if all_types or module.weight.dtype == store.dtype:
                 entry = book[f"{name}.weight"]
                 sink = Handover(partial(store.put_product, entry), queue, entry)
-                module.forward = DirectForward(module, sink)  # type: ignore[method-assign]
+                forward = partial(direct_forward, module, module.weight, sink)
+                patches.callback(ForwardPatch(module, forward).undo)
                 store.expect_products(entry)
-                found.append(module)
-    return partial(_undo, found)
+    return patches.close
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -159,10 +150,3 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
     return any(book[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)
-
-
-def _undo(linears: Iterable[nn.Linear]) -> None:
-    """The linears' own forward again, unless a program has replaced it since."""
-    for linear in linears:
-        if isinstance(linear.__dict__.get("forward"), DirectForward):
-            del linear.__dict__["forward"]

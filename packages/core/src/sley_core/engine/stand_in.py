@@ -56,11 +56,13 @@ class StandIn(nn.Parameter):
     """A parameter of the shape of `entry`, whose `shard` this rank holds; without memory of its own.
 
     Raises RunError `sharded-weight-read`, with the name, for whatever needs values: in training, in an evaluation, without
-    gradients, in the tenth step as in the first.
+    gradients, in the tenth step as in the first. After the run: RunError `weights-sharded`.
     """
 
     entry: Entry
     shard: nn.Parameter
+    is_closed: bool
+    """Whether the run is over: nobody gathers the whole any more."""
 
     @staticmethod
     def __new__(cls, entry: Entry) -> StandIn:
@@ -70,6 +72,7 @@ class StandIn(nn.Parameter):
         )
         made.entry = entry
         made.shard = shard
+        made.is_closed = False
         return made
 
     def __init__(self, entry: Entry) -> None:
@@ -107,7 +110,7 @@ class StandIn(nn.Parameter):
         raise next(_stand_ins((args, kwargs or {})))._refused(str(function))
 
     def _refused(self, what: str) -> Exception:
-        return sharded_read(self.entry, f"`{what}` reads")
+        return (_read_closed if self.is_closed else sharded_read)(self.entry, f"`{what}` reads")
 
 
 def stand_in(entries: Iterable[Entry]) -> None:
@@ -117,6 +120,14 @@ def stand_in(entries: Iterable[Entry]) -> None:
             made = StandIn(entry)
             for holder in entry.holders:
                 holder.module._parameters[holder.attribute] = made
+
+
+def close_stand_ins(entries: Iterable[Entry]) -> None:
+    """From now on the stand-ins of `entries` say that the run is over; modules keep them, for a shard is no weight."""
+    for entry in entries:
+        held = entry.holders[0].module._parameters.get(entry.holders[0].attribute)
+        if isinstance(held, StandIn):
+            held.is_closed = True
 
 
 def _shape_of(value: Any) -> Any:
@@ -143,11 +154,22 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 def sharded_read(entry: Entry, what: str) -> RunError:
     """The error `sharded-weight-read`: `what` wants the values of `entry`, of which no rank has all."""
-    assert entry.shard is not None, f"{entry.name} is whole"
-    cut = f"{entry.shape[entry.shard.dim]} {'columns' if entry.shard.dim else 'rows'}"
     return RunError(
         "sharded-weight-read",
-        f"{what} the parameter {entry.name!r}, of which this rank holds {entry.shard.own_size} of {cut}, without its module",
+        f"{what} the parameter {entry.name!r}, of which this rank holds {_part(entry)}, without its module",
         hint="call the linear or embedding that holds it; a module that reads its own parameters is not sharded. Between "
         "steps, `sley_core.engine.shards.wholes` gives copies of whole weights, and `run.book[name].parameter` is the shard",
     )
+
+
+def _read_closed(entry: Entry, what: str) -> RunError:
+    return RunError(
+        "weights-sharded",
+        f"{what} the parameter {entry.name!r} after its run was closed, and this rank holds {_part(entry)}",
+        hint="call the model while the run is open, or take whole weights out before",
+    )
+
+
+def _part(entry: Entry) -> str:
+    assert entry.shard is not None, f"{entry.name} is whole"
+    return f"{entry.shard.own_size} of {entry.shape[entry.shard.dim]} {'columns' if entry.shard.dim else 'rows'}"

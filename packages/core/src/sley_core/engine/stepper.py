@@ -7,7 +7,8 @@ begin ──> forward and backward actions ──> handlers finish ──> norm,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from sley_core.actions.action import actions_of
@@ -36,7 +37,7 @@ STARTING_STEPS = 2
 class Stepper:
     """Takes steps. `handlers` are called in the plan's order, which is the order of their collectives.
 
-    on_close: called when the run closes; what was done to the model's modules is undone there.
+    undo: closed with it; lets go of the model, of handlers and of whatever else was attached, the last first.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Stepper:
         update: Update,
         groups: Groups,
         device: Device,
+        undo: ExitStack,
     ) -> None:
         self.executor = executor
         self.lists = lists
@@ -57,7 +59,7 @@ class Stepper:
         self.groups = groups
         self.device = device
         self.state: StepState = store.state
-        self.on_close: list[Callable[[], None]] = []
+        self._undo = undo
         self.is_closed = False
         self.agreement = Agreement(groups, store)
         self._num_begun = 0
@@ -112,17 +114,9 @@ class Stepper:
         return self.agreement.weight
 
     def close(self) -> None:
-        """Lets go of the model and of the handlers, once; no step is taken after it."""
-        if self.is_closed:
-            return
+        """Lets go of all that was attached, once, each even if another fails to; no step is taken after it."""
         self.is_closed = True
-        for handler in reversed(self.handlers):
-            handler.detach()
-        if self.executor.weights is not None:
-            self.executor.weights.detach()
-        self.store.close()
-        for undo in self.on_close:
-            undo()
+        self._undo.close()
 
     def _gradient_ready(self, entry: Entry) -> None:
         for handler in self.handlers:

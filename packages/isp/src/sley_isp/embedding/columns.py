@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from sley_core.api.comm import GATHER, REDUCE, Exchange, swap_rows
 from sley_core.api.weights import StandIn, no_view
-from sley_isp.sites import closed, is_summed, own_of
+from sley_isp.sites import is_summed, own_of
 from sley_isp.tokens import AllTokens, padded
 
 if TYPE_CHECKING:
@@ -38,18 +38,14 @@ class Table:
         self.layer = layer
         self.module = module
         self.entry = entry
-        module.forward = self._forward
-
-    def close(self) -> None:
-        """The module cannot be called any more."""
-        self.module.forward = partial(closed, self.name)
 
     @property
     def shard(self) -> nn.Parameter | None:
         """Its columns."""
         return own_of(self.module, "weight")
 
-    def _forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """What the module does while the run is open."""
         if type(self.module._parameters["weight"]) is not StandIn:  # another tensor, by `torch.func.functional_call`
             return nn.Embedding.forward(cast(nn.Embedding, self.module), input)
         self.columns.before(self)

@@ -14,44 +14,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import RunError
 from sley_isp.sequence.pack import repeat_heads
 
+if TYPE_CHECKING:
+    from sley_isp.sequence.call import AttentionCall
 
-def ask_alike(
-    attention: Callable[..., Tensor],
-    whole: Sequence[Tensor],
-    rest: Sequence[Any],
-    more: dict[str, Any],
-    kv_heads: int,
-    num_ranks: int,
-) -> None:
-    """Raises RunError "sequence-layout" where it does not; three to five forwards of this rank's size.
 
-    whole: what it is called with, of this rank's heads. kv_heads: of keys and values in all, of `num_ranks` ranks.
-    """
-    generator = torch.Generator(whole[0].device)
+def ask_alike(call: AttentionCall) -> None:
+    """Raises RunError "sequence-layout" where it does not; three to five forwards of this rank's size."""
+    generator = torch.Generator(call.tensors[0].device)
     generator.manual_seed(0)  # alike on all ranks, so that all of them find the same
-    num_parts, copies = _sizes(whole[-1].shape[-2], kv_heads, num_ranks)
+    num_parts, copies = _sizes(call)
     joined = []
-    for at, tensor in enumerate(whole):
-        heads = tensor.shape[-2] * num_parts // (1 if at == 0 and len(whole) > 1 else copies)
+    for at, tensor in enumerate(call.tensors):
+        heads = tensor.shape[-2] * num_parts // (1 if at == 0 and len(call.tensors) > 1 else copies)
         shape = (*tensor.shape[:-2], heads, tensor.shape[-1])
         joined.append(torch.randn(shape, dtype=tensor.dtype, device=tensor.device, generator=generator))
     parts = list(zip(*(repeat_heads(one, num_parts).chunk(num_parts, dim=-2) for one in joined), strict=True))
-    with _without_dropout(attention):
-        found = [_context(attention, part, rest, more) for part in parts]
-        together = _context(attention, joined, rest, more)
+    with _without_dropout(call.attention):
+        found = [_context(call, part) for part in parts]
+        together = _context(call, joined)
         if together.shape[2] == sum(one.shape[2] for one in found) and _is_close(together, torch.cat(found, dim=2)):
             return
-        if not _is_close(found[0], _context(attention, parts[0], rest, more)):
+        if not _is_close(found[0], _context(call, parts[0])):
             raise _refused(
                 "draws random numbers, so that it cannot be asked whether it does the same with every head",
                 hint="drop by torch.nn.functional.dropout, by what scaled_dot_product_attention is told, or only while "
@@ -60,36 +53,16 @@ def ask_alike(
     raise _refused("does something else with a head for being one of more, or another of them")
 
 
-def answer(
-    attention: Callable[..., Tensor], tensors: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
-) -> Any:
-    """What `attention` returns. Raises RunError "sequence-attention" where it fails: most do for their number of heads."""
-    try:
-        return attention(*tensors, *rest, **more)
-    except (SleyError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever the user's attention raises
-        shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
-        message = f"an attention over slices fails when it is asked for {shapes}: {type(error).__name__}: {error}"
-        hint = (
-            "each rank has some of the heads and whole sequences: take numbers of heads from `q` and `k`, and give masks of "
-            "the whole sequence, from fields without a `sequence_dim`"
-        )
-        raise RunError("sequence-attention", message, hint=hint) from error
-
-
-def _sizes(own: int, kv_heads: int, num_ranks: int) -> tuple[int, int]:
+def _sizes(call: AttentionCall) -> tuple[int, int]:
     """For how many ranks' heads it is asked at once, and how often each of their key heads is among them."""
-    if own * num_ranks == kv_heads:
+    if call.tensors[-1].shape[-2] * call.num_ranks == call.kv_heads:
         return 2, 1
-    return (2, 2) if kv_heads == 1 else (4, 2)
+    return (2, 2) if call.kv_heads == 1 else (4, 2)
 
 
-def _context(
-    attention: Callable[..., Tensor], tensors: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
-) -> Tensor:
+def _context(call: AttentionCall, tensors: Sequence[Tensor]) -> Tensor:
     """The context [b, s, h, d]."""
-    context = answer(attention, tensors, rest, more)
+    context = call.answer(tensors)
     return context if context.ndim == 4 else torch.unflatten(context, -1, (tensors[0].shape[-2], -1))
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sley_core.api.comm import Group
-from sley_core.api.model import Attention, Layer
+from sley_core.api.model import Attention, ForwardPatch, Layer
 from sley_core.errors import PlanError
 from sley_core.protocols import SequenceAttention as SequenceAttentionProtocol
 from sley_isp.config import AllToAllConfig
-from sley_isp.sequence.attention import SequenceAttention, attend
+from sley_isp.sequence.attention import SequenceAttention, over_slices
 from sley_isp.sequence.mixing import check_apart
-from sley_isp.sequence.proof import Proof
 
 
 class AllToAll(SequenceAttentionProtocol):
@@ -33,6 +31,11 @@ class AllToAll(SequenceAttentionProtocol):
         for an `nn.MultiheadAttention`, whose projections are inside it; "sequence-mixing" for other modules that look
         along a sequence.
         """
+        with ExitStack() as undo:
+            self._attach(layers, undo)
+            self._undo = undo.pop_all()  # only if nothing was refused
+
+    def _attach(self, layers: Sequence[Layer], undo: ExitStack) -> None:
         unused = dict.fromkeys(self.patterns)
         changed: set[int] = set()
         inside: set[int] = set()
@@ -44,19 +47,10 @@ class AllToAll(SequenceAttentionProtocol):
                 known = matching or isinstance(module, SequenceAttention | Attention)
                 if not known or id(module) in changed | inside:
                     continue
-                if isinstance(module, SequenceAttention):
-                    module.group = self.group
-                    self._undo.callback(setattr, module, "group", None)
-                else:
-                    self._undo.callback(_replace_forward(module, self.group))
+                self._split(module, undo)
                 changed.add(id(module))
                 inside.update(id(part) for part in module.modules() if part is not module)
-        for layer in layers:
-            for name, module in layer.module.named_modules(prefix=layer.name):
-                if isinstance(module, nn.MultiheadAttention) and id(module) not in inside:
-                    message = f"`{name}` is a torch.nn.MultiheadAttention, which would see one slice alone"
-                    hint = "project q, k and v in linears, and attend in a module of its own"
-                    raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
+        _check_no_torch_attention(layers, inside)
         if self.group.size > 1:
             check_apart(layers, self.apart, inside)
         for pattern in unused:
@@ -71,25 +65,26 @@ class AllToAll(SequenceAttentionProtocol):
                 "SequenceAttention, or use sley_core.model.attention.Attention",
             )
 
+    def _split(self, module: nn.Module, undo: ExitStack) -> None:
+        """Makes `module` an attention of slices, until `undo` closes."""
+        if isinstance(
+            module, SequenceAttention
+        ):  # asks for its group itself, so that a subclass may have its own forward
+            module.join(self.group)
+            undo.callback(module.join, None)
+        else:
+            undo.callback(ForwardPatch(module, over_slices(module.forward, self.group)).undo)
+
     def detach(self) -> None:
         """Calling an attention is what it was before `attach`."""
         self._undo.close()
 
 
-def _replace_forward(module: nn.Module, group: Group) -> Callable[[], None]:
-    """Changes what calling `module` does, until what is returned is called; the names of whatever it holds stay."""
-    original: Callable[..., Tensor] = module.forward
-    had_its_own = "forward" in vars(module)
-    proof = Proof()
-
-    def forward(*args: Any, **more: Any) -> Tensor:
-        return attend(original, group, args, more, proof)
-
-    def undo() -> None:
-        if had_its_own:
-            module.forward = original
-        else:
-            del vars(module)["forward"]
-
-    module.forward = forward
-    return undo
+def _check_no_torch_attention(layers: Sequence[Layer], inside: Collection[int]) -> None:
+    """inside: ids of modules within those that work on slices."""
+    for layer in layers:
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            if isinstance(module, nn.MultiheadAttention) and id(module) not in inside:
+                message = f"`{name}` is a torch.nn.MultiheadAttention, which would see one slice alone"
+                hint = "project q, k and v in linears, and attend in a module of its own"
+                raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)

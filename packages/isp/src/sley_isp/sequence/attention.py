@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sley_core.api.comm import Group, checksum
 from sley_core.errors import RunError
+from sley_isp.sequence.call import AttentionCall
 from sley_isp.sequence.exchange import heads_of_all, slice_of_all
 from sley_isp.sequence.proof import Proof
 
@@ -34,7 +35,11 @@ class SequenceAttention(nn.Module):
     def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attention = attention
-        self.group: Group | None = None
+        self.join(None)
+
+    def join(self, group: Group | None) -> None:
+        """From now on this is the attention of slices over `group`; None: of whole sequences, as it was built."""
+        self.group = group
         self._proof = Proof()
 
     def forward(self, *args: Any, **more: Any) -> Tensor:
@@ -80,13 +85,14 @@ def _attend(
         return attention(*args, **more)
     given = _leading(args)
     _check(given, group.size)
-    contents = _kind(attention, args[len(given) :], more)
+    rest = args[len(given) :]
+    contents = _kind(attention, rest, more)
     if len({tensor.dtype for tensor in given}) == 1:
         whole = heads_of_all(group, *given, contents=contents)
     else:
         whole = tuple(heads_of_all(group, tensor, contents=contents)[0] for tensor in given)
-    proof.ask(attention, whole, args[len(given) :], more, given[-1].shape[-2], group.size)
-    context = attention(*whole, *args[len(given) :], **more)
+    proof.ask(AttentionCall(attention, whole, rest, more, given[-1].shape[-2], group.size))
+    context = attention(*whole, *rest, **more)
     batch, length = whole[0].shape[:2]
     if not isinstance(context, Tensor) or not _is_context(context, (batch, length, whole[0].shape[-2])):
         found = f"{list(context.shape)}" if isinstance(context, Tensor) else f"a {type(context).__name__}"

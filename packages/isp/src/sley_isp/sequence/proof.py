@@ -9,14 +9,17 @@ as well heads that influence one another. Then it is asked whether a head's numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
-from sley_isp.sequence.alike import answer, as_it_was, ask_alike
+from sley_isp.sequence.alike import as_it_was, ask_alike
+
+if TYPE_CHECKING:
+    from sley_isp.sequence.call import AttentionCall
 
 
 class Proof:
@@ -26,50 +29,31 @@ class Proof:
         self.is_given = False
 
     @torch.no_grad()
-    def ask(
-        self,
-        attention: Callable[..., Tensor],
-        whole: Sequence[Tensor],
-        rest: Sequence[Any],
-        more: dict[str, Any],
-        kv_heads: int,
-        num_ranks: int,
-    ) -> None:
-        """Raises RunError "sequence-layout" where `attention(*whole, *rest, **more)`, of whole sequences, is wrong.
-
-        kv_heads: of keys and values, in all.
-        """
-        length, heads = _values(whole[-1]).shape[1:3]
+    def ask(self, call: AttentionCall) -> None:
+        """Raises RunError "sequence-layout" where what `call` computes is wrong."""
+        length, heads = _values(call.tensors[-1]).shape[1:3]
         if self.is_given or (length == 1 and heads == 1):
             return
-        with as_it_was(attention):
-            self.is_given = self._ask(attention, whole, rest, more, kv_heads, num_ranks)
+        with as_it_was(call.attention):
+            self.is_given = self._ask(call)
 
-    def _ask(
-        self,
-        attention: Callable[..., Tensor],
-        whole: Sequence[Tensor],
-        rest: Sequence[Any],
-        more: dict[str, Any],
-        kv_heads: int,
-        num_ranks: int,
-    ) -> bool:
+    def _ask(self, call: AttentionCall) -> bool:
         """Whether it could be asked."""
-        values = _values(whole[-1])
+        values = _values(call.tensors[-1])
         heads = values.shape[2]
         by_heads = heads > 1
-        base = _quietly(attention, whole, rest, more)
+        base = _quietly(call, call.tensors)
         if not isinstance(base, Tensor) or base.shape[:2] != values.shape[:2] or base[0, 0].numel() % heads:
             return False  # for whoever calls to say
-        changed = [*whole[:-1], whole[-1].clone()]
+        changed = [*call.tensors[:-1], call.tensors[-1].clone()]
         _every_second(_values(changed[-1]), by_heads, 0).add_(1.0)
         before, after = (
             _every_second(one.reshape(*base.shape[:2], heads, -1), by_heads, 1)
-            for one in (base, _quietly(attention, changed, rest, more))
+            for one in (base, _quietly(call, changed))
         )
         if torch.allclose(before, after, rtol=0.0, atol=0.0, equal_nan=True) != by_heads:
-            raise _wrong(whole)
-        ask_alike(attention, whole, rest, more, kv_heads, num_ranks)
+            raise _wrong(call.tensors)
+        ask_alike(call)
         return True
 
 
@@ -83,17 +67,15 @@ def _every_second(tensor: Tensor, by_heads: bool, first: int) -> Tensor:
     return tensor[:, :, first::2] if by_heads else tensor[:, first::2]
 
 
-def _quietly(
-    attention: Callable[..., Tensor], whole: Sequence[Tensor], rest: Sequence[Any], more: dict[str, Any]
-) -> Any:
-    """The context, drawn with the random numbers that the next call will draw too."""
-    device = whole[0].device
+def _quietly(call: AttentionCall, tensors: Sequence[Tensor]) -> Any:
+    """The context of `tensors`, drawn with the random numbers that the next call will draw too."""
+    device = tensors[0].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return answer(attention, whole, rest, more)
+        return call.answer(tensors)
 
 
-def _wrong(whole: Sequence[Tensor]) -> RunError:
-    shapes = " and ".join(str(list(tensor.shape)) for tensor in whole)
+def _wrong(tensors: Sequence[Tensor]) -> RunError:
+    shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
     return RunError(
         "sequence-layout",
         f"an attention over slices was called with {shapes}, but what it computes is no attention [b, s, h, d] whose heads "

@@ -56,11 +56,8 @@ class Head:
         self.classes = sums.Classes(shard.index * shard.size, shard.own_size, shard.shape[0])
         self.sink = Handover(self._accumulate, queue)
 
-    def install(self) -> None:
-        """The module returns logits that its loss computes."""
-        self.site.module.forward = self._forward
-
-    def _forward(self, input: Tensor) -> Tensor | Scores:
+    def forward(self, input: Tensor) -> Tensor | Scores:
+        """What the module does while the run is open: it returns logits that its loss computes."""
         if self.site.is_replaced or not self.is_running():
             return linear_forward(self.site, input)
         if not torch.is_autocast_enabled(input.device.type):

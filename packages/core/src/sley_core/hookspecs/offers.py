@@ -1,30 +1,14 @@
-"""The hooks of Sley. They assemble a run; none is called in the step loop.
-
-Every hook is called once, on every rank, before the first step and without communication, except the three notifications
-at the end of this file. Hooks return records; core indexes them by name and follows the plan's order, never the order of
-discovery or registration.
-
-Compatibility: a new hook or a new trailing argument is a minor version (pluggy passes only the arguments that an
-implementation names); removing one is announced for a minor version by a warning first.
-"""
+"""Hooks by which a plugin offers what a plan can name: they return records, and a table's `use` names one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import pluggy
+from sley_core.hookspecs.markers import hookspec
 
 if TYPE_CHECKING:
     from sley_core import records
-    from sley_core.notify import Notified
-    from sley_core.plan.plan import Plan
-    from sley_core.topology import Topology
-
-PROJECT = "sley"
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
@@ -281,89 +265,4 @@ def sley_metrics_writers() -> Iterable[records.MetricsWriterRecord]:  # type: ig
         @hookimpl
         def sley_metrics_writers():
             return [MetricsWriterRecord(name="csv", config=CsvConfig, build="my_plugin.csv:Csv")]
-    """
-
-
-@hookspec
-def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
-    """Extra groups, as rank lists. Core makes them on all ranks in plan order; a plugin never calls `new_group`.
-
-    `parts.groups[name]` is this rank's; a rank that is in no list has a group of itself alone.
-
-    Called: when the topology is known and the model is built on meta
-    Ranks: all, with equal results
-    May communicate: no
-    Returns: records, or nothing to stay out
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_process_groups(plan, topology):
-            half = topology.world // 2
-            return [ProcessGroupRecord("halves", (tuple(range(half)), tuple(range(half, topology.world))))]
-    """
-
-
-@hookspec
-def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]:  # type: ignore[empty-body]
-    """What is wrong with the whole resolved plan; it is read-only, and torch stays out.
-
-    Called: after every table is valid
-    Ranks: all
-    May communicate: no
-    Returns: problems, or nothing
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_check_plan(plan, topology):
-            if plan.batch.micro_size % 2:
-                yield Problem(("batch", "micro_size"), "an even number is needed", hint="try 2")
-    """
-
-
-@hookspec
-def sley_run_started(run: Notified) -> None:
-    """The run is assembled and about to take its first step.
-
-    Called: once, after `assemble`
-    Ranks: all
-    May communicate: yes, on the groups of `run`
-    Returns: nothing
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_run_started(run):
-            print("parameters:", run.book.num_parameters)
-    """
-
-
-@hookspec
-def sley_step_finished(run: Notified, row: Mapping[str, float | int]) -> None:
-    """An optimizer step is done; `row` is what the metrics writers receive.
-
-    Called: once per optimizer step
-    Ranks: all
-    May communicate: yes, on the groups of `run`
-    Returns: nothing
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_step_finished(run, row):
-            if row["loss"] > 100:
-                run.stop()
-    """
-
-
-@hookspec
-def sley_run_finished(run: Notified, outcome: str) -> None:
-    """The run ends: `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
-
-    Called: once, before groups are torn down
-    Ranks: all that are alive
-    May communicate: no, since others may have failed
-    Returns: nothing
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_run_finished(run, outcome):
-            print(outcome)
     """

@@ -1,0 +1,60 @@
+"""Calls layers on a micro-batch without values, before a run: their shapes and types come out, and nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.data.collate import collate_of
+from sley_core.data.dataset import is_stream
+from sley_core.data.packing import BOUNDARIES
+from sley_core.data.slices import Slices
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import AnyDataset
+    from sley_core.model.layers import Layer
+    from sley_core.plan.plan import Plan
+
+
+def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
+    """Returns a micro-batch of the plan's data as the first rank of `sp` gets it, on meta: {field: [micro_size, ...]}.
+
+    A dataset by `use` whose sequences have one length says what its fields look like, and is not read: `cu_seqlens` is that of
+    one document, and other fields without a sequence dim are left out. Of others the first sample is read. Raises ValueError
+    for a stream of the latter kind, and whatever a user's data raises.
+    """
+    whole = _micro_batch(plan, dataset)
+    declared = {name: field for name, field in dataset.info.fields.items() if name in whole}
+    return {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(whole).items()}
+
+
+def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """Returns what `layer` makes of `args` and `fields`, on meta, and its own `fields` out of these.
+
+    dtype: of the parameters; a buffer has the type that a run gives it. Raises what the layer's forward raises.
+    """
+    state: dict[str, Tensor] = {}
+    for name, buffer in layer.module.named_buffers():
+        is_wider = buffer.is_floating_point() and torch.finfo(dtype).bits > torch.finfo(buffer.dtype).bits
+        state[name] = buffer.to("meta", dtype if is_wider else buffer.dtype)
+    state |= {name: parameter.to(dtype) for name, parameter in layer.module.named_parameters()}
+    named = {name: fields[name] for name in layer.fields}
+    with torch.device("meta"):  # what the forward makes is there too
+        return torch.func.functional_call(layer.module, state, args, named)
+
+
+def _micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
+    info, size = dataset.info, plan.batch.micro_size
+    if plan.data.record is not None and info.sequence is not None:
+        lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
+        lengths |= {name: 2 for name in BOUNDARIES if name in info.fields and name not in lengths}  # its start and end
+        return {
+            name: torch.empty(size, length, dtype=getattr(torch, info.fields[name].dtype), device="meta")
+            for name, length in lengths.items()
+        }
+    if is_stream(dataset):
+        raise ValueError("a stream is not opened for it")
+    return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream

@@ -1,0 +1,70 @@
+"""Replaces a module's forward for a while.
+
+    module(x) ──> the latest patch ──> ... ──> the first patch ──> the module's own forward
+
+A run is one of several that may patch a module, and closes when it likes; so a patch can be undone whether or not another lies
+over it, and what is left is as if it had never been installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class ForwardPatch:
+    """Makes `module(...)` call `forward` until `undo`; installed as soon as it is made.
+
+    The latest patch of a module is the one that is called; `module.forward`, asked for before, is what lies below it and may be
+    called from it. Patches are undone in any order, and after the last the module's `__dict__` is what it was before the first.
+    A forward that a program has put over a patch stays, and what it finds below is the module without the patch.
+    A copy or pickle of the module has the forward that the module has without patches.
+    """
+
+    __slots__ = ("_below", "_forward", "module")
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.module = module
+        self._forward: Callable[..., Any] | None = forward
+        self._below: Callable[..., Any] | None = vars(module).get("forward")
+        # Not by setattr: a module may have its own, and torch's would register a forward that is itself a module.
+        vars(module)["forward"] = self
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return (self.__wrapped__ if self._forward is None else self._forward)(*args, **more)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward below this patch; `inspect.signature` finds the module's own signature by it."""
+        if self._below is not None:
+            return self._below
+        own: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return own
+
+    def undo(self) -> None:
+        """Takes the patch away, wherever it lies; does nothing the second time."""
+        if self._forward is None:
+            return
+        self._forward = None  # whoever kept the patch itself, and calls it, comes to what lies below
+        held = vars(self.module)
+        above = held.get("forward")
+        if above is not self:
+            while isinstance(above, ForwardPatch) and above._below is not self:
+                above = above._below
+            if isinstance(above, ForwardPatch):
+                above._below = self._below
+        elif self._below is None:
+            del held["forward"]
+        else:
+            held["forward"] = self._below
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self._below is None:
+            return getattr, (self.module, "forward")  # by then the copy has no forward but its class's
+        return _itself, (self._below,)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
