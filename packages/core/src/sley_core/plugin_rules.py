@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,11 +15,16 @@ from sley_core.errors import PluginError
 from sley_core.hookspecs import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
 from sley_core.plan.words import suggestion
-from sley_core.records import Record
+from sley_core.records import Record, ScheduleRecord
 from sley_core.table import RecordKind, Table
 
 RESERVED = ("use", "factory")
 """Keys of every component table; a config must not have them."""
+
+DEFAULTS_OF_SCHEDULES = ("link", "partition", "ties")
+"""What of a schedule's record names other records."""
+
+RECORD_NAME = re.compile(r"[^\W\d]\w*\.[^\W\d]\w*")
 
 
 def imported(found: Found) -> Any:
@@ -135,6 +141,10 @@ def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
         return f"gives `{record.name}` a config that is no subclass of {base.__name__}"
     if getattr(record, "costs", None) == "seconds" and "layer_costs" not in record.config.model_fields:
         return f"gives `{record.name}`, which wants seconds, a config without the key `layer_costs`"
+    for key in DEFAULTS_OF_SCHEDULES:
+        default = getattr(record, key, None) if isinstance(record, ScheduleRecord) else None
+        if default is not None and not RECORD_NAME.fullmatch(default):
+            return f"gives `{record.name}` the {key} `{default}`, which is no record's name (`plugin.record`)"
     reserved = [key for key in RESERVED if key in record.config.model_fields]
     return f"gives `{record.name}` a config with the key `{reserved[0]}`, which every table has" if reserved else None
 

@@ -121,7 +121,7 @@ class SplitLogits(Protocol):
 
 
 class StageLink(Protocol):
-    """Moves outputs and their gradients between stages; named by the schedule's record.
+    """Moves outputs and their gradients between stages; the plan's table `[link]` names it, or the schedule's record.
 
          prepare ──> begin ──> post | send | take ... ──> drain ─┐
                        ^                                         │
