@@ -57,7 +57,10 @@ def test_a_loop_goes_round_and_a_v_turns():
         (lambda: v(2, 3), "a V, which has two parts of the model per stage, not 3"),
         (lambda: Placement((0, 2)), "gives stage 1 no part of the model, but stage 2 has one"),
         (lambda: Placement((1, 1)), "gives stage 0 no part of the model, but stage 1 has one"),
-        (lambda: Placement((0, 1, 1)), "gives 2 parts of the model to stage 1, but 1 to stage 0"),
+        (
+            lambda: Placement((0, 1, 1)),
+            "2 of the 3 parts of the model on stage 1, but 1 on stage 0: every stage",
+        ),
         (lambda: Placement((0, -1)), "names the stage -1"),
         (lambda: Placement((0, 1.0)), r"names the stage 1\.0"),
         (

@@ -53,8 +53,8 @@ class Placement:
             if not held[stage]:
                 raise wrong_placement(f"gives stage {stage} no part of the model, but stage {last} has one")
             if held[stage] != held[0]:
-                parts = f"{held[stage]} parts of the model to stage {stage}, but {held[0]} to stage 0"
-                raise wrong_placement(f"gives {parts}: every stage holds equally many")
+                parts = f"{held[stage]} of the {len(self.route)} parts of the model on stage {stage}, but {held[0]} on stage 0"
+                raise wrong_placement(f"puts {parts}: every stage holds equally many")
 
     @cached_property
     def stages(self) -> int:
