@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from random import Random
 
 import pytest
 
+from sley_core.actions.placement import Placement
+from sley_core.testing.lists import any_lists
 from sley_core.testing.parity import assert_same_bits
+from sley_pp.schedules.csv import write_csv
 
 PLAN = {
     "run": {"name": "pipeline", "steps": 3, "device": "cpu", "seed": 7},
@@ -67,6 +71,21 @@ def test_fewer_micro_batches_than_stages_many_recomputation_and_single_precision
     plans += [plan("pp.zero_bubble_h1", 2, **changes) for changes in recompute]
     plans += [plan("pp.zero_bubble_v", 2, precision__compute="fp32", model__tie_embeddings=True)]
     compared(2, plans, folder=folder)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 3), (3, 2)])
+def test_any_deal_of_the_model_and_any_order_that_can_run(compared, folder, stages, chunks):
+    """From a file: neighbours on one stage, on stages beside each other or on others, the model's ends on any."""
+    plans = []
+    for seed in range(3):
+        chance = Random(seed)
+        route = list(range(stages)) * chunks
+        chance.shuffle(route)
+        file = folder / f"{stages}.{chunks}.{seed}.csv"
+        file.write_text(write_csv(any_lists(placement := Placement(tuple(route)), 4, chance), placement))
+        tables = plan("pp.csv", stages, model__tie_embeddings=True)
+        plans.append(tables | {"pipeline": {"use": "pp.csv", "file": str(file)}, "partition": {"use": "pp.uniform"}})
+    compared(stages, plans, folder=folder)
 
 
 def test_weights_that_are_computed_when_they_are_read(compared, small):
