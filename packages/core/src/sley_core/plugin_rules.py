@@ -24,7 +24,7 @@ RESERVED = ("use", "factory")
 DEFAULTS_OF_SCHEDULES = ("link", "partition", "ties")
 """What of a schedule's record names other records."""
 
-RECORD_NAME = re.compile(r"[^\W\d]\w*\.[^\W\d]\w*")
+RECORD_NAME = re.compile(r"[^.:\s]+\.[^\W\d]\w*")
 
 
 def imported(found: Found) -> Any:
@@ -142,8 +142,8 @@ def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
     if getattr(record, "costs", None) == "seconds" and "layer_costs" not in record.config.model_fields:
         return f"gives `{record.name}`, which wants seconds, a config without the key `layer_costs`"
     for key in DEFAULTS_OF_SCHEDULES:
-        default = getattr(record, key, None) if isinstance(record, ScheduleRecord) else None
-        if default is not None and not RECORD_NAME.fullmatch(default):
+        default = getattr(record, key) if isinstance(record, ScheduleRecord) else None
+        if default is not None and not (isinstance(default, str) and RECORD_NAME.fullmatch(default)):
             return f"gives `{record.name}` the {key} `{default}`, which is no record's name (`plugin.record`)"
     reserved = [key for key in RESERVED if key in record.config.model_fields]
     return f"gives `{record.name}` a config with the key `{reserved[0]}`, which every table has" if reserved else None

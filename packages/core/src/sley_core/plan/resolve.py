@@ -41,7 +41,7 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
     optional["timeline"] = optional["timeline"] or resolver.timeline(tables["run"])
     parts: dict[str, Any] = {**tables, **optional}
     # Last come those that may be the only one of their kind among the plugins that all others name.
-    for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and spec.key not in document.tables):
+    for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.is_named(spec)):
         parts[spec.key] = resolver.components(spec, tables) if spec.many else resolver.component(spec)
     resolver.top_level()
     resolver.raise_problems()
@@ -99,6 +99,11 @@ class _Resolver:
         if spec.kind == "schedules":
             self.schedule = found
         return found
+
+    def is_named(self, spec: ComponentTable) -> bool:
+        """Whether the plan itself names the record of a table."""
+        given = self.tables.get(spec.key)
+        return isinstance(given, dict) and "use" in given
 
     def components(self, spec: ComponentTable, tables: Mapping[str, Table | None]) -> tuple[Component, ...]:
         """The components of a list of tables; where it is left out, those that the layout needs."""
