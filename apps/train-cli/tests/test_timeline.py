@@ -13,7 +13,7 @@ from sley_core.errors import PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
-from sley_core.records import PartitionerRecord, ScheduleRecord
+from sley_core.records import PartitionerRecord, ScheduleRecord, StageLinkRecord
 from sley_core.table import Table
 from sley_core.testing.plans import small_plan
 from train_cli.timeline import timeline
@@ -30,7 +30,7 @@ def all_forward(stages: int, chunks: int, micros: int) -> list[list[Action]]:
 
 @hookimpl
 def sley_schedules() -> list[ScheduleRecord]:
-    return [ScheduleRecord(name="waves", config=Nothing, build="waves_of_a_test:build", link="waves_of_a_test:Link")]
+    return [ScheduleRecord(name="waves", config=Nothing, build="waves_of_a_test:build")]
 
 
 @hookimpl
@@ -38,12 +38,19 @@ def sley_partitioners() -> list[PartitionerRecord]:
     return [PartitionerRecord(name="even", config=Nothing, build="waves_of_a_test:even")]
 
 
+@hookimpl
+def sley_stage_links() -> list[StageLinkRecord]:
+    return [StageLinkRecord(name="link", config=Nothing, build="waves_of_a_test:Link")]
+
+
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     module = ModuleType("waves_of_a_test")
     module.build = lambda config: Schedule(all_forward)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    hooks = SimpleNamespace(sley_schedules=sley_schedules, sley_partitioners=sley_partitioners)
+    hooks = SimpleNamespace(
+        sley_schedules=sley_schedules, sley_partitioners=sley_partitioners, sley_stage_links=sley_stage_links
+    )
     return Loader(plugins={"waves": hooks})
 
 

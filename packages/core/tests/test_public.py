@@ -18,6 +18,7 @@ SUBJECTS = sorted(path.stem for path in API.glob("*.py") if path.stem != "__init
 PUBLIC = {f"sley_core.api.{subject}" for subject in SUBJECTS} | {
     f"sley_core.{name}" for name in ("errors", "hookspecs", "protocols", "records")
 }
+OUTSIDER = Path(__file__).parent / "outsider" / "own" / "sley_wave"
 PLUGINS = [ROOT / "packages" / name / "src" for name in ("dp", "isp", "pp")] + [ROOT / "examples" / "plugins"]
 
 
@@ -33,6 +34,7 @@ def imports(file: Path) -> Iterator[str]:
 @pytest.mark.skipif(not PLUGINS[0].exists(), reason="the plugins are not part of the sdist")
 def test_plugins_import_public_modules_and_no_others() -> None:
     files = [file for folder in PLUGINS for file in folder.rglob("*.py") if "tests" not in file.parts]
+    files += OUTSIDER.glob("*.py")
     used = {(module, file.name) for file in files for module in imports(file)}
     assert {module for module, _ in used} <= PUBLIC, sorted(pair for pair in used if pair[0] not in PUBLIC)
     assert len(PUBLIC) <= 12

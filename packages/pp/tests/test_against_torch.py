@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as stock
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.simulate import simulate
 from sley_pp.schedules.csv import read_csv, write_csv
 from sley_pp.schedules.gpipe import gpipe
@@ -86,14 +86,14 @@ def test_zero_bubble_h1_is_the_same(stages, micros):
         stock_lists(stock.ScheduleInterleavedZeroBubble, stages, 1, micros),
     )
     assert without_weight_gradients(ours) == without_weight_gradients(theirs)
-    assert makespan(ours, Placement(stages), micros) == makespan(theirs, Placement(stages), micros)
+    assert makespan(ours, loop(stages), micros) == makespan(theirs, loop(stages), micros)
     assert ours == theirs or micros < stages
 
 
 @sizes
 def test_zero_bubble_v_has_the_same_pattern_and_fills_it_better(stages, micros):
     """Weight gradients may stand elsewhere: with M < 2P - 1 torch computes them at once, while others wait for this stage."""
-    placement = Placement(stages, 2, "v")
+    placement = v(stages)
     ours, theirs = zero_bubble_v(stages, 2, micros), stock_lists(stock.ScheduleZBVZeroBubble, stages, 2, micros)
     assert without_weight_gradients(ours) == without_weight_gradients(theirs)
     assert makespan(ours, placement, micros) <= makespan(theirs, placement, micros)
@@ -104,7 +104,7 @@ def test_zero_bubble_v_has_the_same_pattern_and_fills_it_better(stages, micros):
 
 
 def test_torch_reads_what_we_write():
-    placement = Placement(4, 2, "v")
+    placement = v(4)
     text = write_csv(zero_bubble_v(4, 2, 8), placement)
     rows = [[stock._Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
     mapping = stock._validate_schedule(dict(enumerate(rows)), 4, 8, 8)
@@ -114,4 +114,4 @@ def test_torch_reads_what_we_write():
 def test_a_schedule_of_torch_that_we_do_not_have_can_be_read_and_run():
     """DualPipeV, with its overlapped pairs taken one after another."""
     lists = stock_lists(stock.ScheduleDualPipeV, 4, 2, 8)
-    assert 2 * 8 * 3 < makespan(lists, Placement(4, 2, "v"), 8) < 2 * 8 * 3 + 9
+    assert 2 * 8 * 3 < makespan(lists, v(4), 8) < 2 * 8 * 3 + 9

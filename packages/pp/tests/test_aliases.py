@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import loop
 from sley_core.testing.runs import Recorded, record
 from sley_pp.schedules.csv import write_csv
 from sley_pp.schedules.gpipe import gpipe
@@ -27,7 +27,7 @@ def backwards_reversed(stages: int, micros: int) -> str:
     """A schedule of nobody's: backwards in the opposite order of the forwards."""
     lists = gpipe(stages, 1, micros)
     turned = [[*actions[:micros], *reversed(actions[micros:])] for actions in lists]
-    return write_csv(turned, Placement(stages))
+    return write_csv(turned, loop(stages))
 
 
 def plan(kinds: list[str], schedule: str, stages: int, micros: int, folder: Path):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
+from sley_core.actions.placement import Placement
+from sley_core.testing.lists import any_lists
 from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import changed, small_plan
+from sley_pp.schedules.csv import write_csv
 
 PLAN = small_plan(model__num_layers=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
@@ -44,6 +49,21 @@ def test_fewer_micro_batches_than_stages_many_recomputation_and_single_precision
     plans += [plan("pp.zero_bubble_h1", 2, **changes) for changes in recompute]
     plans += [plan("pp.zero_bubble_v", 2, precision__compute="fp32", model__tie_embeddings=True)]
     compared(2, plans, folder=texts)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 3), (3, 2)])
+def test_any_deal_of_the_model_and_any_order_that_can_run(compared, texts, stages, chunks):
+    """From a file: neighbours on one stage, on stages beside each other or on others, the model's ends on any."""
+    plans = []
+    for seed in range(3):
+        chance = Random(seed)
+        route = list(range(stages)) * chunks
+        chance.shuffle(route)
+        file = texts / f"{stages}.{chunks}.{seed}.csv"
+        file.write_text(write_csv(any_lists(placement := Placement(tuple(route)), 4, chance), placement))
+        tables = plan("pp.csv", stages, model__tie_embeddings=True)
+        plans.append(tables | {"pipeline": {"use": "pp.csv", "file": str(file)}, "partition": {"use": "pp.uniform"}})
+    compared(stages, plans, folder=texts)
 
 
 def test_weights_that_are_computed_when_they_are_read(compared, small):

@@ -14,7 +14,7 @@ from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.machine import Machine
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import loop, v
 from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import Simulation, simulate
 from sley_core.errors import PlanError
@@ -31,7 +31,7 @@ SCHEDULES = {
     "interleaved 2": Schedule(interleaved, 2),
     "interleaved 3": Schedule(interleaved, 3),
     "zero_bubble_h1": Schedule(zero_bubble_h1),
-    "zero_bubble_v": Schedule(zero_bubble_v, 2, "v"),
+    "zero_bubble_v": Schedule(zero_bubble_v, 2, v),
 }
 SIZES = [(stages, micros) for stages in (2, 3, 4, 8) for micros in range(1, 17)]
 
@@ -217,7 +217,7 @@ def test_rounds_are_whole_pipelines_and_nearly_equal(stages, micros):
 def test_weight_gradients_come_when_a_stage_holds_all_it_may():
     kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT)
     alternating = [Action(kind, 0, micro) for micro in range(4) for kind in kinds]
-    (roomy,) = with_weight_gradients([alternating], Placement(1), most=9)
-    (narrow,) = with_weight_gradients([alternating], Placement(1), most=2)
+    (roomy,) = with_weight_gradients([alternating], loop(1), most=9)
+    (narrow,) = with_weight_gradients([alternating], loop(1), most=2)
     assert "".join(action.kind.value for action in roomy) == "FDFDFDFDWWWW"
     assert "".join(action.kind.value for action in narrow) == "FDFDWFDWFDWW"

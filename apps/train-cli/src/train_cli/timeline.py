@@ -26,9 +26,9 @@ def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
         hint = 'add [pipeline] with `use = "pp.one_f_one_b"`, of sley-pp, and `pp = 2` to [parallel]'
         raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
     schedule = plan.pipeline.build()
-    placement = schedule.placement(topology.pp)
     micros = plan.num_micros(topology)
     try:
+        placement = schedule.placement(topology.pp)
         lists = lower(schedule.lists(topology.pp, micros), placement, micros)
     except PlanError as error:
         raise plan.located(error) from None

@@ -53,7 +53,7 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.records import LossRecord, ScheduleRecord
+from sley_core.records import LossRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
@@ -210,13 +210,10 @@ def _stepper(
 
 
 def _link(plan: Plan, parts: Parts) -> StageLink | None:
-    """The stage link that the schedule's record names, where there is another stage."""
-    if plan.pipeline is None or parts.topology.pp == 1:
+    """The plan's stage link, where there is another stage."""
+    if plan.link is None or parts.topology.pp == 1:
         return None
-    record, plugin = plan.pipeline.record, plan.pipeline.plugin
-    assert isinstance(record, ScheduleRecord), plan.pipeline
-    assert plugin is not None, plan.pipeline
-    link: StageLink = plugin.build_of(replace(record, build=record.link))()
+    link: StageLink = plan.link.build()
     link.prepare(parts)
     return link
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from sley_core.hookspecs import offers, plan_and_run
 from sley_core.hookspecs.markers import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
 from sley_core.plan.words import suggestion
-from sley_core.records import Record
+from sley_core.records import Record, ScheduleRecord
 from sley_core.table import RecordKind, Table
 
 HOOKS = {
@@ -24,6 +25,11 @@ HOOKS = {
 
 RESERVED = ("use", "factory")
 """Keys of every component table; a config must not have them."""
+
+DEFAULTS_OF_SCHEDULES = ("link", "partition", "ties")
+"""What of a schedule's record names other records."""
+
+RECORD_NAME = re.compile(r"[^.:\s]+\.[^\W\d]\w*")
 
 
 def imported(found: Found) -> Any:
@@ -140,6 +146,10 @@ def _wrong(record: Any, kind: RecordKind, named: Iterable[str]) -> str | None:
         return f"gives `{record.name}` a config that is no subclass of {base.__name__}"
     if getattr(record, "costs", None) == "seconds" and "layer_costs" not in record.config.model_fields:
         return f"gives `{record.name}`, which wants seconds, a config without the key `layer_costs`"
+    for key in DEFAULTS_OF_SCHEDULES:
+        default = getattr(record, key) if isinstance(record, ScheduleRecord) else None
+        if default is not None and not (isinstance(default, str) and RECORD_NAME.fullmatch(default)):
+            return f"gives `{record.name}` the {key} `{default}`, which is no record's name (`plugin.record`)"
     reserved = [key for key in RESERVED if key in record.config.model_fields]
     return f"gives `{record.name}` a config with the key `{reserved[0]}`, which every table has" if reserved else None
 

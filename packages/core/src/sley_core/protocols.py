@@ -121,29 +121,41 @@ class SplitLogits(Protocol):
 
 
 class StageLink(Protocol):
-    """Moves outputs and their gradients between stages; named by the schedule's record.
+    """Moves outputs and their gradients between stages; the plan's table `[link]` names it, or the schedule's record.
 
          prepare ──> begin ──> post | send | take ... ──> drain ─┐
                        ^                                         │
                        └─────────────────────────────────────────┘
 
-    key: what the shapes at a boundary depend on; equal on both ends for the same micro-batch.
+    key: what the shapes at a boundary depend on; equal on both ends for the same micro-batch. `testing/link_contract.py` holds
+    all of this, and the tests of a link inherit it.
     """
 
-    def prepare(self, parts: Parts) -> None: ...
-    def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """A walk through a list of actions over micro-batches with these `keys`; `peers` are the stages at this one's
-        boundaries, which begin the same walk."""
+    def prepare(self, parts: Parts) -> None:
+        """Called once, when the groups are made; messages travel on the lanes `up` and `down` of the group `pp`."""
 
-    def post(self, transfer: Transfer, key: Hashable) -> None: ...
-    def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None: ...
+    def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
+        """Begins a walk through a list of actions over micro-batches with these `keys`. `peers`: the stages at this one's
+        boundaries, which begin the same walk; one that begins another is told by RunError `stages-differ`, on both ends, in
+        `take` or `drain`."""
+
+    def post(self, transfer: Transfer, key: Hashable) -> None:
+        """Says that `transfer` will be taken. Of each way, both ends post and send in one order; waits for nobody."""
+
+    def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
+        """Starts to send `tensors`, of `description`, as they are now: the caller uses their memory for something else at once.
+        Outputs arrive with the marks of `api.boundary.with_overlaps`."""
+
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """What came. The caller and everything that it calls may keep the tensors, views of them and what autograd makes
         of them: their memory is not written to while any of these lives."""
         ...
 
-    def drain(self) -> None: ...
-    def abort(self, why: str) -> None: ...
+    def drain(self) -> None:
+        """Ends the walk: waits until everything sent is away."""
+
+    def abort(self, why: str) -> None:
+        """Forgets the walk after a failure, without waiting for anybody."""
 
 
 class WeightCommunicator(Protocol):

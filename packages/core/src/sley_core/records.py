@@ -87,9 +87,21 @@ class PartitionerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecord(Record):
-    """`build(config) -> Schedule` (see `sley_core.actions.schedule`); `link` is the stage link's `build`, without a config."""
+    """`build(config) -> Schedule` (see `sley_core.actions.schedule`).
 
-    link: str
+    What a plan takes beside it where it does not say, each by a record's name (`"pp.link"`), of this plugin or of another:
+    link: what carries outputs and gradients between stages; None takes the only one that the plan's plugins have.
+    partition: how layers are cut into parts; None takes the only one, too.
+    ties: the gradient handler that sums what several stages hold; None takes none.
+    """
+
+    link: str | None = None
+    partition: str | None = None
+    ties: str | None = None
+
+
+class StageLinkRecord(Record):
+    """`build(config) -> StageLink`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ RecordKind = Literal[
     "lr_schedules",
     "partitioners",
     "schedules",
+    "stage_links",
     "gradient_handlers",
     "scheduler_hooks",
     "weight_communicators",

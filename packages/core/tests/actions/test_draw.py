@@ -13,7 +13,7 @@ from sley_core.actions.draw import draw_text
 from sley_core.actions.draw_svg import draw_svg
 from sley_core.actions.draw_trace import chrome_trace
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import loop, v
 from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import Span, Timeline
 
@@ -24,7 +24,7 @@ def timeline_of(lists, placement, micros) -> Timeline:
 
 @pytest.fixture
 def two_stages() -> Timeline:
-    return timeline_of([sequential(2)] * 2, Placement(2), 2)
+    return timeline_of([sequential(2)] * 2, loop(2), 2)
 
 
 def test_text_shows_who_does_what_when(two_stages):
@@ -43,7 +43,7 @@ def test_where_there_is_little_room_only_letters_stay(two_stages):
 
 
 def test_small_letters_are_of_later_chunks(breadth_first):
-    placement = Placement(2, 2, "v")
+    placement = v(2)
     rows = draw_text(timeline_of(breadth_first(placement, 1), placement, 1)).splitlines()
     assert rows[0].startswith("stage 0  F0-......f0-b0====......")
     assert rows[2] == "F forward, B backward, small letters: chunk 1 and later"
@@ -52,7 +52,7 @@ def test_small_letters_are_of_later_chunks(breadth_first):
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 120, 200])
 @pytest.mark.parametrize("micros", [1, 7, 40])
 def test_a_row_is_never_wider_than_asked_for(breadth_first, width, micros):
-    placement = Placement(3, 2)
+    placement = loop(3, 2)
     drawn = draw_text(timeline_of(breadth_first(placement, micros), placement, micros), width)
     rows = drawn.splitlines()[:3]
     least = len("stage 0  .   99% idle")

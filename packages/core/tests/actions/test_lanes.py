@@ -13,12 +13,14 @@ from sley_core.actions.action import WAYS, Kind, Transfer, forward_only, way_of
 from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
 from sley_core.actions.machine import Parcel, taken
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.simulate import simulate
 
+ANY = st.tuples(st.integers(2, 5), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
 PLACEMENTS = st.one_of(
-    st.builds(Placement, st.integers(2, 5), st.integers(1, 3)),
-    st.builds(Placement, st.integers(2, 5), st.just(2), st.just("v")),
+    st.builds(loop, st.integers(2, 5), st.integers(1, 3)),
+    st.builds(v, st.integers(2, 5)),
+    ANY.map(lambda route: Placement(tuple(route))),
 )
 
 
@@ -93,7 +95,7 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(any_lists, placemen
     assert not any(queues.values())
 
 
-@pytest.mark.parametrize("placement", [Placement(4), Placement(4, 2), Placement(4, 2, "v")], ids=str)
+@pytest.mark.parametrize("placement", [loop(4), loop(4, 2), v(4)], ids=str)
 @pytest.mark.parametrize("link", [0.0, 0.5, 1.0, 2.0])
 def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(
     breadth_first, placement, link, monkeypatch
@@ -108,6 +110,6 @@ def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(
 
 @pytest.mark.parametrize("micros", [8, 64])
 def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_batches(breadth_first, micros):
-    placement = Placement(4)
+    placement = loop(4)
     simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.even(4))
     assert [held.receives for held in simulated.held] == [5, 4, 4, 5]

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, actions_of, forward_only, sequential
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import Placement, loop, v
 from sley_core.errors import PlanError
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
-ALONE = Placement(stages=1)
+ALONE = loop(1)
 
 
 def texts(steps) -> list[str]:
@@ -32,7 +32,7 @@ def test_without_a_pipeline_only_the_last_gradient_action_is_marked():
 
 
 def test_every_chunk_has_its_own_mark_after_its_last_weight_gradient():
-    (steps,) = lower([words("F0.0 F1.0 B1.0 D0.0 W0.0")], Placement(1, 2), 1)
+    (steps,) = lower([words("F0.0 F1.0 B1.0 D0.0 W0.0")], loop(1, 2), 1)
     assert texts(steps) == ["F0.0", "F1.0", "B1.0", "C1", "D0.0", "W0.0", "C0"]
 
 
@@ -44,7 +44,7 @@ def test_a_forward_only_list_has_no_marks():
 def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
     """Two stages, one micro-batch at a time; the gradient is on its way before its chunk is marked."""
     lists = [sequential(2), words("F0.0 D0.0 W0.0 F0.1 D0.1 W0.1")]
-    first, second = lower(lists, Placement(2), 2)
+    first, second = lower(lists, loop(2), 2)
     assert texts(first) == [
         *("post backward 0.0 from stage 1", "post backward 0.1 from stage 1", "F0.0", "send forward 0.0 to stage 1"),
         *("B0.0", "F0.1", "send forward 0.1 to stage 1", "B0.1", "C0"),
@@ -63,7 +63,7 @@ def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
 
 def test_what_passes_between_chunks_of_one_stage_is_not_sent():
     lists = [words("F0.0 F1.0 B1.0 B0.0")] * 2
-    first, second = lower(lists, Placement(2, 2, "v"), 1)
+    first, second = lower(lists, v(2), 1)
     assert [word for word in texts(second) if "send" in word] == [
         "send forward 1.0 to stage 0",
         "send backward 0.0 to stage 0",
@@ -86,13 +86,13 @@ def test_what_passes_between_chunks_of_one_stage_is_not_sent():
         (ALONE, "F0.0", "B0.0 is missing from stage 0's list"),
         (ALONE, "F0.0 D0.0", "W0.0 is missing from stage 0's list"),
         (ALONE, "", "F0.0 is missing from stage 0's list"),
-        (Placement(1, 2), "F1.0 F0.0", "F1.0 (number 1 of stage 0's list) comes before F0.0, which it continues"),
+        (loop(1, 2), "F1.0 F0.0", "F1.0 (number 1 of stage 0's list) comes before F0.0, which it continues"),
         (
-            Placement(1, 2),
+            loop(1, 2),
             "F0.0 F1.0 B0.0 B1.0",
             "B0.0 (number 3 of stage 0's list) comes before B1.0, which it continues",
         ),
-        (Placement(2), "F0.0 B0.0", "the schedule has 1 lists for 2 stages"),
+        (loop(2), "F0.0 B0.0", "the schedule has 1 lists for 2 stages"),
     ],
 )
 def test_what_is_not_a_step_is_refused_with_the_first_bad_action(placement, lists, fault):
@@ -111,7 +111,7 @@ def test_a_gradient_in_a_forward_only_list_is_refused():
 def test_lists_that_wait_for_each_other_are_refused_with_what_each_stage_waits_for():
     lists = [words("F0.0 B0.0 F0.1 B0.1"), words("F0.1 B0.1 F0.0 B0.0")]
     with pytest.raises(PlanError) as caught:
-        lower(lists, Placement(2), 2)
+        lower(lists, loop(2), 2)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "schedule-deadlock"
     assert diagnostic.message == (
@@ -146,9 +146,11 @@ def can_run(lists, placement, micros) -> bool:
 
 
 MUTATIONS = ("none", "drop", "repeat", "swap", "move")
+ANY = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
 PLACEMENTS = st.one_of(
-    st.builds(Placement, st.integers(1, 4), st.integers(1, 3)),
-    st.builds(Placement, st.integers(1, 4), st.just(2), st.just("v")),
+    st.builds(loop, st.integers(1, 4), st.integers(1, 3)),
+    st.builds(v, st.integers(1, 4)),
+    ANY.map(lambda route: Placement(tuple(route))),
 )
 
 

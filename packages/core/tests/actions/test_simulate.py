@@ -15,16 +15,18 @@ from sley_core.actions.action import Action, Kind, Transfer, forward_only, seque
 from sley_core.actions.costs import Costs
 from sley_core.actions.held import Held
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.simulate import simulate
 from sley_core.actions.timeline import Span, Timeline
 from sley_core.errors import PlanError
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
 
+ANY = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
 PLACEMENTS = st.one_of(
-    st.builds(Placement, st.integers(1, 4), st.integers(1, 3)),
-    st.builds(Placement, st.integers(1, 4), st.just(2), st.just("v")),
+    st.builds(loop, st.integers(1, 4), st.integers(1, 3)),
+    st.builds(v, st.integers(1, 4)),
+    ANY.map(lambda route: Placement(tuple(route))),
 )
 
 
@@ -34,7 +36,7 @@ def times(timeline: Timeline, stage: int) -> list[tuple[str, float, float]]:
 
 def test_two_stages_by_hand():
     """F takes 1 and 3 s, B 2 and 4 s, the link half a second."""
-    placement = Placement(2)
+    placement = loop(2)
     costs = Costs({F: (1.0, 3.0), B: (2.0, 4.0)}, (0.5,), (0, 0), (0, 0), (0,))
     found = simulate(lower([sequential(1)] * 2, placement, 1), placement, costs).timeline
     assert times(found, 0) == [("F0.0", 0.0, 1.0), ("B0.0", 9.0, 11.0)]
@@ -45,7 +47,7 @@ def test_two_stages_by_hand():
 
 def test_transfers_of_one_link_come_one_after_another():
     """Three forwards of 1 s, sent over a link of 2 s: the second has to wait for the first."""
-    placement = Placement(2)
+    placement = loop(2)
     lists = [[Action(F, 0, micro) for micro in range(3)]] * 2
     found = simulate(lower(lists, placement, 3, training=False), placement, Costs.even(2, link=2.0)).timeline
     assert [start for _, start, _ in times(found, 1)] == [3.0, 5.0, 7.0]
@@ -53,7 +55,7 @@ def test_transfers_of_one_link_come_one_after_another():
 
 def test_a_transfer_waits_for_its_post():
     """The second post stands behind the first forward, which ends at 4 s."""
-    placement = Placement(2)
+    placement = loop(2)
     first, second = lower([[Action(F, 0, micro) for micro in range(2)]] * 2, placement, 2, training=False)
     posts = [step for step in second if isinstance(step, Transfer)]
     late = (posts[0], Action(F, 0, 0), posts[1], Action(F, 0, 1))
@@ -62,7 +64,7 @@ def test_a_transfer_waits_for_its_post():
 
 
 def test_lowered_lists_that_stop_are_refused():
-    placement = Placement(2)
+    placement = loop(2)
     first, second = lower([sequential(1)] * 2, placement, 1)
     unposted = [step for step in second if not isinstance(step, Transfer)]
     with pytest.raises(PlanError, match=r"stage 0 at B0.0 .*; stage 1 at F0.0 \(number 1 of its list\) waits for F0.0"):
@@ -71,7 +73,7 @@ def test_lowered_lists_that_stop_are_refused():
 
 def test_bytes_are_those_of_graphs_queues_and_buffers():
     """Stage 1 holds at most two graphs of 100, then one with a queue of 30, and its buffers of 7 for outputs."""
-    placement = Placement(2)
+    placement = loop(2)
     costs = Costs(dict.fromkeys((F, B, D, W), (1.0, 1.0)), (0.0,), (1, 100), (1, 30), (7,))
     later = [Action(F, 0, 0), Action(F, 0, 1), *(Action(kind, 0, micro) for kind in (D, W) for micro in (0, 1))]
     held = simulate(
@@ -119,7 +121,7 @@ def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_w
 
 def test_the_time_of_a_simulation_grows_with_its_actions_and_no_faster(breadth_first):
     """Against itself: four times the micro-batches take about four times as long, where a search per action takes 16."""
-    placement, costs = Placement(8, 2, "v"), Costs.even(16)
+    placement, costs = v(8), Costs.even(16)
 
     def least_s(micros):
         lowered, taken_s = lower(breadth_first(placement, micros), placement, micros), []
@@ -135,5 +137,5 @@ def test_the_time_of_a_simulation_grows_with_its_actions_and_no_faster(breadth_f
 def test_costs_measured_are_the_medians_of_what_was_measured():
     spans = [Span(1, Action(F, 0, micro), float(micro), micro + 0.25 * (micro + 1)) for micro in range(3)]
     spans += [Span(0, Action(F, 0, 0), 0.0, 2.0)]
-    costs = Costs.measured([Timeline.of(2, spans)], Placement(2))
+    costs = Costs.measured([Timeline.of(2, spans)], loop(2))
     assert costs.seconds == {F: (2.0, 0.5)}

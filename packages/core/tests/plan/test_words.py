@@ -104,6 +104,7 @@ def test_kinds_have_names() -> None:
         "learning-rate schedule",
         "partitioner",
         "schedule",
+        "stage link",
         "gradient handler",
         "scheduler hook",
         "weight communicator",

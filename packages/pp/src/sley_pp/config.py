@@ -39,6 +39,10 @@ class CsvConfig(Table):
     """A row per stage, a cell per action: `0F0`, `0B0`, `0I0`, `0W0`."""
 
 
+class LinkConfig(Table):
+    """Messages between stages, from point to point; each is posted before it is sent."""
+
+
 class UniformConfig(Table):
     """As many layers in each part of the model as in any other, or one more."""
 

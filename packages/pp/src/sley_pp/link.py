@@ -33,11 +33,12 @@ from sley_core.errors import RunError
 from sley_pp.lines import Lines, heads_are_apart
 from sley_pp.message import Message, from_bytes, layout_of, to_bytes
 from sley_pp.pool import Pool
-from sley_pp.walk import WORD_BYTES, is_same, told, word_of
+from sley_pp.walk import Walk, differ
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Pending
     from sley_core.api.parts import Parts
+    from sley_pp.config import LinkConfig
 
 Key = Hashable
 """The shapes of a micro-batch's fields: what a boundary carries depends on nothing else, but for the flags of its tensors."""
@@ -58,17 +59,13 @@ class _Posted:
 class Link:
     """Point-to-point over the group `pp` of this rank's replica; at most one message per boundary and micro-batch."""
 
-    def __init__(self) -> None:
-        self._walk = 0
-        self._peers: Sequence[int] = ()
+    def __init__(self, config: LinkConfig) -> None:
+        del config  # has no keys
         self._known: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
         self._waiting: dict[Way, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
         self._posted: dict[Transfer, _Posted] = {}
         self._sending: deque[tuple[list[Pending], Message]] = deque()
         self._announcing: list[Pending] = []
-        self._telling: dict[int, Pending] = {}
-        self._hearing: dict[int, tuple[Pending, Tensor]] = {}
-        self._agreed: set[int] = set()
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
 
@@ -78,16 +75,12 @@ class Link:
         self._lines = Lines(parts.groups, apart=heads_are_apart(device))
         self._pool = Pool(device.torch_device, apart=self._lines.apart)
         self._stage = self._lines.stage
+        self._walk = Walk(self._lines)
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
         """Tells `peers` which micro-batches this stage walks through; what they tell is compared before anything else comes."""
         self._forget()
-        self._walk += 1
-        self._peers = peers
-        self._word = word_of(self._walk, keys)
-        for peer in peers:
-            what = f"what stage {self._stage} walks through, to stage {peer}"
-            self._telling[peer] = self._lines.tell(self._word, peer, what)
+        self._walk.begin(keys, peers)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Key) -> None:
         """Copies `tensors` into a message and starts its send; the caller may let go of them at once.
@@ -135,9 +128,7 @@ class Link:
 
     def drain(self) -> None:
         """Waits until everything sent is away; nothing posted is left."""
-        for peer in self._peers:
-            self._agree(peer, f"what stage {peer} walks through")
-            self._telling[peer].wait()
+        self._walk.end()
         while self._sending:
             self._end_send()
         while self._announcing:
@@ -161,8 +152,9 @@ class Link:
 
     def _forget(self) -> None:
         lists: list[Any] = [self._posted, self._sending, *self._waiting.values(), self._returning, self._owed]
-        for under_way in (*lists, self._announcing, self._telling, self._hearing, self._agreed):
+        for under_way in (*lists, self._announcing):
             under_way.clear()
+        self._walk.forget()
 
     def _send(self, transfer: Transfer, expected: Description, came: Description, tensors: list[Tensor]) -> None:
         if not expected.leaves:
@@ -172,7 +164,7 @@ class Link:
         what = self._name(transfer, "sends to")
         message = self._pool.lease(layout_of(expected.leaves))
         fault = "" if came.fits(expected) else f"{what}: expected {expected}, came {came}"
-        message.write_head(self._walk, transfer.micro, expected.flags if fault else came.flags, fault)
+        message.write_head(self._walk.number, transfer.micro, expected.flags if fault else came.flags, fault)
         if not fault:
             for place, tensor in zip(message.tensors, tensors, strict=True):
                 place.copy_(tensor)
@@ -221,7 +213,7 @@ class Link:
         """Waits for what the first waiting post waits for, then posts what it can."""
         assert self._waiting[way], f"{wanted} was never posted"
         transfer, key = self._waiting[way][0]
-        self._agree(transfer.peer, f"what {self._name(transfer, 'takes from')}")
+        self._walk.agree(transfer.peer, f"what {self._name(transfer, 'takes from')}")
         if transfer.lane == "backward":
             place = transfer.chunk, transfer.micro
             assert place in self._returning, f"{transfer}: the gradients of an output that was not sent"
@@ -238,8 +230,8 @@ class Link:
             else:
                 description = self._returning.get((transfer.chunk, transfer.micro))
             what = f"what {self._name(transfer, 'takes from')}"
-            self._hear(transfer.peer, what)
-            if description is None or transfer.peer not in self._agreed:
+            self._walk.hear(transfer.peer, what)
+            if description is None or not self._walk.is_agreed(transfer.peer):
                 return
             waiting.popleft()
             message, pending = None, []
@@ -252,30 +244,11 @@ class Link:
         """The flags of a message that is what `transfer` expects."""
         walk, micro, flags, fault = message.read_head()
         what = self._name(transfer, "takes from")
-        if (walk, micro) != (self._walk, transfer.micro):
-            raise _differ(f"{what}: came micro-batch {micro} of walk {walk}, this is walk {self._walk}")
+        if (walk, micro) != (self._walk.number, transfer.micro):
+            raise differ(f"{what}: came micro-batch {micro} of walk {walk}, this is walk {self._walk.number}")
         if fault:
             raise _mismatch(f"{what}: {fault}")
         return flags
-
-    def _agree(self, peer: int, what: str) -> None:
-        """Waits until `peer` has said so. Raises RunError `stages-differ` where it says something else."""
-        if peer in self._agreed:
-            return
-        self._hear(peer, what)
-        pending, word = self._hearing[peer]
-        pending.wait()
-        if not is_same(word, self._word):
-            self._telling[peer].wait()  # so that the peer finds the same
-            mine, other = told(self._word), told(word)
-            raise _differ(f"stage {peer} walks through {other}, and stage {self._stage} through {mine}")
-        self._agreed.add(peer)
-
-    def _hear(self, peer: int, what: str) -> None:
-        """Starts to receive what `peer` walks through."""
-        if peer not in self._hearing:
-            word = torch.empty(WORD_BYTES, dtype=torch.uint8)
-            self._hearing[peer] = self._lines.hear(word, peer, what), word
 
     def _descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:
         """What the boundary of `transfer` carries forward, for each batch shape."""
@@ -294,12 +267,4 @@ def _mismatch(fault: str) -> RunError:
         "boundary-mismatch",
         fault,
         hint="what a layer returns may depend on the shapes of the batch, not on its values",
-    )
-
-
-def _differ(fault: str) -> RunError:
-    return RunError(
-        "stages-differ",
-        fault,
-        hint="all stages of a replica take the same steps, on micro-batches of the same number and shapes",
     )

@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
+from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
-from sley_core.records import GradientHandlerRecord, PartitionerRecord, ScheduleRecord
+from sley_core.records import GradientHandlerRecord, PartitionerRecord, ScheduleRecord, StageLinkRecord
 from sley_pp import config
 
-LINK = "sley_pp.link:Link"
+
+def _schedule(name: str, table: type[Table], summary: str) -> ScheduleRecord:
+    return ScheduleRecord(
+        name=name,
+        config=table,
+        build=f"sley_pp.schedules.build:build_{name}",
+        link="pp.link",
+        partition="pp.balanced",
+        ties="pp.shared_modules",
+        summary=summary,
+    )
 
 
 @hookimpl
 def sley_schedules() -> list[ScheduleRecord]:
     return [
-        ScheduleRecord(
-            name="one_f_one_b",
-            config=config.OneFOneBConfig,
-            build="sley_pp.schedules.build:build_one_f_one_b",
-            link=LINK,
-            summary="One forward, one backward; holds at most as many micro-batches as there are stages.",
+        _schedule(
+            "one_f_one_b",
+            config.OneFOneBConfig,
+            "One forward, one backward; holds at most as many micro-batches as there are stages.",
         ),
-        ScheduleRecord(
-            name="gpipe",
-            config=config.GPipeConfig,
-            build="sley_pp.schedules.build:build_gpipe",
-            link=LINK,
-            summary="All forwards, then all backwards.",
+        _schedule("gpipe", config.GPipeConfig, "All forwards, then all backwards."),
+        _schedule(
+            "interleaved",
+            config.InterleavedConfig,
+            "1F1B over several parts of the model per stage; a smaller bubble, more transfers.",
         ),
-        ScheduleRecord(
-            name="interleaved",
-            config=config.InterleavedConfig,
-            build="sley_pp.schedules.build:build_interleaved",
-            link=LINK,
-            summary="1F1B over several parts of the model per stage; a smaller bubble, more transfers.",
+        _schedule(
+            "zero_bubble_h1",
+            config.ZeroBubbleH1Config,
+            "1F1B with weight gradients in its bubble: a third of it is left.",
         ),
-        ScheduleRecord(
-            name="zero_bubble_h1",
-            config=config.ZeroBubbleH1Config,
-            build="sley_pp.schedules.build:build_zero_bubble_h1",
-            link=LINK,
-            summary="1F1B with weight gradients in its bubble: a third of it is left.",
+        _schedule(
+            "zero_bubble_v",
+            config.ZeroBubbleVConfig,
+            "Two parts of the model per stage in a V, weight gradients in the bubble: almost none is left.",
         ),
-        ScheduleRecord(
-            name="zero_bubble_v",
-            config=config.ZeroBubbleVConfig,
-            build="sley_pp.schedules.build:build_zero_bubble_v",
-            link=LINK,
-            summary="Two parts of the model per stage in a V, weight gradients in the bubble: almost none is left.",
-        ),
-        ScheduleRecord(
-            name="csv",
-            config=config.CsvConfig,
-            build="sley_pp.schedules.build:build_csv",
-            link=LINK,
-            summary="A schedule from a file, in the form of torch.distributed.pipelining.",
-        ),
+        _schedule("csv", config.CsvConfig, "A schedule from a file, in the form of torch.distributed.pipelining."),
+    ]
+
+
+@hookimpl
+def sley_stage_links() -> list[StageLinkRecord]:
+    return [
+        StageLinkRecord(
+            name="link",
+            config=config.LinkConfig,
+            build="sley_pp.link:Link",
+            summary="Messages posted before they are sent, a communicator for each direction along the stages.",
+        )
     ]
 
 

@@ -1,21 +1,27 @@
 """Which part of the model each stage holds, and who its neighbours are: integers only.
 
 The layers of a model are cut into `stages x chunks` positions, in the order in which a sample passes them. A stage holds
-`chunks` of them, dealt in a loop or, for two chunks, as a V that turns round on the last stage:
+`chunks` of them. A placement is the route of a sample: of each position, the stage that holds it. Two ways to deal them are
+here, any other is a function of a plugin's (`Placing`):
 
-    loop, 4 stages, 2 chunks               V, 4 stages
+    loop, 4 stages, 2 chunks               v, 4 stages
 
     stage     0   1   2   3                stage     0   1   2   3
     chunk 0   0 > 1 > 2 > 3 >              chunk 0   0 > 1 > 2 > 3
     chunk 1 > 4 > 5 > 6 > 7                chunk 1   7 < 6 < 5 < 4
+
+    route     0 1 2 3 0 1 2 3              route     0 1 2 3 3 2 1 0
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
-Style = Literal["loop", "v"]
+from sley_core.errors import PlanError
 
 
 class Holder(NamedTuple):
@@ -27,37 +33,53 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """How the positions of a model are dealt to `stages`, `chunks` each. Raises ValueError if there is no such deal."""
+    """How the positions of a model are dealt to stages; a stage numbers its chunks in the order in which a sample meets them.
 
-    stages: int
-    chunks: int = 1
-    style: Style = "loop"
+    route: of each position, its stage. So every position has one holder. Neighbours may be on any two stages, or on one.
+    Raises PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap and hold equally many positions each.
+    """
+
+    route: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.stages < 1 or self.chunks < 1:
-            raise ValueError(f"{self.stages} stages with {self.chunks} chunks each, but there is at least one of both")
-        if self.style == "v" and self.chunks != 2:
-            raise ValueError(f"a V has two chunks per stage, not {self.chunks}")
+        held = Counter(self.route)
+        if not held:
+            raise wrong_placement("has no positions")
+        for stage in held:
+            if type(stage) is not int or stage < 0:
+                raise wrong_placement(f"names the stage {stage!r}, but stages are 0, 1, 2, ...")
+        last = max(held)
+        for stage in range(last + 1):
+            if not held[stage]:
+                raise wrong_placement(f"gives stage {stage} no part of the model, but stage {last} has one")
+            if held[stage] != held[0]:
+                parts = f"{held[stage]} of the {len(self.route)} parts of the model on stage {stage}, but {held[0]} on stage 0"
+                raise wrong_placement(f"puts {parts}: every stage holds equally many")
+
+    @cached_property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return max(self.route) + 1
+
+    @property
+    def chunks(self) -> int:
+        """How many positions each stage holds."""
+        return self.num_positions // self.stages
 
     @property
     def num_positions(self) -> int:
-        return self.stages * self.chunks
+        return len(self.route)
 
     def position(self, stage: int, chunk: int) -> int:
         """The place of that chunk on a sample's way through the model, from 0."""
         assert 0 <= stage < self.stages, f"stage {stage} of {self.stages}"
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
-        if self.style == "v" and chunk == 1:
-            return self.num_positions - 1 - stage
-        return chunk * self.stages + stage
+        return self._positions[stage][chunk]
 
     def holder(self, position: int) -> Holder:
         """The inverse of `position`."""
         assert 0 <= position < self.num_positions, f"position {position} of {self.num_positions}"
-        chunk, stage = divmod(position, self.stages)
-        if self.style == "v" and chunk == 1:
-            stage = self.stages - 1 - stage
-        return Holder(stage, chunk)
+        return self._holders[position]
 
     def previous(self, stage: int, chunk: int) -> Holder | None:
         """Whose output this chunk takes, and who gets its input gradient; None at the first position.
@@ -71,3 +93,42 @@ class Placement:
         """Who takes this chunk's output, and whose input gradient it gets; None at the last position."""
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
+
+    @cached_property
+    def _positions(self) -> tuple[tuple[int, ...], ...]:
+        """By stage and chunk."""
+        held: list[list[int]] = [[] for _ in range(self.stages)]
+        for position, stage in enumerate(self.route):
+            held[stage].append(position)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def _holders(self) -> tuple[Holder, ...]:
+        """By position."""
+        seen: Counter[int] = Counter()
+        holders = []
+        for stage in self.route:
+            holders.append(Holder(stage, seen[stage]))
+            seen[stage] += 1
+        return tuple(holders)
+
+
+Placing = Callable[[int, int], Placement]
+"""`(stages, chunks) -> the placement of so many`: pure. Raises PlanError for numbers that it cannot place."""
+
+
+def loop(stages: int, chunks: int = 1) -> Placement:
+    """The placement in which a sample goes up all stages, and then again, `chunks` times."""
+    return Placement(tuple(range(stages)) * chunks)
+
+
+def v(stages: int, chunks: int = 2) -> Placement:
+    """The placement in which a sample goes up all stages and down again; PlanError "placement-wrong" but for two chunks."""
+    if chunks != 2:
+        raise wrong_placement(f"is a V, which has two parts of the model per stage, not {chunks}")
+    return Placement((*range(stages), *reversed(range(stages))))
+
+
+def wrong_placement(fault: str) -> PlanError:
+    """The error of a placement that cannot be: `fault` says what it has or does."""
+    return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))

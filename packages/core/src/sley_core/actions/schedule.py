@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sley_core.actions.action import Action
-from sley_core.actions.placement import Placement, Style
+from sley_core.actions.placement import Placement, Placing, loop, wrong_placement
 
 Generator = Callable[[int, int, int], list[list[Action]]]
 """`(stages, chunks, micros) -> one list per stage`: pure, compute actions only. Raises PlanError outside its domain."""
@@ -14,15 +14,22 @@ Generator = Callable[[int, int, int], list[list[Action]]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A generator with what its plan's table chose: how many chunks a stage has, and how they are dealt."""
+    """A generator with what its plan's table chose: how many chunks a stage has, and how they are dealt.
+
+    place: makes the placement for any number of stages, as `loop` and `v` do.
+    """
 
     generate: Generator
     chunks: int = 1
-    style: Style = "loop"
+    place: Placing = loop
 
     def placement(self, stages: int) -> Placement:
-        """Who holds what."""
-        return Placement(stages, self.chunks, self.style)
+        """Who holds what. Raises PlanError "placement-wrong" where not each of `stages` holds `chunks` positions."""
+        found = self.place(stages, self.chunks)
+        if (found.stages, found.chunks) != (stages, self.chunks):
+            has = f"{found.chunks} parts of the model on each of {found.stages} stages"
+            raise wrong_placement(f"has {has}, not {self.chunks} on each of {stages}")
+        return found
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
         """The lists of a training step, to be lowered for `placement(stages)`."""

@@ -2,7 +2,7 @@
 
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Transfer, Way, way_of
 from sley_core.actions.machine import Parcel, given, taken
-from sley_core.actions.placement import Placement, Style
+from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.schedule import Schedule
 from sley_core.topology import DEFAULT_LANE
 
@@ -14,10 +14,11 @@ __all__ = [
     "Parcel",
     "Placement",
     "Schedule",
-    "Style",
     "Transfer",
     "Way",
     "given",
+    "loop",
     "taken",
+    "v",
     "way_of",
 ]

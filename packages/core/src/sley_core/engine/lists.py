@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from sley_core.actions.action import Action, Kind, Lowered, forward_only, sequential
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import Placement, loop
 
 Generate = Callable[[int], Sequence[Sequence[Action]]]
 """From a number of micro-batches to every stage's compute actions."""
@@ -26,7 +26,7 @@ class Lists:
     @classmethod
     def alone(cls) -> Lists:
         """Without a pipeline: forward and backward of one micro-batch after the other."""
-        return cls(lambda micros: [sequential(micros)], Placement(stages=1), 0)
+        return cls(lambda micros: [sequential(micros)], loop(1), 0)
 
     def splits_backward(self, micros: int) -> bool:
         """Whether this stage's list has input and weight gradients apart."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sley_core.engine.book import Stages, tie_axis, ties
 from sley_core.engine.lists import Lists
 from sley_core.errors import PlanError
-from sley_core.records import GradientHandlerRecord
+from sley_core.records import GradientHandlerRecord, ScheduleRecord
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
 
 if TYPE_CHECKING:
@@ -78,5 +78,8 @@ def _check_ties(plan: Plan, stage: Stage) -> None:
     records = [component.record for component in plan.gradient_handlers]
     if stage.ties and not any(isinstance(one, GradientHandlerRecord) and one.role == "tie" for one in records):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
-        hint = 'add [[gradient_handlers]] with `use = "pp.shared_modules"` behind the reducer'
+        schedule = plan.pipeline.record if plan.pipeline else None
+        own = schedule.ties if isinstance(schedule, ScheduleRecord) else None
+        known = f'`use = "{own}"`' if own else '`use = "pp.shared_modules"`, of sley-pp,'
+        hint = f"add [[gradient_handlers]] with {known} behind the reducer"
         raise PlanError.many([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])

@@ -134,7 +134,25 @@ def sley_schedules() -> Iterable[records.ScheduleRecord]:  # type: ignore[empty-
     Example:
         @hookimpl
         def sley_schedules():
-            return [ScheduleRecord(name="mine", config=MineConfig, build="my_plugin:mine", link="my_plugin:Link")]
+            return [ScheduleRecord(name="mine", config=MineConfig, build="my_plugin:mine", partition="my_plugin.even")]
+    """
+
+
+@hookspec
+def sley_stage_links() -> Iterable[records.StageLinkRecord]:  # type: ignore[empty-body]
+    """What carries outputs and their gradients between pipeline stages: what `[link] use` can name.
+
+    `build(config) -> StageLink`.
+
+    Called: when the plan is resolved
+    Ranks: all
+    May communicate: no
+    Returns: records, or nothing to stay out
+    Since: core 0.1
+    Example:
+        @hookimpl
+        def sley_stage_links():
+            return [StageLinkRecord(name="link", config=LinkConfig, build="my_plugin.link:Link")]
     """
 
 

@@ -21,6 +21,7 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "lr_schedules": records.LRScheduleRecord,
     "partitioners": records.PartitionerRecord,
     "schedules": records.ScheduleRecord,
+    "stage_links": records.StageLinkRecord,
     "gradient_handlers": records.GradientHandlerRecord,
     "scheduler_hooks": records.SchedulerHookRecord,
     "weight_communicators": records.WeightCommunicatorRecord,
@@ -74,6 +75,7 @@ class ComponentTable:
     build: who calls the factory, instead of core: `build(config, *args)`.
     many: whether the plan has a list of them, `[[key]]`.
     only_with: the table is there only where this one is written; an optional table names itself.
+    known: where the schedule's record gives the default, under this table's key: a record of Sley's own, for hints.
     """
 
     key: str
@@ -85,6 +87,7 @@ class ComponentTable:
     build: str | None = None
     many: bool = False
     only_with: str | None = None
+    known: str | None = None
 
     @property
     def header(self) -> str:
@@ -116,8 +119,15 @@ COMPONENTS = (
         "partition",
         "partitioners",
         "How the layers are cut into pipeline stages.",
-        default="pp.balanced",
         only_with="pipeline",
+        known="pp.balanced",
+    ),
+    ComponentTable(
+        "link",
+        "stage_links",
+        "What carries outputs and their gradients from one pipeline stage to the next.",
+        only_with="pipeline",
+        known="pp.link",
     ),
     ComponentTable(
         "weights",
@@ -135,7 +145,8 @@ COMPONENTS = (
         "gradient_handlers",
         "gradient_handlers",
         "What works on accumulated gradients; this order is the order of collectives on every rank. Left out, it is "
-        "`core.each` where more than one rank may hold the same weight, and `pp.shared_modules` behind it in a pipeline.",
+        "`core.each` where more than one rank may hold the same weight, and behind it, in a pipeline, the one that the "
+        "schedule names for weights that stages share.",
         many=True,
     ),
     ComponentTable(

@@ -105,6 +105,7 @@ class Plan:
     activations: Component
     pipeline: Component | None
     partition: Component | None
+    link: Component | None
     weights: Component | None
     sequence: Component | None
     gradient_handlers: tuple[Component, ...]

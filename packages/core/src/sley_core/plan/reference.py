@@ -82,6 +82,8 @@ def _choice(spec: ComponentTable) -> str:
     names = f"`use` names {a_word(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
     if spec.default:
         return f'{names}; left out, `use = "{spec.default}"`.'
+    if spec.known:
+        return f"{names}; left out, the one that the schedule names, or the only one that the plan's plugins have."
     return f"{names}."
 
 

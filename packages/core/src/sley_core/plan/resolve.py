@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
 from sley_core.loader import Loader, Plugin
+from sley_core.plan.defaults import default_list, default_of, is_named_by, without_default
 from sley_core.plan.document import MOST_PROBLEMS, Document, Origin, by_place, first_of
 from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
@@ -38,11 +39,12 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
     tables = {name: resolver.table(name, model) for name, model in TABLES.items()}
     optional = {name: resolver.optional(name, model) for name, model in OPTIONAL.items()}
     optional["timeline"] = optional["timeline"] or resolver.timeline(tables["run"])
-    single = {spec.key: resolver.component(spec) for spec in COMPONENTS if not spec.many}
-    many = {spec.key: resolver.components(spec, tables) for spec in COMPONENTS if spec.many}
+    parts: dict[str, Any] = {**tables, **optional}
+    # Last come those that may be the only one of their kind among the plugins that all others name.
+    for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.is_named(spec)):
+        parts[spec.key] = resolver.components(spec, tables) if spec.many else resolver.component(spec)
     resolver.top_level()
     resolver.raise_problems()
-    parts: dict[str, Any] = {**tables, **optional, **single, **many}
     plan = Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins, origins={})
     return replace(plan, origins=_origins(plan, {*resolver.written_in, *found_by_core}))
 
@@ -55,6 +57,7 @@ class _Resolver:
     plugins: dict[str, Plugin] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
     written_in: set[KeyPath] = field(default_factory=set)
+    schedule: Component | None = None
 
     def __post_init__(self) -> None:
         self.tables = self.document.tables
@@ -88,16 +91,24 @@ class _Resolver:
                 message = f"{spec.header} means nothing without [{spec.only_with}]"
                 self._problem("table-without-effect", message, (spec.key,), f"add [{spec.only_with}], or remove it")
             return None
-        if spec.key not in self.tables and spec.default is None:
-            choices = "`use` or `factory`" if spec.factory else "`use`"
-            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,))
+        default = default_of(spec, self.schedule, self.plugins.values())
+        if spec.key not in self.tables and default is None:
+            self._no_table(spec)
             return None
-        return self._component(spec, self.tables.get(spec.key, {}), (spec.key,))
+        found = self._component(spec, self.tables.get(spec.key, {}), (spec.key,), default)
+        if spec.kind == "schedules":
+            self.schedule = found
+        return found
+
+    def is_named(self, spec: ComponentTable) -> bool:
+        """Whether the plan itself names the record of a table."""
+        given = self.tables.get(spec.key)
+        return isinstance(given, dict) and "use" in given
 
     def components(self, spec: ComponentTable, tables: Mapping[str, Table | None]) -> tuple[Component, ...]:
         """The components of a list of tables; where it is left out, those that the layout needs."""
         if spec.key not in self.tables:
-            default = default_list(spec.key, tables, pipelined="pipeline" in self.tables)
+            default = default_list(spec.key, tables, self.schedule)
             self.written_in.update((spec.key, number, "use") for number in range(len(default)))
             self.written_in.add((spec.key,))
             given: Any = [{"use": name} for name in default]
@@ -138,7 +149,9 @@ class _Resolver:
         hint = suggestion(key, tables, f"its tables are {', '.join(tables)}")
         return self.document.diagnostic("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, "key")
 
-    def _component(self, spec: ComponentTable, given: Any, path: KeyPath) -> Component | None:
+    def _component(
+        self, spec: ComponentTable, given: Any, path: KeyPath, default: str | None = None
+    ) -> Component | None:
         if not isinstance(given, dict):
             self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(given)}", path)
             return None
@@ -154,22 +167,23 @@ class _Resolver:
             self._no_factory(spec, path)
             return None
         if "use" not in given:
-            if spec.default is None:
+            if default is None:
                 self._unnamed(spec, path)
                 return None
-            given = {"use": spec.default, **given}
+            given = {"use": default, **given}
             self.written_in.add((*path, "use"))
         return self._record_component(spec, given, path)
 
     def _record_component(self, spec: ComponentTable, given: dict[str, Any], path: KeyPath) -> Component | None:
         name = given["use"]
-        plugin = self._named(name, (*path, "use"))
+        at, by = self._origin(name, (*path, "use"))
+        plugin = self._named(name, at, by)
         if plugin is None:
             return None
         try:
             record = self.loader.record(spec.kind, name)
         except SleyError as error:
-            self._add(error, (*path, "use"))
+            self._add(error, at, by)
             return None
         rest = {key: value for key, value in given.items() if key != "use"}
         config = self._validated(record.config, rest, path, f"`{name}`")
@@ -183,6 +197,21 @@ class _Resolver:
                 except SleyError as error:
                     self._add(error, at)
         return Component(spec, name, record, config, path, self.document, plugin)
+
+    def _no_table(self, spec: ComponentTable) -> None:
+        """Notes that a table is missing, unless it is not needed or what is wrong with [pipeline] must be mended first."""
+        if spec.known is None:
+            choices = "`use` or `factory`" if spec.factory else "`use`"
+            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,))
+        elif self.schedule is not None and (spec.kind != "stage_links" or self._has_stages):
+            message, hint = without_default(spec, self.schedule, self.plugins.values(), self.loader)
+            self._problem("missing-table", message, ("pipeline", "use"), hint)
+
+    @property
+    def _has_stages(self) -> bool:
+        """Whether anything is sent from one stage to another."""
+        parallel = self.tables.get("parallel")
+        return isinstance(parallel, dict) and parallel.get("pp", 1) != 1
 
     def _unnamed(self, spec: ComponentTable, path: KeyPath) -> None:
         what = f"`use`, the name of {a_word(spec.kind)}"
@@ -200,22 +229,28 @@ class _Resolver:
         known = [f'"core.{name}"' for name in self.loader.load("core").records[spec.kind]] if self.plugins else []
         return f"core has {', '.join(known)}" if known else None
 
-    def _named(self, name: Any, path: KeyPath) -> Plugin | None:
+    def _origin(self, name: Any, path: KeyPath) -> tuple[KeyPath, str]:
+        """The place in the plan by which `path` has the record `name`, and who says so where the plan does not."""
+        if self.schedule is None or path not in self.written_in or not is_named_by(self.schedule, name):
+            return path, ""
+        return (*self.schedule.path, "use"), f"`{self.schedule.name}` names `{name}`: "
+
+    def _named(self, name: Any, path: KeyPath, by: str = "") -> Plugin | None:
         """The plugin of a record's name, loaded; None, with a problem noted, if there is no such name or plugin."""
         plugin, dot, record = name.partition(".") if isinstance(name, str) else ("", "", "")
         if dot and plugin and record:
-            return self._plugin(plugin, path)
+            return self._plugin(plugin, path, by)
         message = f'`{dotted(path)}` must be the name of a record, "plugin.record", not {shown(name)}'
         self._problem("wrong-value" if isinstance(name, str) else "wrong-type", message, path)
         return None
 
-    def _plugin(self, name: str, path: KeyPath) -> Plugin | None:
+    def _plugin(self, name: str, path: KeyPath, by: str = "") -> Plugin | None:
         if name not in self.plugins and name not in self.broken:
             try:
                 self.plugins[name] = self.loader.load(name)
             except PluginError as error:
                 self.broken.add(name)
-                self._add(error, path)
+                self._add(error, path, by)
         return self.plugins.get(name)
 
     def _validated(self, model: type[AnyTable], given: Any, path: KeyPath, owner: str) -> AnyTable | None:
@@ -237,26 +272,15 @@ class _Resolver:
         elif given is not None:
             self._problem("wrong-type", f"`source_folder` must be a string, not {shown(given)}", ("source_folder",))
 
-    def _add(self, error: SleyError, path: KeyPath) -> None:
+    def _add(self, error: SleyError, path: KeyPath, by: str = "") -> None:
         for found in error.diagnostics:
-            self.problems.append(self.document.diagnostic(found.code, found.message, path, found.hint))
+            self.problems.append(self.document.diagnostic(found.code, by + found.message, path, found.hint))
 
     def _problem(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at_key: bool = False
     ) -> None:
         at: Literal["key", "value"] = "key" if at_key else "value"
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
-
-
-def default_list(key: str, tables: Mapping[str, Table | None], *, pipelined: bool) -> tuple[str, ...]:
-    """The records of a list that a plan leaves out: a reducer where more than one rank may hold a weight."""
-    if key == "metrics":
-        return ("core.jsonl",)
-    parallel: Any = tables["parallel"]
-    if key != "gradient_handlers" or not parallel:
-        return ()
-    reducer = ("core.each",) if parallel.dp == "auto" or parallel.dp * parallel.sp > 1 else ()
-    return (*reducer, "pp.shared_modules") if pipelined and parallel.pp > 1 else reducer
 
 
 def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:

@@ -74,13 +74,15 @@ def _records(loader: Loader) -> Mapping[str, Mapping[str, Record]]:
 
 def _of_record(spec: ComponentTable, name: str, schema: dict[str, Any]) -> dict[str, Any]:
     schema["properties"] = {"use": {"const": name}, **schema.get("properties", {})}
-    if name != spec.default:
+    if name != spec.default and not spec.known:
         schema["required"] = ["use", *schema.get("required", [])]
     return schema
 
 
 def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    one: dict[str, Any] = {"type": "object", "oneOf": choices} if choices else {"type": "object"}
+    # Where the schedule gives the default, a table without `use` may be that of any record.
+    of = "anyOf" if spec.known else "oneOf"
+    one: dict[str, Any] = {"type": "object", of: choices} if choices else {"type": "object"}
     if not spec.many:
         return {"description": spec.summary, **one}
     return {"description": spec.summary, "type": "array", "items": one}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sley_core.actions.action import Kind, actions_of, sequential
 from sley_core.actions.lower import lower
-from sley_core.actions.placement import Placement
+from sley_core.actions.placement import loop
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.layout import Planner, by_reduce_group, loose
 from sley_core.engine.step_state import StepState
@@ -38,7 +38,7 @@ class Harness:
     def step(self, losses: Sequence[Callable[[], Tensor]], fail_at: int | None = None) -> dict[str, Tensor]:
         """One optimizer step over `losses`, functions that give each micro-batch's loss."""
         self.ready, self.during = [], []
-        (steps,) = lower([sequential(len(losses))], Placement(stages=1), len(losses))
+        (steps,) = lower([sequential(len(losses))], loop(1), len(losses))
         actions = actions_of(steps)
         self.state.begin(self.state.step + 1, actions, len(losses), 0)
         self.store.begin_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sley_core.api.actions import Action, Schedule
+from sley_core.api.actions import Action, Placement, Schedule, v
 from sley_core.errors import PlanError
 from sley_pp.config import (
     CsvConfig,
@@ -37,7 +37,7 @@ def build_zero_bubble_h1(config: ZeroBubbleH1Config) -> Schedule:
 
 
 def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:
-    return Schedule(zero_bubble_v, chunks=2, style="v")
+    return Schedule(zero_bubble_v, chunks=2, place=v)
 
 
 def build_csv(config: CsvConfig) -> Schedule:
@@ -45,11 +45,18 @@ def build_csv(config: CsvConfig) -> Schedule:
     placement, lists = read_file(config.file)
     micros = 1 + max(action.micro for actions in lists for action in actions)
 
+    def place(stages: int, chunks: int) -> Placement:
+        if stages != placement.stages:
+            raise wrong(f"{placement.stages} stages", f"{stages}")
+        return placement
+
     def only(stages: int, chunks: int, wanted: int) -> list[list[Action]]:
         if (stages, wanted) != (placement.stages, micros):
-            has = f"{placement.stages} stages and {micros} micro-batches"
-            message = f"the schedule {config.file} is for {has}, but the plan has {stages} and {wanted}"
-            raise PlanError("schedule-file", message, path=("pipeline", "file"))
+            raise wrong(f"{placement.stages} stages and {micros} micro-batches", f"{stages} and {wanted}")
         return lists
 
-    return Schedule(only, placement.chunks, placement.style)
+    def wrong(has: str, plan_has: str) -> PlanError:
+        message = f"the schedule {config.file} is for {has}, but the plan has {plan_has}"
+        return PlanError("schedule-file", message, path=("pipeline", "file"))
+
+    return Schedule(only, placement.chunks, place)

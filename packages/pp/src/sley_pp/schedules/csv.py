@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from sley_core.api.actions import Action, Kind, Placement, Style
+from sley_core.api.actions import Action, Kind, Placement
 from sley_core.api.plan import read_bounded
 from sley_core.errors import Place, PlanError
 
@@ -20,7 +20,6 @@ LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W":
 WORDS = {kind: letter for letter, kind in LETTERS.items()}
 CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-STYLES: tuple[Style, ...] = ("loop", "v")
 
 Parsed = tuple[int, Kind, int]
 """Position, kind, micro-batch."""
@@ -84,14 +83,13 @@ def _word(word: str, place: Place) -> Parsed:
 
 def _placement(held: Sequence[set[int]], place: Place) -> Placement:
     """The placement in which rank i holds the positions `held[i]`."""
-    chunks = len(held[0]) if held else 0
-    for style in STYLES:
-        if chunks and (style == "loop" or chunks == 2):
-            placement = Placement(len(held), chunks, style)
-            if held == [{placement.position(stage, chunk) for chunk in range(chunks)} for stage in range(len(held))]:
-                return placement
+    holders = {position: rank for rank, positions in enumerate(held) for position in positions}
     told = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(held[:8]))
-    raise _wrong(f"deals the parts of the model neither in a loop nor as a V ({told})", place)
+    if len(holders) != sum(map(len, held)) or sorted(holders) != list(range(len(holders))):
+        raise _wrong(f"does not give each part of the model, counted from 0, to one rank ({told})", place)
+    if len({len(positions) for positions in held}) > 1:
+        raise _wrong(f"does not give every rank equally many parts of the model ({told})", place)
+    return Placement(tuple(holders[position] for position in range(len(holders))))
 
 
 def _wrong(fault: str, place: Place) -> PlanError:

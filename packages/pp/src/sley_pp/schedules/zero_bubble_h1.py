@@ -11,7 +11,7 @@ as much as stage 0 does in 1F1B. The bubble is (P - 1)(F + D - W), as long as W 
 
 from __future__ import annotations
 
-from sley_core.api.actions import Action, Placement
+from sley_core.api.actions import Action, loop
 from sley_pp.schedules.weight_gradients import with_weight_gradients
 from sley_pp.schedules.words import D, F, numbered, wrong_chunks
 
@@ -24,4 +24,4 @@ def zero_bubble_h1(stages: int, chunks: int, micros: int) -> list[list[Action]]:
     for stage in range(stages):
         ahead = min(stages - 1 - stage, micros)
         lists.append(numbered([F] * ahead + [F, D] * (micros - ahead) + [D] * ahead))
-    return with_weight_gradients(lists, Placement(stages), most=stages)
+    return with_weight_gradients(lists, loop(stages), most=stages)

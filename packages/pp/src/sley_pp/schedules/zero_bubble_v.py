@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sley_core.api.actions import Action, Kind, Placement
+from sley_core.api.actions import Action, Kind, v
 from sley_pp.schedules.weight_gradients import with_weight_gradients
 from sley_pp.schedules.words import Word, numbered, wrong_chunks
 
@@ -31,7 +31,7 @@ def zero_bubble_v(stages: int, chunks: int, micros: int) -> list[list[Action]]:
         raise wrong_chunks("pp.zero_bubble_v", "two chunks", chunks, "use `pp.zero_bubble_h1` for one")
     whole = [numbered(_pattern(stage, stages, max(micros, 2 * stages - 1))) for stage in range(stages)]
     lists = [[action for action in actions if action.micro < micros] for actions in whole]
-    return with_weight_gradients(lists, Placement(stages, 2, "v"), most=2 * stages)
+    return with_weight_gradients(lists, v(stages), most=2 * stages)
 
 
 def _pattern(stage: int, stages: int, micros: int) -> Iterator[Word]:

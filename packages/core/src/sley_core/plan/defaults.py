@@ -1,0 +1,70 @@
+"""The records that a plan takes where it names none: what the layout needs, and what the schedule's record says.
+
+A table whose default hangs on the schedule (`ComponentTable.known`) takes what the schedule's record names, else the only
+record of its kind that the plan's plugins have. Plugins that the plan does not name are not asked: they are not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sley_core.discovery import to_install
+from sley_core.loader import Loader, Plugin
+from sley_core.plan.kinds import ComponentTable, a_word, words
+from sley_core.plan.plan import Component
+from sley_core.records import ScheduleRecord
+from sley_core.table import Table
+
+
+def default_of(spec: ComponentTable, schedule: Component | None, plugins: Iterable[Plugin]) -> str | None:
+    """The record of a table that is left out or has no `use`; None where one must be named.
+
+    schedule: the plan's, if it has one. plugins: those that the plan names.
+    """
+    if spec.known is None or schedule is None:
+        return spec.default
+    named: str | None = getattr(schedule.record, spec.key)
+    found = _offered(spec, plugins)
+    return named or (found[0] if len(found) == 1 else None)
+
+
+def default_list(key: str, tables: Mapping[str, Table | None], schedule: Component | None) -> tuple[str, ...]:
+    """The records of a list that is left out: a reducer where ranks may hold the same weight, and a handler of ties."""
+    if key == "metrics":
+        return ("core.jsonl",)
+    parallel: Any = tables["parallel"]
+    if key != "gradient_handlers" or not parallel:
+        return ()
+    reducer = ("core.each",) if parallel.dp == "auto" or parallel.dp * parallel.sp > 1 else ()
+    record = schedule.record if schedule else None
+    ties = record.ties if isinstance(record, ScheduleRecord) and parallel.pp > 1 else None
+    return (*reducer, ties) if ties else reducer
+
+
+def is_named_by(schedule: Component, name: str) -> bool:
+    """Whether the schedule's record names the record `name` for a table that is left out."""
+    record = schedule.record
+    return isinstance(record, ScheduleRecord) and name in (record.link, record.partition, record.ties)
+
+
+def without_default(
+    spec: ComponentTable, schedule: Component, plugins: Iterable[Plugin], loader: Loader
+) -> tuple[str, str]:
+    """Message and hint for a table that is left out and for which neither the schedule nor the plan's plugins decide."""
+    found = _offered(spec, plugins)
+    message = f"the plan needs a table {spec.header} with `use`: `{schedule.name}` names no {words(spec.kind)}"
+    if found:
+        return f"{message}, and the plan's plugins have {', '.join(f'`{name}`' for name in found)}", "name one of them"
+    assert spec.known is not None, spec
+    home = spec.known.partition(".")[0]
+    hint = (
+        f'add {spec.header} with `use = "{spec.known}"` of sley-{home}, or with {a_word(spec.kind)} of another plugin'
+    )
+    if home not in loader.names():
+        hint += f"; {to_install(home)}"
+    return f"{message}, and the plan's plugins have none", hint
+
+
+def _offered(spec: ComponentTable, plugins: Iterable[Plugin]) -> list[str]:
+    return [f"{plugin.name}.{name}" for plugin in plugins for name in plugin.records[spec.kind]]

@@ -1,0 +1,1 @@
+"""Pipeline schedules in waves (Hanayo, arXiv 2308.15762) for Sley: plugin `wave`. Needs core alone."""

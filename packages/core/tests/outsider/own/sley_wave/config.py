@@ -1,0 +1,24 @@
+"""The tables of the plugin `wave`; no torch."""
+
+from __future__ import annotations
+
+from sley_core.api.plan import Positive, Table
+
+
+class HanayoConfig(Table):
+    """Samples go up all stages and down again, in waves."""
+
+    waves: Positive = 1
+    """How often; each wave adds two parts of the model per stage."""
+
+
+class EvenConfig(Table):
+    """As many layers in each part of the model as in any other, or one more."""
+
+
+class LinkConfig(Table):
+    """One message after another."""
+
+
+class TiesConfig(Table):
+    """Sums the gradients of weights that several stages hold."""

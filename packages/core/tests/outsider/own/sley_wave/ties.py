@@ -1,0 +1,29 @@
+"""Sums the gradients of weights that several stages hold, so that they stay one weight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sley_core.api.comm import all_reduce
+from sley_core.protocols import GradientHandler
+from sley_wave.config import TiesConfig
+
+if TYPE_CHECKING:
+    from sley_core.api.parts import Parts, StepState
+
+
+class Ties(GradientHandler):
+    def __init__(self, config: TiesConfig) -> None:
+        pass
+
+    def attach(self, parts: Parts) -> None:
+        self._parts = parts
+        self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
+
+    def finish_step(self, step: StepState) -> None:
+        for name in self._ties:
+            entry = self._parts.book[name]
+            if entry in self._parts.store and entry.tie_group is not None:
+                # The tie's own group; its ranks walk the ties by name.
+                group = self._parts.groups[entry.tie_group]
+                all_reduce(self._parts.store.gradient(entry), group, what=f"the tied gradient of {name}").wait()
