@@ -59,10 +59,10 @@ class Clocked(Ours):
         self.timelines: list[list[Span]] = []
 
     def step(self, batch: dict[str, Tensor]) -> object:
-        executor = self.sley.run.stepper.executor
-        clock = executor.clock = ActionClock(executor.device)
-        done = super().step(batch)
-        self.timelines.append(clock.spans(self.sley.run.stepper.lists.stage))
+        run = self.sley.run
+        clock = ActionClock(run.stepper.device)
+        done = run.stepper.step(len(self.timelines), run.samples.splitter.given(batch), clock=clock)
+        self.timelines.append(clock.spans(run.stepper.lists.stage))
         return done
 
 

@@ -156,7 +156,8 @@ class Ours:
     def step(self) -> object:
         """What torch's `schedule.step` covers: no rows, no metrics."""
         self.number += 1
-        return self.sley.run.stepper.step(self.number - 1, self.batch, MICROS)
+        run = self.sley.run
+        return run.stepper.step(self.number - 1, run.samples.splitter.given(self.batch))
 
 
 class Theirs:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from sley_core.engine.compiled import compile_layers
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.execute import Executor
+from sley_core.engine.first_values import check_first_values
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.layout import by_reduce_group, loose
 from sley_core.engine.left_over import refuse_left_over
@@ -197,10 +197,15 @@ def _stepper(
         parts.numbers.agree()
     caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)
     fields = sliced_info(info, topology.sp).fields
-    executor = Executor(stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator)
-    if topology.sp > 1 and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
-        executor.over_positions = OverPositions(loss, fields)  # of core's own it is known
-    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo)
+    is_additive = (
+        isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
+    )  # core's own: a sum over positions
+    over_positions = OverPositions(loss, fields) if topology.sp > 1 and not is_additive else None
+    executor = Executor(
+        stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator, over_positions
+    )
+    compare = None if parts.world.is_fake else partial(check_first_values, parts, model.per_rank_buffers)
+    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare)
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, device):
         direct = accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=splits)

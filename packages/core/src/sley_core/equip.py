@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ from sley_core.data.feed import Feed
 from sley_core.data.slices import Slices
 from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.evaluate import Evaluation
-from sley_core.engine.first_values import check_first_values
 from sley_core.engine.profile import StepProfiler
+from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.timeline import StepTimeline
 from sley_core.equipment import Outputs, Samples, rows_of
 from sley_core.metrics.throughput import Meter
@@ -34,19 +33,16 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     """What the run trains on and what it is measured by; in a fake world nothing is read."""
     executor, topology, groups = stepper.executor, parts.topology, parts.groups
     loss = executor.loss if executor.has_loss else None
-    samples = Samples(
-        dataset,
-        Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss),
-        Meter.of(parts, model.layers, dataset.info),
-    )
+    slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss)
+    splitter = BatchSplitter(dataset.info, plan.batch.micro_size, slices, executor.loss, weighs=executor.has_loss)
+    samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info))
     if parts.world.is_fake:
         return samples
-    stepper.agreement.first = partial(check_first_values, parts, model.per_rank_buffers)
     rows = rows_of(plan.batch.global_size, parts)
     config: Any = plan.data.config
     feed = _feed(plan, dataset, rows, shuffle=config.shuffle)
     watch = BufferWatch(parts.layers, model.per_rank_buffers)
-    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, parts, stepper, samples.slices, rows))
+    return replace(samples, feed=feed, watch=watch, evaluation=_evaluation(plan, parts, stepper, splitter, rows))
 
 
 def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True) -> Feed:
@@ -61,7 +57,7 @@ def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True)
     )
 
 
-def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, slices: Slices, rows: range) -> Evaluation | None:
+def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, splitter: BatchSplitter, rows: range) -> Evaluation | None:
     if plan.evaluation is None:
         return None
     return Evaluation(
@@ -69,7 +65,7 @@ def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, slices: Slices, rows
         stepper.lists,
         [layer.module for layer in parts.layers],
         _feed(plan, open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), rows),
-        slices,
+        splitter,
         parts.groups,
         parts.world.device,
         stepper.agreement,

@@ -11,10 +11,10 @@ from sley_core.errors import KeyPath
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.data.feed import Feed
-    from sley_core.data.slices import Slices
     from sley_core.engine.evaluate import Evaluation
     from sley_core.engine.parts import Parts
     from sley_core.engine.profile import StepProfiler
+    from sley_core.engine.step_batch import BatchSplitter
     from sley_core.engine.timeline import StepTimeline
     from sley_core.metrics.throughput import Meter
     from sley_core.model.buffers import BufferWatch
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Samples:
     """What a run trains on, and is measured by.
 
-    slices: this rank's of each sequence. feed: the next samples, None in a fake world. watch: the buffers that the first step
+    splitter: makes micro-batches of them. feed: the next samples, None in a fake world. watch: the buffers that the first step
     must leave alone. evaluation: of held-out samples, where the plan has one.
     """
 
     dataset: AnyDataset
-    slices: Slices
+    splitter: BatchSplitter
     meter: Meter
     feed: Feed | None = None
     watch: BufferWatch | None = None

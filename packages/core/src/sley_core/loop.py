@@ -7,19 +7,17 @@ launch ──> forward, backward, update, on the device ──> emit: totals on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sley_core.data.cut import count_micros, parts
-from sley_core.data.vocabulary import check_tokens
 from sley_core.engine.not_finite import is_refused, refusal
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.engine.execute import HostBatch
     from sley_core.engine.parts import Parts
+    from sley_core.engine.step_batch import GivenBatch, StepBatch
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.totals import PendingTotals
     from sley_core.equipment import Outputs, Samples
@@ -85,7 +83,7 @@ class Loop:
                 self._emit_late()
         self._emit_late()
 
-    def step(self, batch: HostBatch | None) -> Row:
+    def step(self, batch: GivenBatch | None) -> Row:
         """One step, as `Run.step` says."""
         self._clock = time.perf_counter()
         return self._emit(self.launch(batch))
@@ -109,40 +107,33 @@ class Loop:
         if self._watch is not None:
             self._watch.look()
 
-    def launch(self, batch: HostBatch | None) -> Launched:
-        """Runs a step on `batch`, or on the next samples of the feed; on CUDA it goes on after this returns."""
-        wait_s = 0.0
-        numbers: tuple[int, ...] = ()
-        if batch is None:
-            feed = self.samples.feed
-            assert feed is not None, "a fake world takes no steps"
-            batch = feed.next()
-            wait_s, numbers = feed.wait_s, feed.samples
-        else:
-            for part in parts(batch):
-                check_tokens(part, self.samples.dataset.info)
-        slices, profiler, timeline = self.samples.slices, self.outputs.profiler, self.outputs.timeline
-        num_micros = count_micros(batch, slices.fields, self.plan.batch.micro_size)
-        number = self.num_steps_done + 1
-        if profiler is not None:
-            profiler.before_step(number)
-        if timeline is not None:
-            timeline.before_step(number, num_micros)
-        if self.num_steps_done == 0:
-            self.parts.book.check_complete(self.parts.layers)
+    def launch(self, given: GivenBatch | None) -> Launched:
+        """Runs a step on `given`, or on the next samples of the feed; on CUDA it goes on after this returns."""
+        number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
         with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
-            own = slices(batch) if isinstance(batch, Mapping) else [slices(part) for part in batch]
-            totals = self.stepper.step(self.num_steps_done, own, num_micros, stop=self._stop_asked, whole=batch)
+            batch, wait_s, samples = self._take(given)
+            if profiler is not None:
+                profiler.before_step(number)
+            clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
+            if self.num_steps_done == 0:
+                self.parts.book.check_complete(self.parts.layers)
+            totals = self.stepper.step(self.num_steps_done, batch, stop=self._stop_asked, clock=clock)
         if self._watch is not None and self.num_steps_done == 0:
             self._watch.check()
             self._watch = None  # its copies of buffers are free
         if profiler is not None:
             profiler.after_step(number)
-        if timeline is not None:
-            timeline.after_step()
         self.num_steps_done = number
-        tokens = sum(self.samples.meter.num_tokens(part) for part in parts(batch)) * self.parts.topology.dp
-        return Launched(number, totals, self.stepper.update.lr, tokens, wait_s, numbers)
+        tokens = sum(map(self.samples.meter.num_tokens, batch.whole)) * self.parts.topology.dp
+        return Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
+
+    def _take(self, given: GivenBatch | None) -> tuple[StepBatch, float, tuple[int, ...]]:
+        """What the step trains on, for how many seconds the feed was waited for, and how it names the samples."""
+        splitter, feed = self.samples.splitter, self.samples.feed
+        if given is not None:
+            return splitter.given(given), 0.0, ()
+        assert feed is not None, "a fake world takes no steps"
+        return splitter.fed(feed.next()), feed.wait_s, feed.samples
 
     @contextmanager
     def _while(self, flag: str) -> Iterator[None]:

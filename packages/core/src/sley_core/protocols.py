@@ -166,7 +166,9 @@ class WeightCommunicator(Protocol):
                                             └────────────────────────┘
 
     Core cuts, along the dim that it is told. Before it gathers or reads any weight of a layer, the communicator calls
-    `parts.waits.wait_for` of that layer. A step that fails ends at the next `begin`, which must forget whatever was under way.
+    `parts.waits.wait_for` of that layer. What is written to shards between two steps counts from the next one on, and so do
+    parameters that are frozen or trained again. A step that fails ends at the next `begin`, which must forget whatever was
+    under way. `sley_core.testing.weight_contract` holds all of this.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
@@ -195,7 +197,11 @@ class WeightCommunicator(Protocol):
 
 
 class SequenceAttention(Protocol):
-    """Makes attention see whole sequences, of which every rank of `sp` has a slice."""
+    """Makes attention see whole sequences, of which every rank of `sp` has a slice.
+
+    What an attention cannot do over slices it refuses by name, alike on all ranks. `sley_core.testing.attention_contract` says
+    what it must be able to do.
+    """
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Changes every attention in `layers`, all of the model's; called on meta, before the book is closed.

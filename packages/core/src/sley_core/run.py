@@ -24,9 +24,9 @@ from sley_core.plan.load import with_values
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.engine.execute import HostBatch
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
+    from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.waits import IsDue, Wait
     from sley_core.equipment import Facts, Outputs, Samples
@@ -106,7 +106,7 @@ class Run(AbstractContextManager["Run"]):
             self._notify("sley_run_finished", run=self, outcome=outcome)
         return outcome
 
-    def step(self, batch: HostBatch | None = None) -> Row:
+    def step(self, batch: GivenBatch | None = None) -> Row:
         """One optimizer step; returns its row, the same on every rank.
 
         batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; left out, the

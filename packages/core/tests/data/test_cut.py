@@ -76,18 +76,3 @@ def test_micro_batches_are_counted_along_each_fields_own_dim() -> None:
 def test_what_makes_no_micro_batches_is_an_error(changes: dict[str, Any], micro_size: int, match: str) -> None:
     with pytest.raises(RunError, match=match):
         count_micros(a_batch() | changes, FIELDS, micro_size)
-
-
-def test_micro_batches_that_come_apart_are_taken_as_they_are() -> None:
-    """Of any length each, and of one size."""
-    apart = [{name: value[:2] for name, value in a_batch().items()} for _ in range(3)]
-    apart[1]["tokens"] = apart[1]["tokens"][:, :4]
-    fields = {name: FIELDS[name] for name in ("tokens", "cu_seqlens")}
-    apart = [{name: part[name] for name in fields} for part in apart]
-    assert count_micros(apart, fields, 2) == 3
-    assert [cut(apart, fields, at, 3)["tokens"].shape for at in range(3)] == [(2, 6), (2, 4), (2, 6)]
-    for wrong in ([], [*apart, {name: value[:1] for name, value in apart[0].items()}]):
-        with pytest.raises(RunError, match="micro_size = 2"):
-            count_micros(wrong, fields, 2)
-    with pytest.raises(RunError, match="lables"):
-        count_micros([*apart, {"lables": apart[0]["tokens"]}], fields, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sley_core.engine.step_batch import StepBatch
 from sley_core.errors import RunError
 
 
@@ -16,7 +17,7 @@ def test_a_closed_run_does_nothing_and_says_so(alone, small):
         run.train,
         run.evaluate,
         lambda: run.before_layer("head", lambda: None),
-        lambda: run.stepper.step(1, {}, 1),
+        lambda: run.stepper.step(1, StepBatch([{}], [{}])),
         run.store.begin_step,
     )
     for call in calls:

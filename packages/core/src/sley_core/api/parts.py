@@ -2,9 +2,10 @@
 
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
+from sley_core.engine.gradient_buffers import GradientBuffer
 from sley_core.engine.layout import Layout
 from sley_core.engine.parts import Parts
-from sley_core.engine.slot import GradientBuffer, add_at
+from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import Phase, StepState
 from sley_core.engine.store import GradientStore
 from sley_core.engine.weight_queue import Handover, WeightQueue

@@ -5,25 +5,17 @@ Cuts are views: no byte is copied, and what is written to a part is written to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 
 from sley_core.data.dataset import Batch, Field
 from sley_core.errors import RunError
 
-AnyBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
-"""Samples as one batch, or as its micro-batches, whose sequences may then differ in length."""
-
-
-def parts(batch: AnyBatch) -> Sequence[Mapping[str, Tensor]]:
-    """The batch as it is, or its micro-batches: what adds up over samples is the sum over these."""
-    return [batch] if isinstance(batch, Mapping) else batch
-
 
 def cut(
-    batch: AnyBatch,
+    batch: Mapping[str, Tensor],
     fields: Mapping[str, Field],
     index: int,
     num_parts: int,
@@ -31,30 +23,20 @@ def cut(
 ) -> Batch:
     """Part `index` of `num_parts` equal ones: micro-batches along "batch", slices along "sequence".
 
-    A field without that dim (`sequence_dim = None`) is in every part whole. What comes as micro-batches is cut already.
+    Fields come in the order of `fields`; one without that dim (`sequence_dim = None`) is in every part whole.
     Raises RunError if the batch lacks a field, has one that is not declared, or does not divide.
     """
     assert 0 <= index < num_parts, (index, num_parts)
-    if not isinstance(batch, Mapping):
-        assert dim == "batch", dim
-        assert len(batch) == num_parts, (len(batch), num_parts)
-        return dict(batch[index])
     _check_fields(batch, fields)
-    return {name: _part(name, batch[name], fields[name], index, num_parts, dim) for name in batch}
+    return {name: _part(name, batch[name], field, index, num_parts, dim) for name, field in fields.items()}
 
 
-def count_micros(batch: AnyBatch, fields: Mapping[str, Field], micro_size: int) -> int:
-    """How many micro-batches of `micro_size` samples `batch` is, or is a list of; at least one, and none of another size.
+def count_micros(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
+    """How many micro-batches of `micro_size` samples `batch` is: at least one, and none of another size.
 
     Raises RunError if the batch lacks a field, has one that is not declared, if its fields have different numbers of
     samples, or if that is no multiple of `micro_size`.
     """
-    if not isinstance(batch, Mapping):
-        counts = [count_micros(part, fields, micro_size) for part in batch]
-        if not counts or set(counts) != {1}:
-            message = f"a list of micro-batches has {counts} times [batch] micro_size = {micro_size} samples"
-            raise RunError("batch-size", message, hint="give one micro-batch or more, each of that size")
-        return len(counts)
     _check_fields(batch, fields)
     sizes = {name: _num_samples(name, batch[name], field) for name, field in fields.items()}
     first = next(iter(sizes))

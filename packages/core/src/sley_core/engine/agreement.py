@@ -24,11 +24,11 @@ from torch import Tensor
 from sley_core.comm.collectives import Pending, all_reduce, gather_objects
 from sley_core.comm.compare import difference
 from sley_core.comm.marks import checksum
-from sley_core.data.cut import AnyBatch, parts
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
+    from sley_core.engine.step_batch import StepBatch
     from sley_core.engine.store import GradientStore
 
 NEXT, TRAINED, MICROS, BATCH = range(4)
@@ -56,10 +56,12 @@ class Agreement:
     first: what is to be compared once, before the first step. weight: of the global batch, once `check` has returned.
     """
 
-    def __init__(self, groups: Groups, store: GradientStore | None = None) -> None:
+    def __init__(
+        self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None
+    ) -> None:
         self.groups = groups
         self.store = store
-        self.first: Callable[[], None] | None = None
+        self.first = first
         self.weight = 0.0
         self._everyone = groups["control"]
         self._facts: list[dict[str, View]] = []
@@ -68,15 +70,16 @@ class Agreement:
         self._sum = torch.zeros(_SIZE, dtype=torch.float64)
         self._pending: Pending | None = None
 
-    def begin(self, what: str, num_micros: int = 0, batch: AnyBatch | None = None, weight: float = 0.0) -> Agreement:
+    def begin(self, what: str, batch: StepBatch | None = None) -> Agreement:
         """Starts to compare; every rank calls it, and `check` after it. what: the words for what all ranks begin now.
 
-        batch: this rank's samples, whole sequences, on the host. weight: this rank's share of the loss weight, where the model
-        ends; all samples of the global batch lie on the ranks of one stage.
+        batch: what it takes of samples. Its weights are summed as well: all samples of the global batch lie on the ranks of one
+        stage, and where the model does not end they weigh nothing.
         """
-        self.weight = weight
+        self.weight = batch.weight if batch else 0.0
         if self._everyone.size == 1:
             return self
+        num_micros = batch.num_micros if batch else 0
         self._facts = [
             {"all": (what, checksum([what]))},
             self._entries(),
@@ -86,7 +89,7 @@ class Agreement:
         self._sum = torch.zeros(_SIZE, dtype=torch.float64)
         for at, fact in enumerate(self._facts):
             self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
-        self._sum[_WEIGHT] = weight
+        self._sum[_WEIGHT] = self.weight
         # All ranks, on the host; every step and every evaluation begins with it.
         self._pending = all_reduce(self._sum, self._everyone, what=f"what all ranks agree on before {what}")
         return self
@@ -125,13 +128,13 @@ class Agreement:
             self._trained |= {axis: (tuple(sorted(tied)), checksum(sorted(tied))) for axis, tied in ties.items()}
         return self._trained
 
-    def _samples(self, batch: AnyBatch) -> dict[str, View]:
+    def _samples(self, batch: StepBatch) -> dict[str, View]:
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
-        seen = tuple(f"{name} {_described(value)}" for part in parts(batch) for name, value in sorted(part.items()))
+        seen = tuple(f"{name} {_described(value)}" for part in batch.whole for name, value in sorted(part.items()))
         number = checksum(seen)
-        for part in parts(batch):
+        for part in batch.whole:
             for _, value in sorted(part.items()):
                 number = zlib.crc32(_seen(value), number)
         return dict.fromkeys(axes, (seen, number))

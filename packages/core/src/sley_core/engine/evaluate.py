@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
     from sley_core.data.feed import Feed
-    from sley_core.data.slices import Slices
     from sley_core.engine.agreement import Agreement
     from sley_core.engine.execute import Executor
     from sley_core.engine.lists import Lists
+    from sley_core.engine.step_batch import BatchSplitter
 
 
 class Evaluation:
@@ -35,7 +35,7 @@ class Evaluation:
         lists: Lists,
         modules: Sequence[nn.Module],
         feed: Feed,
-        slices: Slices,
+        splitter: BatchSplitter,
         groups: Groups,
         device: Device,
         agreement: Agreement,
@@ -47,7 +47,7 @@ class Evaluation:
         self.steps = lists.evaluation(num_micros)
         self.modules = modules
         self.feed = feed
-        self.slices = slices
+        self.splitter = splitter
         self.groups = groups
         self.device = device
         self.agreement = agreement
@@ -78,16 +78,13 @@ class Evaluation:
         for group in self.groups.values():
             group.log.clear()
         for number in range(self.num_batches):
-            whole = self.feed.next()
+            batch = self.splitter.fed(self.feed.next())
             # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
-            self.agreement.begin("an evaluation", self.num_micros, whole).check()
-            batch = self.slices(whole)
+            self.agreement.begin("an evaluation", batch).check()
             first_micro = self.groups["dp"].coord * self.num_micros
-            self.executor.additive.check(batch, self.num_micros)
             state.begin(number, actions_of(self.steps), self.num_micros, first_micro)
-            loss = self.executor.evaluate(self.steps, batch, state)
-            weight = self.executor.loss.weight(batch) if self.executor.has_loss else 0.0
-            totals += torch.tensor([float(loss), weight], dtype=torch.float64)
+            loss = self.executor.evaluate(self.steps, batch.micros, state)
+            totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
         self.feed.close()
         differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
         totals = self.device.move(torch.cat([totals, differs]))

@@ -9,23 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
-from sley_core.data.cut import AnyBatch, cut
 from sley_core.engine.boundary import gradients_of
 from sley_core.engine.held import Held, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
-from sley_core.engine.weight import Additive
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.errors import note_origin
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.data.dataset import Field
+    from sley_core.data.dataset import Batch, Field
     from sley_core.engine.call import LayerCaller
     from sley_core.engine.clock import ActionClock
     from sley_core.engine.crossing import Crossing
@@ -35,14 +33,12 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, WeightCommunicator
 
-HostBatch: TypeAlias = AnyBatch
-
 
 class Executor:
     """Executes lists over `chunks`, this rank's layers per model chunk.
 
-    crossing: how values get into chunks and out. fields: what the dataset declares of each batch field. clock: notes when
-    actions run, while somebody wants to know.
+    crossing: how values get into chunks and out. fields: what the dataset declares of each batch field. over_positions: looks
+    at the loss where ranks have slices.
     """
 
     def __init__(
@@ -56,19 +52,18 @@ class Executor:
         hooks: Sequence[SchedulerHook] = (),
         queue: WeightQueue | None = None,
         weights: WeightCommunicator | None = None,
+        over_positions: OverPositions | None = None,
     ) -> None:
         self.chunks = chunks
         self.crossing = crossing
         self.caller = caller
         self.loss = loss
-        self.fields = fields
         self.device = device
         self.hooks = hooks
         self.queue = queue or WeightQueue()
-        self.additive = Additive(loss, fields)
-        self.over_positions: OverPositions | None = None
+        self.over_positions = over_positions
         self.weights = weights
-        self.clock: ActionClock | None = None
+        self._clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
@@ -80,17 +75,23 @@ class Executor:
         return self._has_loss
 
     def train(
-        self, steps: Lowered, batch: HostBatch, state: StepState, store: GradientStore, weight: BatchWeight | None
+        self,
+        steps: Lowered,
+        batch: Sequence[Batch],
+        state: StepState,
+        store: GradientStore,
+        weight: BatchWeight | None,
+        clock: ActionClock | None = None,
     ) -> Tensor:
         """Runs a training list; gradients go to `store`.
 
-        batch: this rank's samples, on the host, `state.num_micros` micro-batches of equal size along the batch dim, or a list
-            of so many.
+        batch: this rank's micro-batches, on the host.
         weight: the loss weight of the global batch, by which every gradient is divided once; only where the loss is.
+        clock: notes when actions run.
         Returns the sum of the loss over this rank's samples: a float64 scalar on the device.
         """
         actions = actions_of(steps)
-        total = self._begin(batch, state, Phase.TRAIN, actions)
+        total = self._begin(batch, Phase.TRAIN, actions, clock)
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         for step in steps:
@@ -103,7 +104,7 @@ class Executor:
             micro = state.micro_step(step, Phase.TRAIN)
             state.enter(step)
             with self._weights_of(step):
-                self._act(step, micro, batch, state, weight, total)
+                self._act(step, micro, batch, weight, total)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
                 del self._held[step.chunk, step.micro]
@@ -113,16 +114,16 @@ class Executor:
         return total
 
     @torch.no_grad()
-    def evaluate(self, steps: Lowered, batch: HostBatch, state: StepState) -> Tensor:
+    def evaluate(self, steps: Lowered, batch: Sequence[Batch], state: StepState) -> Tensor:
         """Runs a forward-only list, saving nothing and touching no gradient; returns the sum of the loss."""
-        total = self._begin(batch, state, Phase.EVALUATE, actions_of(steps))
+        total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
         for step in steps:
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
             micro = state.micro_step(step, Phase.EVALUATE)
             with self._weights_of(step):
-                self._forward(micro, Held(), batch, state.num_micros, total)
+                self._forward(micro, Held(), batch, total)
             self._micros.pop(step.micro, None)
         self.crossing.end()
         return total
@@ -130,32 +131,29 @@ class Executor:
     def _weights_of(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self.weights is None else self.weights.during(action)
 
-    def _begin(self, batch: HostBatch, state: StepState, phase: Phase, actions: Sequence[Action]) -> Tensor:
+    def _begin(
+        self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], clock: ActionClock | None = None
+    ) -> Tensor:
+        self._clock = clock
         self._micros.clear()
         self._held.clear()
         self.queue.clear()
         if self.weights is not None:
             self.weights.begin(actions, phase)
-        self.crossing.begin(self._keys(batch, state.num_micros, phase))
+        self.crossing.begin(self._keys(batch, phase))
         return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
 
-    def _keys(self, batch: HostBatch, num_micros: int, phase: Phase) -> list[tuple[Any, ...]]:
-        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask.
-
-        All are of one size, unless they came apart.
-        """
+    def _keys(self, batch: Sequence[Batch], phase: Phase) -> list[tuple[Any, ...]]:
+        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask."""
         if self.crossing.link is None:
             return []
-        parts = [cut(batch, self.fields, 0, num_micros)] if isinstance(batch, Mapping) else batch
-        keys = [(phase, *(tuple(part[name].shape) for name in self.fields)) for part in parts]
-        return keys * num_micros if isinstance(batch, Mapping) else keys
+        return [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch]
 
     def _act(
         self,
         action: Action,
         micro: MicroStep,
-        batch: HostBatch,
-        state: StepState,
+        batch: Sequence[Batch],
         weight: BatchWeight | None,
         total: Tensor,
     ) -> None:
@@ -164,7 +162,7 @@ class Executor:
         match action.kind:
             case Kind.FORWARD:
                 held = self._held[place] = Held()
-                self._forward(micro, held, batch, state.num_micros, total)
+                self._forward(micro, held, batch, total)
             case Kind.BACKWARD:
                 self._backward(micro, self._held[place], weight)
             case Kind.INPUT_GRADIENT:
@@ -172,16 +170,16 @@ class Executor:
                     self._backward(micro, self._held[place], weight)
             case Kind.WEIGHT_GRADIENT:
                 self._weight_gradients(replace(micro, phase=Phase.WEIGHTS))
-        if self.clock is not None:
-            self.clock.stop(action)
+        if self._clock is not None:
+            self._clock.stop(action)
 
     def _ready(self) -> None:
         """What the running action takes is there."""
-        if self.clock is not None:
-            self.clock.start()
+        if self._clock is not None:
+            self._clock.start()
 
-    def _forward(self, micro: MicroStep, held: Held, batch: HostBatch, num_micros: int, total: Tensor) -> None:
-        fields = self._fields(batch, micro.micro, num_micros)
+    def _forward(self, micro: MicroStep, held: Held, batch: Sequence[Batch], total: Tensor) -> None:
+        fields = self._fields(batch, micro.micro)
         args: tuple[Any, ...] = ()
         if not self._is_first(micro.chunk):
             args = (held.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
@@ -234,10 +232,10 @@ class Executor:
             parcel = gradients_of(held.description), made
             self.crossing.give("backward", micro.chunk, micro.micro, parcel)
 
-    def _fields(self, batch: HostBatch, micro: int, num_micros: int) -> dict[str, Tensor]:
+    def _fields(self, batch: Sequence[Batch], micro: int) -> dict[str, Tensor]:
         if micro not in self._micros:
-            part = cut(batch, self.fields, micro, num_micros)
-            self._micros[micro] = {name: self.device.move(part[name]) for name in part if name in self._reads}
+            given = batch[micro].items()
+            self._micros[micro] = {name: self.device.move(value) for name, value in given if name in self._reads}
         return self._micros[micro]
 
     def _weight_gradients(self, micro: MicroStep) -> None:

@@ -2,132 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from sley_core.comm.marks import checksum
 from sley_core.engine.book import Entry
-from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
 from sley_core.engine.stand_in import sharded_read
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
 
-class GradientBuffer(FlatBuffer):
-    """The gradients of some entries of one family, side by side in `memory`; `num_holders` stages hold a copy of each."""
+@dataclass(slots=True)
+class Habit:
+    """What the steps before have shown of how a gradient comes; the entry's slot in the next layout begins with a copy.
 
-    def __init__(self, entries: Sequence[Entry], memory: Tensor) -> None:
-        super().__init__([entry.parameter.shape for entry in entries], memory.dtype, memory.device, memory)
-        self.entries = list(entries)
-        self.reduce_group = entries[0].reduce_group
-        self.num_holders = len(entries[0].stages)
-        assert all(entry.family == entries[0].family for entry in entries), f"{entries} do not reduce together"
-
-    @cached_property
-    def contents(self) -> int:
-        """A checksum of whose gradients these are, in their order: two ranks that sum a buffer have the same."""
-        return checksum(entry.name for entry in self.entries)
-
-
-class GradientMemory:
-    """What the buffers of a layout lie in: one piece for all, which the next layout takes over if it is as large.
-
-    Buffers in another order take as much as before. Memory that is freed and asked for anew would be written to for the
-    first time once more, and malloc would leave a gap where it was.
+    expected: what `Slot.final` was in the first step. is_irregular: that number varies, so the gradient is complete at the end
+    of the chunk and not before.
     """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._data = torch.empty(0, dtype=dtype, device=device)
-
-    def forget(self) -> None:
-        """The next layout gets memory of its own: somebody may still write into this one."""
-        self._data = self._data.new_empty(0)
-
-    def buffers(self, lists: Sequence[Sequence[Entry]]) -> list[GradientBuffer]:
-        """One zeroed buffer for each list of entries. Those of the layout before are not to be used any more."""
-        alignment = ALIGNMENT_BYTES // self._data.dtype.itemsize
-        sizes = [offsets([entry.parameter.shape for entry in entries], alignment)[1] for entries in lists]
-        if self._data.numel() == sum(sizes):
-            self._data.zero_()
-        else:
-            self.forget()
-            self._data = self._data.new_zeros(sum(sizes))
-        parts = torch.split(self._data, sizes)
-        return [GradientBuffer(entries, part) for entries, part in zip(lists, parts, strict=True)]
-
-
-class Habit(NamedTuple):
-    """What the steps before have shown of how a gradient comes; as in `Slot`."""
 
     expected: int = 0
     is_irregular: bool = False
+
+    def is_met(self, final: int) -> bool:
+        """Whether nothing more is to come after `final` times."""
+        return not self.is_irregular and final >= self.expected > 0
+
+    def learn(self, final: int) -> None:
+        """At the end of a chunk: `final` is what is expected, until it varies."""
+        if self.expected and final and final != self.expected:
+            self.is_irregular = True
+        self.expected = max(self.expected, final)
+
+
+class State(Enum):
+    """How far a gradient has come in this step; drawn in `Slot`."""
+
+    OPEN = "contributions may come"
+    COMPLETE = "nothing more is expected; it waits for those before it in the order"
+    REPORTED = "handlers know that it is complete"
+
+
+class Autograd(Enum):
+    """What autograd does with its gradient of the parameter."""
+
+    COPIED = "a hook adds it to the view"
+    IN_VIEW = "after the first, which a hook copies, autograd adds into the view, which is `parameter.grad`, by itself"
+    UNWATCHED = "autograd sums in `parameter.grad` without a hook, and the end of the chunk takes that"
 
 
 class Slot:
     """The gradient of `entry` as `view`, a part of a buffer.
 
+         reset ──> OPEN ── complete ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset of the next step
+                    ^                      │                                             │
+                    └──── check_open ──────┘                                             └── check_open: `gradient-late`
+                     a backward within the backward came once more
+
     contributions: in this step. final: how often the action that completes the gradient has passed by: autograd once per
     backward, however often a parameter is used in it, the queue of a W after the entry's last product, a communicator with
-    every contribution. expected: what `final` was in the first step. is_irregular: that number varies, so the gradient is
-    complete at the end of the chunk and not before. is_reported: handlers know that it is complete.
-    keeps: whether `parameter.grad` may stay the view between contributions, so that autograd adds into it by itself;
-    it does where parameter and view have one dtype, which is settled after the first layout.
-    is_quiet: no hook watches the parameter, so the gradient is complete at the end of the chunk and not before.
+    every contribution.
+    autograd: IN_VIEW only where parameter and view have one dtype, which is settled after the first layout.
     """
 
     __slots__ = (
+        "autograd",
         "chunks",
         "contributions",
         "entry",
-        "expected",
         "final",
-        "is_irregular",
-        "is_quiet",
-        "is_ready",
-        "is_reported",
-        "keeps",
+        "habit",
         "parameter",
+        "state",
         "view",
     )
 
-    def __init__(self, entry: Entry, view: Tensor, habit: Habit, *, keeps: bool) -> None:
+    def __init__(self, entry: Entry, view: Tensor, habit: Habit, autograd: Autograd) -> None:
         self.entry = entry
         self.parameter = entry.parameter
         self.chunks = entry.chunks
         self.view = view
-        self.expected, self.is_irregular = habit
-        self.keeps = keeps
-        self.is_quiet = False
+        self.habit = habit
+        self.autograd = autograd
         self.reset()
 
     @property
-    def habit(self) -> Habit:
-        """What the entry's slot in the next layout is to know; no view with it, whose memory is about to be taken over."""
-        return Habit(self.expected, self.is_irregular)
+    def is_open(self) -> bool:
+        """Whether contributions are still to come."""
+        return self.state is State.OPEN
 
     def reset(self) -> None:
         """A new step: what the view holds is overwritten by the first contribution."""
         self.contributions = 0
         self.final = 0
-        self.is_ready = False
-        self.is_reported = False
+        self.state = State.OPEN
         self.parameter.grad = None
 
     def passed(self, *, learning: bool) -> None:
         """One more passed by in the action that completes the gradient; the first step learns how many there are."""
         self.final += 1
-        if not learning and not self.is_irregular and self.final >= self.expected > 0:
+        if self.is_open and not learning and self.habit.is_met(self.final):
             self.complete()
-
-    def learn(self) -> None:
-        """At the end of a chunk: how many passed by is what is expected, until it varies."""
-        if self.expected and self.final and self.final != self.expected:
-            self.is_irregular = True
-        self.expected = max(self.expected, self.final)
 
     def check_open(self, state: StepState) -> None:
         """A contribution is about to come; a gradient that nobody knows to be complete is open again.
@@ -135,14 +111,14 @@ class Slot:
         Raises RunError `gradient-complete` where the gradient is complete and no step runs: a backward by hand. And
         `gradient-late` where its reduction has begun: no sum is made of a part.
         """
-        if not self.is_ready:
+        if self.state is State.OPEN:
             return
         name = self.entry.name
         if state.action is not None:
             assert not self.chunks <= state.done, f"{name}: a contribution after its gradient was reported ready"
-            self.is_irregular = True
-            if not self.is_reported:
-                self.is_ready = False
+            self.habit.is_irregular = True
+            if self.state is State.COMPLETE:
+                self.state = State.OPEN
                 return
             raise RunError(
                 "gradient-late",
@@ -187,22 +163,21 @@ class Slot:
         """Nothing more comes; what nothing reached is zero."""
         if not self.contributions:
             self.view.zero_()
-        self.is_ready = True
+        self.state = State.COMPLETE
 
 
 class LooseSlot(Slot):
     """The gradient stays where autograd made it, if its dtype is the store's: nobody reduces it, so no buffer is needed.
 
-    Saves one pass over memory, and the buffer. The view is a new tensor in every step. While it is quiet autograd sums in
-    `parameter.grad`, and `complete` takes that.
+    Saves one pass over memory, and the buffer. The view is a new tensor in every step.
     """
 
     __slots__ = ("dtype", "nothing")
 
-    def __init__(self, entry: Entry, dtype: torch.dtype, habit: Habit, *, keeps: bool) -> None:
+    def __init__(self, entry: Entry, dtype: torch.dtype, habit: Habit, autograd: Autograd) -> None:
         self.dtype = dtype
         self.nothing = entry.parameter.new_empty(0, dtype=dtype)
-        super().__init__(entry, self.nothing, habit, keeps=keeps)
+        super().__init__(entry, self.nothing, habit, autograd)
 
     def reset(self) -> None:
         super().reset()
@@ -231,18 +206,19 @@ class LooseSlot(Slot):
     def check_nothing_came_late(self) -> None:
         """What a hook would have said of a contribution after `complete`."""
         gradient = self.parameter.grad
-        is_late = self.is_quiet and self.is_ready and gradient is not None and gradient is not self.view
+        is_watched = self.autograd is not Autograd.UNWATCHED
+        is_late = not is_watched and not self.is_open and gradient is not None and gradient is not self.view
         assert not is_late, f"{self.entry.name}: a contribution after its gradient was reported ready"
 
     def complete(self) -> None:
-        summed = self.parameter.grad if self.is_quiet else None
+        summed = self.parameter.grad if self.autograd is Autograd.UNWATCHED else None
         if summed is not None:
             self.adopt(dense(summed, self.entry))
             self.contributions += 1
             self.parameter.grad = None
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
-        self.is_ready = True
+        self.state = State.COMPLETE
 
 
 def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:

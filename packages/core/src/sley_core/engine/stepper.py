@@ -7,12 +7,11 @@ begin ──> forward and backward actions ──> handlers finish ──> norm,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from sley_core.actions.action import actions_of
-from sley_core.data.cut import parts
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.totals import PendingTotals
 from sley_core.engine.weight import BatchWeight
@@ -22,8 +21,10 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.comm.groups import Groups
     from sley_core.engine.book import Entry
-    from sley_core.engine.execute import Executor, HostBatch
+    from sley_core.engine.clock import ActionClock
+    from sley_core.engine.execute import Executor
     from sley_core.engine.lists import Lists
+    from sley_core.engine.step_batch import StepBatch
     from sley_core.engine.step_state import StepState
     from sley_core.engine.store import GradientStore
     from sley_core.engine.update import Update
@@ -38,6 +39,7 @@ class Stepper:
     """Takes steps. `handlers` are called in the plan's order, which is the order of their collectives.
 
     undo: closed with it; lets go of the model, of handlers and of whatever else was attached, the last first.
+    compare_first: what all ranks compare before the first step.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Stepper:
         groups: Groups,
         device: Device,
         undo: ExitStack,
+        compare_first: Callable[[], None] | None = None,
     ) -> None:
         self.executor = executor
         self.lists = lists
@@ -61,30 +64,29 @@ class Stepper:
         self.state: StepState = store.state
         self._undo = undo
         self.is_closed = False
-        self.agreement = Agreement(groups, store)
+        self.agreement = Agreement(groups, store, compare_first)
         self._num_begun = 0
         if handlers:
             store.on_ready.append(self._gradient_ready)
             store.on_chunk_done.append(self._chunk_done)
 
     def step(
-        self, step: int, batch: HostBatch, num_micros: int, *, stop: bool = False, whole: HostBatch | None = None
+        self, step: int, batch: StepBatch, *, stop: bool = False, clock: ActionClock | None = None
     ) -> PendingTotals:
-        """Trains on `batch`, this rank's samples on the host, as `num_micros` micro-batches of one size.
+        """Trains on `batch`. step: counts from 0. stop: this rank's vote to stop after the step. clock: notes when actions run.
 
-        step: counts from 0. stop: this rank's vote to stop after the step. whole: the batch before it was sliced, which ranks
-        compare. After an exception the next call starts clean.
+        After an exception the next call starts clean.
         """
         if self.is_closed:
             raise closed("stepper")
-        self.executor.additive.check(batch, num_micros)
+        num_micros = batch.num_micros
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
         self.store.begin_step()
         for group in self.groups.values():
             group.log.clear()
         weight = self._weight(batch)
-        self.agreement.begin(f"step {step + 1}", num_micros, whole, weight.local if weight else 0.0)
+        self.agreement.begin(f"step {step + 1}", batch)
         self._num_begun += 1
         if self.agreement.may_wait and self._num_begun > STARTING_STEPS:
             self.state.after_first = self.agreement.check
@@ -92,22 +94,21 @@ class Stepper:
             self.agreement.check()
         for handler in self.handlers:
             handler.begin_step(self.state)
-        loss = self.executor.train(steps, batch, self.state, self.store, weight)
+        loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
         for handler in self.handlers:
             handler.finish_step(self.state)
-        totals = self.update.step(step, loss, weight.local if weight else 0.0, stop)
+        totals = self.update.step(step, loss, batch.weight, stop)
         self.state.was_taken = self.update.was_taken
         for handler in self.handlers:
             handler.weights_updated(self.state)
         return PendingTotals(totals, self.device)
 
-    def _weight(self, batch: HostBatch) -> BatchWeight | None:
+    def _weight(self, batch: StepBatch) -> BatchWeight | None:
         """The loss weight of the global batch, where the model ends: only there is it needed."""
         if not self.executor.has_loss:
             return None
         scale = self.update.scale.value if self.update.scale else 1.0
-        local = sum(self.executor.loss.weight(part) for part in parts(batch))
-        return BatchWeight(local, self._global_weight, scale)
+        return BatchWeight(self._global_weight, scale)
 
     def _global_weight(self) -> float:
         self.agreement.check()

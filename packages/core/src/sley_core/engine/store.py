@@ -19,6 +19,7 @@ reductions in opposite order sum the wrong tensors without an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.gradient_buffers import GradientBuffer, GradientMemory
 from sley_core.engine.layout import Piece, Planner, by_reduce_group
-from sley_core.engine.slot import GradientBuffer, GradientMemory, Habit, LooseSlot, Slot, check_not_sharded, dense
+from sley_core.engine.slot import Autograd, Habit, LooseSlot, Slot, State, check_not_sharded, dense
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
 
@@ -83,16 +85,14 @@ class GradientStore:
         for entries in (layout.order, [entry for buffer in (*layout.buffers, layout.loose) for entry in buffer]):
             named = sorted(entry.index for entry in entries)
             assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
-        known = {entry: slot.habit for entry, slot in self._slots.items()}
+        known = {entry: replace(slot.habit) for entry, slot in self._slots.items()}
         self._forget()
         self.buffers = self._memory.buffers([entries for entries in layout.buffers if entries])
         for buffer in self.buffers:
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
-                keeps = entry not in self._products
-                self._slots[entry] = Slot(entry, view, known.get(entry, Habit()), keeps=keeps)
+                self._slots[entry] = Slot(entry, view, known.get(entry, Habit()), self._autograd(entry))
         for entry in layout.loose:
-            keeps = entry not in self._products
-            self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry, Habit()), keeps=keeps)
+            self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry, Habit()), self._autograd(entry))
         self._order = [self._slots[entry] for entry in layout.order]
         self._parameters = [entry.parameter for entry in self.book]
         self._laid_out_for = self._trainability()
@@ -104,16 +104,15 @@ class GradientStore:
     def watch(self) -> None:
         """From now on parameters are hooked, in every layout; the first `begin_step` does it where it was not done.
 
-        Only when dtypes and products are settled is it known that a gradient needs no hook: where nobody reduces, nobody
-        waits for it, and what has the store's dtype autograd sums by itself. A Python call per parameter and backward
-        is saved.
+        Only when dtypes and products are settled is it known which gradients need no hook, and no Python call per backward:
+        where nobody reduces, nobody waits for them, and what has the store's dtype autograd sums by itself.
         """
         self._is_watching = True
         for slot in self._order:
             if isinstance(slot, LooseSlot):
                 is_whole = slot.entry.shard is None and slot.parameter.dtype == self.dtype
-                slot.is_quiet = not self.buffers and slot.keeps and is_whole
-                if slot.is_quiet:
+                if not self.buffers and slot.autograd is Autograd.IN_VIEW and is_whole:
+                    slot.autograd = Autograd.UNWATCHED
                     continue
             accumulated = partial(self._accumulated, slot)
             hook = slot.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]  # torch's
@@ -208,15 +207,15 @@ class GradientStore:
     def expect_products(self, entry: Entry) -> None:
         """From now on `entry` gets contributions by `add_product` and the like, besides those of autograd if there are any."""
         self._products.add(entry)
-        if entry in self._slots:
-            self._slots[entry].keeps = False
+        if entry in self._slots and self._slots[entry].autograd is Autograd.IN_VIEW:
+            self._slots[entry].autograd = Autograd.COPIED
 
     def chunk_done(self, chunk: int) -> None:
         """The chunk's last gradient action is over: what no contribution reached is zero, and everything is ready."""
         for slot in self._order:
-            if not slot.is_ready and chunk in slot.chunks and slot.chunks <= self.state.done:
+            if slot.is_open and chunk in slot.chunks and slot.chunks <= self.state.done:
                 slot.complete()
-        if all(slot.is_ready for slot in self._order):
+        if not any(slot.is_open for slot in self._order):
             self._learn()
         self._report()
         for notify in self.on_chunk_done:
@@ -231,15 +230,14 @@ class GradientStore:
     def _learn(self) -> None:
         """All is complete: what this step has shown of how gradients come."""
         for slot in self._order:
-            if not slot.is_quiet:  # of those nobody waits for
-                slot.learn()
+            slot.habit.learn(slot.final)
         if not self._learned and self._tasks:
             # Of an action, the backward itself began first; those within it come as often as they like.
             outermost: dict[Action | None, int] = {}
             for action, task in self._tasks.values():
                 outermost[action] = min(task, outermost.get(action, task))
             for slot, (action, task) in self._tasks.items():
-                slot.is_irregular |= task != outermost[action]
+                slot.habit.is_irregular |= task != outermost[action]
             self._tasks.clear()
         self._learned = True
 
@@ -258,8 +256,8 @@ class GradientStore:
             slot.check_open(self.state)
             if gradient is not slot.view:
                 slot.adopt(dense(gradient, slot.entry))
-                if gradient is not slot.view or not slot.keeps:
-                    parameter.grad = slot.view if slot.keeps and parameter.dtype == slot.view.dtype else None
+                is_kept = slot.autograd is Autograd.IN_VIEW and parameter.dtype == slot.view.dtype
+                parameter.grad = slot.view if is_kept else None
             slot.contributions += 1
         if not self._learned:
             self._tasks[slot] = self.state.action, torch._C._current_graph_task_id()
@@ -270,22 +268,25 @@ class GradientStore:
         self._passed(slot)
 
     def _passed(self, slot: Slot) -> None:
-        if slot.is_quiet or not self.state.gradients_final(slot.chunks):
+        if slot.autograd is Autograd.UNWATCHED or not self.state.gradients_final(slot.chunks):
             return
         slot.passed(learning=not self._learned)
         if not self._learned and slot.final == 1:
             self._seen.append(slot.entry)
-        if slot.is_ready and slot is self._order[self._next]:
+        if not slot.is_open and slot is self._order[self._next]:
             self._report()
 
     def _report(self) -> None:
         """Reports ready entries up to the first that is not: one order, whatever autograd's was."""
-        while self._next < len(self._order) and self._order[self._next].is_ready:
+        while self._next < len(self._order) and not self._order[self._next].is_open:
             slot = self._order[self._next]
-            slot.is_reported = True
+            slot.state = State.REPORTED
             self._next += 1
             for notify in self.on_ready:
                 notify(slot.entry)
+
+    def _autograd(self, entry: Entry) -> Autograd:
+        return Autograd.COPIED if entry in self._products else Autograd.IN_VIEW
 
     def _trainability(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]

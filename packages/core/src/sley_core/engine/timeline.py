@@ -1,8 +1,8 @@
 """`timeline.svg` and `timeline.json` in the run's folder: a measured step of all ranks, and the same lists in simulated time.
 
-before_step ──> after_step ──> write
- all ranks meet,                gathers all ranks' spans to rank 0,
- clocks start                   which simulates and draws
+before_step ──> the step ──> write
+ all ranks meet,              gathers all ranks' spans to rank 0,
+ clocks start                 which simulates and draws
 
 The prediction takes for each action the median of what its kind took at its place in the measured step, and links that take
 nothing: what the schedule would give if no message took time and no action more than usual.
@@ -53,22 +53,19 @@ class StepTimeline:
         self._clock: ActionClock | None = None
         self._num_micros = 0
 
-    def before_step(self, number: int, num_micros: int) -> None:
-        """In the step to draw: waits until all ranks have come to it, and starts this rank's clock."""
+    def before_step(self, number: int, num_micros: int) -> ActionClock | None:
+        """In the step to draw: waits until all ranks have come to it, and returns a running clock, in which the step notes."""
         if number != self.number:
-            return
+            return None
         device = self.stepper.device
         clock = ActionClock(device)
         device.wait_until(device.moment())
         # The group `control` holds all ranks, and all take the same steps.
         gather_objects(None, self.groups["control"], what="the start of the step that is drawn")
         clock.begin()
-        self._clock = self.stepper.executor.clock = clock
+        self._clock = clock
         self._num_micros = num_micros
-
-    def after_step(self) -> None:
-        """The clock stops; nothing is read from it yet."""
-        self.stepper.executor.clock = None
+        return clock
 
     def write(self, number: int) -> None:
         """Gathers what all ranks noted of step `number`, if it is the one to draw; rank 0 writes both files."""

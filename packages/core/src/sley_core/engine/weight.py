@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.data.cut import AnyBatch, cut
+from sley_core.data.cut import cut
 from sley_core.data.slices import adds_up
 from sley_core.errors import RunError
 
@@ -25,12 +25,11 @@ MOST_SHAPES = 16
 class BatchWeight:
     """What every gradient is divided by.
 
-    local: this rank's samples' share. total: all ranks', asked for in the first backward; their sum travels beside the first
-    forward. scale: by which every gradient is multiplied until the step ends (fp16).
+    total: all ranks' weights, asked for in the first backward; their sum travels beside the first forward. scale: by which
+    every gradient is multiplied until the step ends (fp16).
     """
 
-    def __init__(self, local: float, total: Callable[[], float], scale: float = 1.0) -> None:
-        self.local = local
+    def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
         self._total = total
         self._inverse: Tensor | None = None
@@ -51,12 +50,12 @@ class Additive:
         self.fields = fields
         self._shown: set[tuple[object, ...]] = set()
 
-    def check(self, batch: AnyBatch, num_micros: int) -> None:
+    def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
         """Raises RunError "loss-not-additive" for a loss that counts something once per micro-batch, as a mean does.
 
-        On every rank of a replica alike, whether or not the model ends there. What comes as micro-batches is summed as it is.
+        On every rank of a replica alike, whether or not the model ends there.
         """
-        if num_micros == 1 or len(self._shown) >= MOST_SHAPES or not isinstance(batch, Mapping):
+        if num_micros == 1 or len(self._shown) >= MOST_SHAPES:
             return
         shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
         if shape in self._shown:

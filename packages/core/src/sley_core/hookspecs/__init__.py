@@ -23,6 +23,7 @@ from sley_core.hookspecs.offers import (
     sley_scheduler_hooks,
     sley_schedules,
     sley_sequence_attentions,
+    sley_stage_links,
     sley_weight_communicators,
 )
 from sley_core.hookspecs.plan_and_run import (
@@ -54,6 +55,7 @@ __all__ = [
     "sley_scheduler_hooks",
     "sley_schedules",
     "sley_sequence_attentions",
+    "sley_stage_links",
     "sley_step_finished",
     "sley_weight_communicators",
 ]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.cut import AnyBatch
 from sley_core.engine.shards import wholes
+from sley_core.engine.step_batch import GivenBatch
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
@@ -53,7 +53,7 @@ def record(
     *,
     folder: Path | None = None,
     prepare: Callable[[Run], None] | None = None,
-    batches: Sequence[AnyBatch] | None = None,
+    batches: Sequence[GivenBatch] | None = None,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
 
@@ -67,7 +67,7 @@ def record(
             prepare(run)
         recorded.first = weights(run)
         for number in range(num_steps):
-            own: AnyBatch | None = None
+            own: GivenBatch | None = None
             if batches is not None:
                 own = _own(batches[number], run)
             recorded.rows.append(run.step(own))
@@ -85,7 +85,7 @@ def gradients(run: Run) -> Tensors:
     return {entry.name: gradient for entry, gradient in wholes(parts, run.groups).items()}
 
 
-def _own(batch: AnyBatch, run: Run) -> AnyBatch:
+def _own(batch: GivenBatch, run: Run) -> GivenBatch:
     """This rank's rows, or those of its micro-batches."""
     if isinstance(batch, Mapping):
         return {name: value[run.rows] for name, value in batch.items()}

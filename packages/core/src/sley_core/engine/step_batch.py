@@ -1,0 +1,116 @@
+"""What a step is given becomes micro-batches here, once; nothing behind it asks in which form samples came.
+
+    a batch of n micro-batches ──┐  fields, sizes    ┌──────────┐  this rank's slice   ┌──────────┐
+                                 ├─────────────────> │  whole   │ ───────────────────> │  micros  │
+    a list of n micro-batches ───┘  token ids        └──────────┘  of each sequence    └──────────┘
+
+What adds up over samples (loss weight, tokens) is summed over the pieces that were given, not over micro-batches: a loss is
+asked once about a batch that came in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
+
+from sley_core.data.cut import count_micros, cut
+from sley_core.data.slices import sliced_info
+from sley_core.data.vocabulary import check_tokens
+from sley_core.engine.weight import Additive
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.data.dataset import Batch, DataInfo
+    from sley_core.data.slices import Slices
+    from sley_core.protocols import Loss
+
+GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+"""What a program may give a step: one batch, or a list of its micro-batches, whose sequences may then differ in length."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's samples of one step or one evaluation, on the host.
+
+    micros: {field: tensor} of each micro-batch, fields in the declared order, of each sequence this rank's slice.
+    whole: the same samples with whole sequences, in the pieces in which they were given.
+    weight: this rank's share of the loss weight of the global batch; 0 where the model does not end.
+    """
+
+    micros: Sequence[Batch]
+    whole: Sequence[Mapping[str, Tensor]]
+    weight: float = 0.0
+
+    @property
+    def num_micros(self) -> int:
+        """How many micro-batches the step takes."""
+        return len(self.micros)
+
+
+class BatchSplitter:
+    """Makes a `StepBatch` of what a step is given.
+
+    info: what the data declares of whole samples. slices: takes this rank's part of each sequence. weighs: whether the model
+    ends on this rank, so that `loss` tells the weight here.
+    """
+
+    def __init__(self, info: DataInfo, micro_size: int, slices: Slices, loss: Loss, *, weighs: bool) -> None:
+        self.info = info
+        self.micro_size = micro_size
+        self.slices = slices
+        self.loss = loss
+        self.weighs = weighs
+        self._fields = sliced_info(info, slices.num_slices).fields
+        self._additive = Additive(loss, self._fields)
+
+    def given(self, batch: GivenBatch) -> StepBatch:
+        """Checks and cuts the samples that a program gives a step.
+
+        Raises RunError "batch-fields" for what is neither a batch nor a list of them, and for other fields than the declared
+        ones, "batch-size" where samples are not whole micro-batches, "token-out-of-range", and as `fed` does.
+        """
+        whole = [batch] if isinstance(batch, Mapping) else _listed(batch)
+        counts = [self._count(piece) for piece in whole]
+        if whole is batch and set(counts) != {1}:  # it came in micro-batches
+            message = f"a list of micro-batches has {counts} times [batch] micro_size = {self.micro_size} samples"
+            raise RunError("batch-size", message, hint="give one micro-batch or more, each of that size")
+        for piece in whole:
+            check_tokens(piece, self.info)
+        return self._split(whole, counts)
+
+    def fed(self, batch: Batch) -> StepBatch:
+        """Cuts the samples that a feed gives; it has checked their tokens.
+
+        Raises RunError "batch-fields" and "batch-size" as `given` does, and "loss-not-additive" for a loss whose weight is not
+        the sum of its slices' or micro-batches' weights.
+        """
+        return self._split([batch], [self._count(batch)])
+
+    def _count(self, piece: Mapping[str, Tensor]) -> int:
+        return count_micros(piece, self.info.fields, self.micro_size)
+
+    def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
+        """counts: the micro-batches in each piece of `whole`."""
+        own = [self.slices(piece) for piece in whole]
+        for piece, count in zip(own, counts, strict=True):
+            self._additive.check(piece, count)
+        micros = [
+            cut(piece, self._fields, index, count)
+            for piece, count in zip(own, counts, strict=True)
+            for index in range(count)
+        ]
+        return StepBatch(micros, whole, sum(map(self.loss.weight, own)) if self.weighs else 0.0)
+
+
+def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:
+    """`batch`, where it is a list of micro-batches."""
+    if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
+        return batch
+    found = f"a {type(batch).__name__}"
+    if isinstance(batch, list | tuple):
+        found += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
+    message = f"a step takes {{field: tensor}}, or a list of such micro-batches, not {found}"
+    raise RunError("batch-fields", message, hint="a batch has one tensor for each field that the data declares")

@@ -1,0 +1,129 @@
+"""The model, data, loss and plan with which `weight_contract` tries a weight communicator."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataContext, DataInfo, Field
+
+VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
+"""None divides by 4, nor VOCABULARY by 2: shards are padded."""
+
+
+class Data:
+    """Tokens, and what the model should say of each; from the index alone."""
+
+    info = DataInfo(
+        {"tokens": Field("int64", 0, 1, "token"), "y": Field("float64", 0, 1)}, vocab_size=VOCABULARY, sequence=SEQUENCE
+    )
+
+    def __init__(self, context: DataContext) -> None:
+        self.first = 0 if context.split == "train" else len(self)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.first + index)
+        tokens = torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
+        y = torch.randn(SEQUENCE, VOCABULARY, generator=generator, dtype=torch.float64)
+        return {"tokens": tokens, "y": y}
+
+
+class Squares:
+    """The sum of squared errors; every sample weighs one."""
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(len(batch["y"]))
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output - batch["y"]).square().sum()
+
+
+class Fragile(nn.Module):
+    """Hands on what it is given, and raises where it is asked to."""
+
+    breaks_in: ClassVar[Literal["forward", "backward"] | None] = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if Fragile.breaks_in == "forward" and hidden.requires_grad:
+            raise _broken()
+        if Fragile.breaks_in == "backward" and hidden.requires_grad:
+            hidden.register_hook(_break)  # type: ignore[no-untyped-call]  # torch's
+        return hidden
+
+
+def _broken() -> ValueError:
+    return ValueError("the contract's failing step")
+
+
+def _break(_: Tensor) -> None:
+    raise _broken()
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.table(tokens)
+        return hidden
+
+
+class Block(nn.Module):
+    """Uses `often` twice, `never` not at all; `frozen` is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.often = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.never = nn.Linear(WIDTH, 3)
+        self.wide = nn.Linear(WIDTH, 9, bias=False)
+        self.fragile = Fragile()
+        self.narrow = nn.Linear(9, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        own = self.often(self.frozen(self.often(self.norm(hidden)).tanh()).tanh())
+        output: Tensor = hidden + self.narrow(self.fragile(self.wide(own)).tanh())
+        return output
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.out(self.norm(hidden))
+        return output
+
+
+def layers() -> list[tuple[str, nn.Module]]:
+    """The layers; the first and the last share their weight."""
+    embed, head = Embed(), Head()
+    head.out.weight = embed.table.weight
+    return [("embed", embed), ("first", Block()), ("second", Block()), ("head", head)]
+
+
+def tables(
+    weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any
+) -> dict[str, Any]:
+    """The contract's plan with its weights over `wp` ranks by the communicator `weights`; None holds them whole."""
+    found: dict[str, Any] = {
+        "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
+        "model": {"factory": f"{__name__}:layers"},
+        "data": {"factory": f"{__name__}:Data"},
+        "loss": {"factory": f"{__name__}:Squares"},
+        "batch": {"global_size": global_size, "micro_size": micro_size},
+        "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
+        "evaluation": {"every": 99, "steps": 2},
+        "precision": {"compute": "fp64"},
+    }
+    return found | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {}) | changes

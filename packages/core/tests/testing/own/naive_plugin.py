@@ -1,0 +1,29 @@
+"""The plugin `naive`: the simplest weight communicator and sequence attention, and some that are broken, one fault each."""
+
+from __future__ import annotations
+
+from sley_core.api.plan import SequenceConfig, Table
+from sley_core.hookspecs import hookimpl
+from sley_core.records import SequenceAttentionRecord, WeightCommunicatorRecord
+
+WEIGHTS = ("Naive", "Mean", "Own", "Cached", "Eager", "Left", "Shards", "Hoards")
+ATTENTIONS = ("Naive", "Local", "Unsummed", "Together", "Stays", "Silent")
+
+
+class Nothing(Table):
+    """A table without keys."""
+
+
+@hookimpl
+def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
+    return [
+        WeightCommunicatorRecord(name=name.lower(), config=Nothing, build=f"naive_weights:{name}") for name in WEIGHTS
+    ]
+
+
+@hookimpl
+def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
+    return [
+        SequenceAttentionRecord(name=name.lower(), config=SequenceConfig, build=f"naive_attention:{name}")
+        for name in ATTENTIONS
+    ]

@@ -1,0 +1,172 @@
+"""Sharded weights as simply as can be: gathered whole where they are used, kept until the backward, all gradients summed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sley_core.api.actions import GRADIENT_KINDS
+from sley_core.api.comm import GATHER, REDUCE, all_gather, all_to_all
+from sley_core.api.weights import AXIS, stand_in
+from sley_core.protocols import WeightCommunicator
+
+
+def gathered(entry, group):
+    """The whole of which `entry.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
+    own = entry.parameter.detach()
+    parts = own.new_empty((group.size, *own.shape))
+    all_gather(parts, own[None].contiguous(), group, what=entry.name, lane=GATHER).wait()
+    return entry.shard.joined(parts)
+
+
+def summed(entry, group, gradient):
+    """This rank's shard of the sum of all ranks' gradients of the whole."""
+    parts = torch.stack([replace(entry.shard, index=index).cut(gradient) for index in range(group.size)])
+    received = torch.empty_like(parts)
+    all_to_all(received, parts, group, what=f"the gradient of {entry.name}", lane=REDUCE).wait()
+    return received.sum(0)
+
+
+class Whole(torch.autograd.Function):
+    """The whole weight, whose gradient goes to the store; autograd knows by the shard that somebody wants it."""
+
+    @staticmethod
+    def forward(ctx, _shard, entry, communicator):
+        ctx.entry, ctx.communicator = entry, communicator
+        return communicator.whole(entry)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.communicator.take(ctx.entry, ctx.communicator.reduce(ctx.entry, gradient))
+        return None, None, None
+
+
+class Naive(WeightCommunicator):
+    def __init__(self, config):
+        self.patched = []
+
+    def prepare(self, layers):
+        pass
+
+    def cuts(self, places):
+        known = all(type(module) in (nn.Linear, nn.Embedding) and name == "weight" for module, name in places)
+        return 0 if known else None
+
+    def attach(self, parts):
+        self.parts, self.group = parts, parts.groups[AXIS]
+        of_module = {
+            id(holder.module): entry for entry in parts.book if entry.shard is not None for holder in entry.holders
+        }
+        for entry in of_module.values():
+            parts.store.expect_products(entry)
+        for layer in parts.layers:
+            for module in layer.module.modules():
+                if id(module) in of_module:
+                    module.forward = partial(self.forward, layer.name, module, of_module[id(module)])
+                    self.patched.append(module)
+        self.stand_in()
+
+    def stand_in(self):
+        stand_in(self.parts.book)
+
+    def begin(self, actions, phase):
+        pass
+
+    def during(self, action):
+        return nullcontext()
+
+    def detach(self):
+        for module in self.patched:
+            del module.forward
+
+    def forward(self, layer, module, entry, given):
+        self.parts.waits.wait_for(layer)
+        weight = Whole.apply(entry.parameter, entry, self)
+        return F.embedding(given, weight) if isinstance(module, nn.Embedding) else F.linear(given, weight, module.bias)
+
+    def whole(self, entry):
+        return gathered(entry, self.group)
+
+    def reduce(self, entry, gradient):
+        return summed(entry, self.group, gradient)
+
+    def take(self, entry, gradient):
+        self.parts.store.add(entry, gradient)
+
+
+class Mean(Naive):
+    """Wrong: a sum over ranks that is divided by their number, as data-parallel trainers have it."""
+
+    def reduce(self, entry, gradient):
+        return super().reduce(entry, gradient) / self.group.size
+
+
+class Own(Naive):
+    """Wrong: keeps its own part of its own gradient, and sums nothing."""
+
+    def reduce(self, entry, gradient):
+        return entry.shard.cut(gradient)
+
+
+class Cached(Naive):
+    """Wrong: what was gathered once is used for ever."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.kept = {}
+
+    def whole(self, entry):
+        if entry not in self.kept:
+            self.kept[entry] = super().whole(entry)
+        return self.kept[entry]
+
+
+class Eager(Cached):
+    """Wrong: gathers all weights as a step begins, and waits for none of them."""
+
+    def begin(self, actions, phase):
+        self.kept.clear()
+        for entry in self.parts.book:
+            if entry.shard is not None:
+                self.whole(entry)
+
+
+class Left(Naive):
+    """Wrong: leaves its forwards where they are."""
+
+    def detach(self):
+        pass
+
+
+class Shards(Naive):
+    """Wrong: a module's weight is a shard that anybody may take for the weight."""
+
+    def stand_in(self):
+        pass
+
+
+class Hoards(Naive):
+    """Wrong: gives the store its sums when a step's last gradient action ends, with what a failed step has left in them."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.sums = {}
+
+    def take(self, entry, gradient):
+        self.sums[entry] = self.sums.get(entry, 0) + gradient
+
+    def begin(self, actions, phase):
+        self.last = next((action for action in reversed(actions) if action.kind in GRADIENT_KINDS), None)
+
+    @contextmanager
+    def during(self, action):
+        yield
+        if action == self.last:
+            for entry, total in self.sums.items():
+                self.parts.store.add(entry, total)
+            self.sums.clear()
