@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 WORD_BYTES = 8
 
@@ -54,9 +55,9 @@ class Inbox:
     def __init__(self, size: int, num_rings: int, token: int) -> None:
         self.num_rings = num_rings
         num_words = 1 + size * num_rings * _RING_WORDS
-        # Pages take no memory before they are written: of a ring that nobody uses there is nothing.
-        pages = mmap.mmap(-1, num_words * WORD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(pages)
+        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(
+            _pages(num_words * WORD_BYTES)
+        )
         self.words[0] = token
         _kept.append(self.words)
 
@@ -80,3 +81,13 @@ class Inbox:
     def read_at(self, peer: int, ring: int, slot: int) -> int:
         """Returns the index of the word that has the number of this rank's offer, of that slot, that `peer` has read."""
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
+
+
+def _pages(num_bytes: int) -> mmap.mmap:
+    """Returns zeros that take no memory before they are written: of a ring that nobody uses there is nothing.
+
+    Elsewhere than on Linux there is no attaching, but an inbox until the ranks have told each other so.
+    """
+    if sys.platform == "linux":
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, num_bytes)
