@@ -32,10 +32,9 @@ class Sums:
         self.num_summed = 0
         self.unfinished: list[Sum] = []
 
-    def test(self) -> None:
-        """Moves every sum on as far as that needs no waiting."""
-        for one in list(self.unfinished):
-            one.test()
+    def advance(self) -> bool:
+        """Moves the first sum on that can without waiting; returns whether there was one."""
+        return any(one.advance() for one in self.unfinished)
 
 
 class Sum(Work):
@@ -59,11 +58,18 @@ class Sum(Work):
         self._number = sums.wholes.offer([whole], mark, self.wait_sent)
         sums.unfinished.append(self)
 
-    def test(self) -> bool:
-        if not self._is_summed and self._is_next and self._sums.wholes.is_offered(self._number):
+    def advance(self) -> bool:
+        """Moves this sum on as far as that needs no waiting; returns whether it has moved."""
+        sums_now = not self._is_summed and self._is_next and self._sums.wholes.is_offered(self._number)
+        if sums_now:
             self._sum()
-        if self._is_summed and not self._is_whole and self._may_gather():
+        gathers_now = self._is_summed and not self._is_whole and self._may_gather()
+        if gathers_now:
             self._gather()
+        return sums_now or gathers_now
+
+    def test(self) -> bool:
+        self.advance()
         return self._is_whole
 
     def wait(self) -> None:
@@ -87,15 +93,10 @@ class Sum(Work):
     def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int]) -> None:
         """Waits for `is_true()`, and moves all sums on meanwhile: their peers need not wait until this rank comes to them.
 
-        So ranks may wait for their sums in unlike orders.
+        So ranks may wait for their sums in unlike orders. The time limit is that of a wait in which none of them moves.
         """
-
-        def moved_on() -> bool:
-            self._sums.test()
-            return is_true()
-
-        if not is_true():
-            self._sums.wholes.connection.wait_until(moved_on, late, self._what)
+        while not is_true():
+            self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, self._what)
 
     def _may_gather(self) -> bool:
         return self._sums.wholes.is_read(self._number) and self._sums.slices.is_offered(self._number)
