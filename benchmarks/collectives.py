@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from protocol import arguments, compare, interleave, noise_of, report
 from sley_core.comm.groups import Group, make_groups
-from sley_core.comm.rows import gather_rows, num_received, reduce_rows
 from sley_core.testing.ranks import Ranks
-from sley_core.topology import Topology
+from sley_core.topology import GATHER, REDUCE, Topology
 
 WORLDS = (2, 4)
 MEBIBYTES = (1, 8, 64)
@@ -26,19 +25,19 @@ def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     topology = Topology.of(size, wp=size)
     limit = timedelta(seconds=60)
     group = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit)["wp"]
-    near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, reads_memory=True)["wp"]
+    near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, attaches=True)["wp"]
     rows = (mebibytes << 18) // size // 1024
     whole, shard = torch.zeros(size * rows, 1024), torch.zeros(rows, 1024)
-    scratch = torch.zeros(num_received(rows, group, torch.device("cpu")), 1024)
+    scratch = torch.zeros(group.transport(REDUCE).num_scratch_rows(rows), 1024)
     own: Any = dist
 
     def gather(by: Group) -> None:
-        exchange = gather_rows([whole], [shard], by, what="rows")
+        exchange = by.transport(GATHER).all_gather([whole], [shard], what="rows")
         exchange.wait()
-        exchange.end()
+        exchange.wait_sent()
 
     def reduce(by: Group) -> None:
-        reduce_rows([whole], [scratch], by, what="rows").end()
+        by.transport(REDUCE).reduce_scatter([whole], [scratch], what="rows").wait_sent()
 
     kinds: dict[str, dict[str, Callable[[], object]]] = {
         "gather": {

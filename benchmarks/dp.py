@@ -35,7 +35,7 @@ EQUAL_BUCKET_MB = 7.2
 PARTS = ("backward", "step", "memory", "latency")
 BUCKETED = [{"use": "dp.bucketed", "bucket_mb": BUCKET_MB}]
 EACH = [{"use": "core.each"}]
-SOCKETS: dict[str, Any] = {"parallel": {"host_memory": False}}
+SOCKETS: dict[str, Any] = {"parallel": {"cross_memory_attach": False}}
 
 
 def backward_contestants(tokens: int, micros: int) -> dict[str, Any]:

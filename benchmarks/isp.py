@@ -26,7 +26,7 @@ BUCKETED = [{"use": "dp.bucketed"}]
 EACH = [{"use": "core.each"}]
 VARIANTS: dict[str, dict[str, Any]] = {
     "isp": {},
-    "isp, sockets": {"host_memory": False},
+    "isp, sockets": {"cross_memory_attach": False},
     "isp, not fused": {"fused": False},
     "isp, no overlap": {"overlap": False},
     "isp, no pool": {"pool": "isp.fresh"},
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 ONCE = {
     "isp, reduced per step": {"reduce": "step"},
-    "isp, per step, sockets": {"reduce": "step", "host_memory": False},
+    "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False},
 }
 """With several micro-batches only."""
 
@@ -42,7 +42,7 @@ ONCE = {
 def tables(tokens: int, options: dict[str, Any], micros: int = 1) -> dict[str, Any]:
     """The plan whose weights are sharded over all ranks."""
     weights = {"use": "isp.communicator", **options}
-    parallel = {"wp": dist.get_world_size(), "host_memory": weights.pop("host_memory", True)}
+    parallel = {"wp": dist.get_world_size(), "cross_memory_attach": weights.pop("cross_memory_attach", True)}
     return plan(
         {**SHAPE, "sequence": tokens},
         micros,

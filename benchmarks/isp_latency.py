@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from contestants import Sley, plan
 from latency import FORMS, Seconds, hidden, time_forms
 from protocol import parser, report, slowest
+from sley_core.comm.transport.protocol import Published, Transport, Work
 from sley_core.testing.ranks import Ranks
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 512}
@@ -35,9 +35,8 @@ Sleeps = dict[str, list[float]]
 class Wire:
     """Carries one message at a time; whoever waits for one sleeps."""
 
-    def __init__(self, operation: str, start: Callable[..., Any]) -> None:
+    def __init__(self, operation: str) -> None:
         self.operation = operation
-        self.plain = start
         self.is_late = self.is_blocking = False
         self.num_messages = 0
         self.free_at = 0.0
@@ -48,29 +47,30 @@ class Wire:
         self.is_late, self.is_blocking = form.endswith("late"), form.startswith("blocking")
         self.num_messages = 0
 
-    def start(self, *args: Any, **kwargs: Any) -> Any:
-        """What `gather_rows` or `reduce_rows` returns, later."""
-        exchange = self.plain(*args, **kwargs)
-        name = f"{self.operation} {self.num_messages:2d}, {kwargs['what']}"
+    def carry(self, work: Work, what: str) -> Work:
+        """Returns the handle of the exchange `work`, which has begun, as of one that takes `LATENCY_S` longer."""
+        name = f"{self.operation} {self.num_messages:2d}, {what}"
         self.num_messages += 1
-        if not self.is_late:
-            late = exchange
-        else:
+        late = work
+        if self.is_late:
             self.free_at = max(self.free_at, time.perf_counter()) + LATENCY_S
-            late = _Late(exchange, self.free_at, [] if self.is_blocking else self.sleeps[name])
+            late = _Late(work, self.free_at, [] if self.is_blocking else self.sleeps[name])
         if self.is_blocking:
             late.wait()
         return late
 
 
-class _Late:
+class _Late(Work):
     """An exchange that arrives at `done_at`; `sleeps` is told how long was waited for that."""
 
-    def __init__(self, exchange: Any, done_at: float, sleeps: list[float]) -> None:
-        self.exchange = exchange
+    def __init__(self, work: Work, done_at: float, sleeps: list[float]) -> None:
+        self.work = work
         self.done_at = done_at
         self.sleeps = sleeps
         self.is_open = True
+
+    def test(self) -> bool:
+        return (not self.is_open or time.perf_counter() >= self.done_at) and self.work.test()
 
     def wait(self) -> None:
         if self.is_open:
@@ -78,23 +78,53 @@ class _Late:
             before = time.perf_counter()
             time.sleep(max(0.0, self.done_at - before))
             self.sleeps.append(time.perf_counter() - before if before < self.done_at else 0.0)
-        self.exchange.wait()
+        self.work.wait()
 
-    def free(self) -> None:
-        self.exchange.free()
+    def release(self) -> None:
+        self.work.release()
 
-    def end(self) -> None:
+    def wait_sent(self) -> None:
         self.wait()
-        self.exchange.end()
+        self.work.wait_sent()
+
+
+class _LateGathers(Published):
+    """What `transport` has published, gathered over `wire`."""
+
+    def __init__(self, published: Published, wire: Wire) -> None:
+        self.published = published
+        self.wire = wire
+
+    def all_gather(self, wholes: Any, shards: Any, *, what: str) -> Work:
+        return self.wire.carry(self.published.all_gather(wholes, shards, what=what), what)
+
+    def wait_sent(self) -> None:
+        self.published.wait_sent()
+
+
+class _LateTransport(Transport):
+    """The transport of a lane, whose gathers and reductions go over `wire`."""
+
+    def __init__(self, transport: Transport, wire: Wire) -> None:
+        self.transport = transport
+        self.wire = wire
+
+    def all_gather(self, wholes: Any, shards: Any, *, what: str) -> Work:
+        return self.wire.carry(self.transport.all_gather(wholes, shards, what=what), what)
+
+    def publish(self, shards: Any, *, what: str) -> Published:
+        return _LateGathers(self.transport.publish(shards, what=what), self.wire)
+
+    def num_scratch_rows(self, num_rows: int) -> int:
+        return self.transport.num_scratch_rows(num_rows)
+
+    def reduce_scatter(self, wholes: Any, scratches: Any, *, what: str, contents: int = 0) -> Work:
+        return self.wire.carry(self.transport.reduce_scatter(wholes, scratches, what=what, contents=contents), what)
 
 
 def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int, Sleeps]:
     """This rank's seconds of each form, the exchanges of a step, and where the overlapped form slept."""
-    from sley_isp import reductions, units
-
     torch.set_num_threads(1)
-    wires = [Wire("gather", units.gather_rows), Wire("reduce", reductions.reduce_rows)]
-    units.gather_rows, reductions.reduce_rows = (wire.start for wire in wires)
     tables = plan(
         SHAPE,
         1,
@@ -104,6 +134,10 @@ def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int,
         activations={"use": "core.recompute", "fraction": fraction},
     )
     contestant = Sley(tables, backward_only=True)
+    transports = contestant.run.groups["wp"].transports
+    wires = [Wire(lane) for lane in transports]
+    for wire in wires:
+        transports[wire.operation] = _LateTransport(transports[wire.operation], wire)
     batch = contestant.batch()
 
     def step(form: str) -> None:

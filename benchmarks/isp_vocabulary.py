@@ -30,22 +30,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def tables(options: dict[str, Any], host_memory: bool) -> dict[str, Any]:
+def tables(options: dict[str, Any], attaches: bool) -> dict[str, Any]:
     data = {"factory": "contestants:Noise", "options": {"sequence": SHAPE["sequence"], "vocabulary": VOCABULARY}}
     return plan(
         SHAPE,
         1,
         [{"use": "core.each"}],
         data=data,
-        parallel={"wp": dist.get_world_size(), "host_memory": host_memory},
+        parallel={"wp": dist.get_world_size(), "cross_memory_attach": attaches},
         weights={"use": "isp.communicator", **options},
     )
 
 
-def times(rounds: int, host_memory: bool) -> dict[str, list[float]]:
+def times(rounds: int, attaches: bool) -> dict[str, list[float]]:
     """Seconds per step on this rank, of each variant."""
     torch.set_num_threads(1)
-    made = {name: Sley(tables(options, host_memory), backward_only=True) for name, options in VARIANTS.items()}
+    made = {name: Sley(tables(options, attaches), backward_only=True) for name, options in VARIANTS.items()}
     batch = made[BASE].batch()
 
     def one(contestant: Sley) -> Callable[[], object]:

@@ -102,7 +102,7 @@ def tables_of(layout: str, memory: bool) -> Tables:
     tables = deepcopy(PLAN)
     for table, values in deepcopy(LAYOUTS[layout]).items():
         tables[table] = tables.get(table, {}) | values if isinstance(values, dict) else values
-    tables["parallel"]["host_memory"] = memory
+    tables["parallel"]["cross_memory_attach"] = memory
     return tables
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,17 +19,20 @@ from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.runs import record
 from sley_dp.narrow import Narrow
 from sley_dp.powersgd import LowRankSums
-from sley_dp.sums import Plain
+from sley_dp.sums import Exact
 
 
 class Late:
     """A reduction whose result arrives when somebody waits for it, or when the test says so."""
 
-    def __init__(self, all_reduce, tensor, group, what):
-        self.copy = tensor.clone()
-        self.pending = all_reduce(self.copy, group, what=what)
-        self.tensor = tensor
+    def __init__(self, all_reduce, args, given):
+        at, self.tensor = next((at, one) for at, one in enumerate(args) if isinstance(one, torch.Tensor))
+        self.copy = self.tensor.clone()
+        self.pending = all_reduce(*args[:at], self.copy, *args[at + 1 :], **given)
         self.has_landed = False
+
+    def test(self):
+        return self.has_landed
 
     def wait(self):
         if not self.has_landed:
@@ -36,19 +40,21 @@ class Late:
             self.pending.wait()
             self.tensor.copy_(self.copy)
 
+    wait_sent = wait
+
 
 class SlowLine:
     """Every reduction is `Late`; what nobody has waited for lands between the backwards of a step's two micro-batches."""
 
-    def __init__(self, module):
+    def __init__(self, owner):
         self.sent = []
-        all_reduce = module.all_reduce
+        all_reduce = owner.all_reduce
 
-        def send(tensor, group, what):
-            self.sent.append(Late(all_reduce, tensor, group, what))
+        def send(*args, **given):
+            self.sent.append(Late(all_reduce, args, given))
             return self.sent[-1]
 
-        module.all_reduce = send
+        owner.all_reduce = send
 
     def before_backward(self, micro, output_gradient):
         if micro.micro == 1:
@@ -82,7 +88,7 @@ def steps_with_failures(tables, folder, late=None):
     found = []
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         if late:
-            run.caller.hooks.append(SlowLine(import_module(late)))
+            run.caller.hooks.append(SlowLine(resolve_name(late)))
         for micro, layer in ((0, "layer2"), (1, "first"), (1, "layer1"), (0, "first")):
             fail_in_backward(run, micro, layer)
             run.step()
@@ -101,18 +107,18 @@ def test_steps_after_failed_ones_are_as_if_there_had_been_none(ranks, small, own
 
 
 @pytest.mark.parametrize(
-    ("handler", "module"),
+    ("handler", "owner"),
     [
-        ({"bucket_mb": 0.0005}, "sley_dp.sums"),
+        ({"bucket_mb": 0.0005}, "sley_core.comm.transport.direct:Direct"),
         ({"use": "dp.powersgd", "rank": 1}, "sley_dp.powersgd"),
         ({"use": "core.each"}, "sley_core.engine.each"),
     ],
 )
-def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own, handler, module):
+def test_a_reduction_that_a_failed_step_began_never_lands_in_the_next(ranks, small, own, handler, owner):
     """Its result would arrive while the next step accumulates in the same memory."""
-    tables = small(handler, batch__global_size=4, parallel__host_memory=False)
+    tables = small(handler, batch__global_size=4, parallel__cross_memory_attach=False)
     clean = ranks(2)(record, tables, 4, folder=own)
-    for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own, late=module), strict=True):
+    for one, found in zip(clean, ranks(2)(steps_with_failures, tables, own, late=owner), strict=True):
         for before, after in zip(one.gradients, found, strict=True):
             assert_close_gradients(before, after, 1e-12)
 
@@ -125,14 +131,20 @@ class Counted:
     def __init__(self, *args, **kwargs):
         Counted.under_way += 1
 
+    def test(self):
+        return False
+
     def wait(self):
         Counted.under_way -= 1
+
+    def wait_sent(self):
+        pass
 
 
 @pytest.mark.parametrize(
     ("module", "sums"),
     [
-        ("sley_dp.sums", Plain),
+        ("sley_dp.sums", Exact),
         ("sley_dp.narrow", Narrow),
         ("sley_dp.powersgd", lambda: LowRankSums(rank=1, error_feedback=True, seed=0)),
     ],
@@ -141,10 +153,11 @@ def test_forgetting_waits_for_all_that_is_under_way(monkeypatch, module, sums):
     """Whichever collective of a bucket it is, nothing writes into memory that the next step has in use."""
     for name in ("all_reduce", "all_to_all", "all_gather"):
         monkeypatch.setattr(f"{module}.{name}", Counted, raising=False)
-    group = Group("stage", (0, 1), 0, {})
+    group = Group("stage", (0, 1), 0, {}, {"main": SimpleNamespace(all_reduce=Counted)})
     under_test = sums()
     for number in range(5):
         buffer = FlatBuffer([(8, 8)], torch.float32, torch.device("cpu"))
+        buffer.contents = 0
         buffer.entries = [Entry(f"entry{number}", (8, 8), [])]
         under_test.start(buffer, group)
     assert Counted.under_way >= 2
@@ -195,11 +208,11 @@ def leave_in_the_third_step(tables, folder):
             run.step()
 
 
-@pytest.mark.parametrize("host_memory", [True, False])
-def test_a_reduction_that_a_peer_leaves_out_is_named(ranks, small, own, host_memory):
+@pytest.mark.parametrize("attaches", [True, False])
+def test_a_reduction_that_a_peer_leaves_out_is_named(ranks, small, own, attaches):
     """The other rank waits no longer than the limit, and says which bucket over which group."""
     tables = small({"bucket_mb": 0.0005}, batch__global_size=4, limits__collective_timeout_s=2.0)
-    tables["parallel"] = {"host_memory": host_memory}
+    tables["parallel"] = {"cross_memory_attach": attaches}
     what = r"of the bucket of layer2\.\w+ over stage\[0, 1\] (with rank 1 )?failed on rank 0"
     with pytest.raises(RunError, match=what):
         ranks(2, timeout_s=20)(leave_in_the_third_step, tables, own)

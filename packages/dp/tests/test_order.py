@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sley_core.engine.gradient_buffers
-import sley_dp.sums
 from sley_core.assemble import assemble
+from sley_core.comm.transport.direct import Direct
 from sley_core.comm.world import World
 from sley_core.engine.flat import ALIGNMENT_BYTES
 from sley_core.engine.gradient_buffers import GradientBuffer
@@ -134,9 +134,15 @@ class Watched:
         self.what = what
         events.append(("start", what))
 
+    def test(self):
+        return self.pending.test()
+
     def wait(self):
         self.events.append(("wait", self.what))
         self.pending.wait()
+
+    def wait_sent(self):
+        self.pending.wait_sent()
 
 
 class Backwards:
@@ -158,8 +164,8 @@ class Backwards:
 def events_of_steps(tables, folder):
     """Per step: starts and ends of backwards and reductions, and completions of entries, in the order they happened."""
     events, by_step = [], []
-    real = sley_dp.sums.all_reduce
-    sley_dp.sums.all_reduce = lambda tensor, group, what: Watched(real(tensor, group, what=what), events, what)
+    real = Direct.all_reduce
+    Direct.all_reduce = lambda *args, what, contents: Watched(real(*args, what=what), events, what)
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.caller.hooks.append(Backwards(events))
         run.store.on_ready.append(lambda entry: events.append(("ready", entry.name)))
@@ -172,7 +178,7 @@ def events_of_steps(tables, folder):
 
 def test_reductions_start_in_the_last_backward_and_nobody_waits_in_it(ranks, small, own):
     """Each bucket is on its way before the next layer's gradients are complete; the first step's, after the backward."""
-    tables = small({"bucket_mb": 0.0005}, batch__global_size=4, parallel__host_memory=False)
+    tables = small({"bucket_mb": 0.0005}, batch__global_size=4, parallel__cross_memory_attach=False)
     for first, *later in ranks(2)(events_of_steps, tables, own):
         ends = first.index(("end", 1))
         assert all(first.index(event) > ends for event in first if event[0] in ("start", "wait", "ready"))

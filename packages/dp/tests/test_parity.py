@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-import sley_dp.sums
+from sley_core.comm.transport.direct import Direct
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.peers import can_read_peers
 from sley_core.testing.plans import small_plan
@@ -39,10 +39,10 @@ def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, texts, size, 
     same_on_all(layouts)
 
 
-@pytest.mark.parametrize(("accumulation", "host_memory"), [("autograd", True), ("direct", False)])
-def test_double_precision(ranks, small, texts, accumulation, host_memory):
+@pytest.mark.parametrize(("accumulation", "attaches"), [("autograd", True), ("direct", False)])
+def test_double_precision(ranks, small, texts, accumulation, attaches):
     """Parity to 1e-10, on ties and recomputation, whichever way gradients come into the buckets and are summed."""
-    tables = small(**LLAMA, parallel__host_memory=host_memory)
+    tables = small(**LLAMA, parallel__cross_memory_attach=attaches)
     tables["model"]["tie_embeddings"] = True
     tables |= {"activations": {"use": "core.recompute"}}
     tables |= {"precision": {"compute": "fp64", "accumulation": accumulation}}
@@ -52,10 +52,10 @@ def test_double_precision(ranks, small, texts, accumulation, host_memory):
 def without_collectives(tables, folder):
     """Three steps in which no bucket may be summed by a collective."""
 
-    def refuse(*args, what):
+    def refuse(*args, what, contents):
         raise AssertionError(what)
 
-    sley_dp.sums.all_reduce = refuse
+    Direct.all_reduce = refuse
     return record(tables, 3, folder=folder)
 
 
@@ -63,7 +63,7 @@ def without_collectives(tables, folder):
 def test_memory_of_the_host_and_sockets_give_the_same_bits(ranks, small, texts):
     """On two ranks, where a sum has one order only."""
     tables = small(**LLAMA)
-    sockets = ranks(2)(record, tables | {"parallel": {"host_memory": False}}, 3, folder=texts)
+    sockets = ranks(2)(record, tables | {"parallel": {"cross_memory_attach": False}}, 3, folder=texts)
     memory = ranks(2)(without_collectives, tables, texts)
     assert_same_bits(sockets[0].weights, memory[0].weights)
     same_on_all(memory)

@@ -27,8 +27,8 @@ def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("host_memory", [True, False])
-def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, host_memory):
+@pytest.mark.parametrize("attaches", [True, False])
+def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, attaches):
     """Two more gradients of blocks on their way take what the counter says, and no byte more, by live tensors.
 
     By messages, what comes from the other rank is received beside each: half of it again. The two peaks need not fall on the
@@ -40,7 +40,10 @@ def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, ho
         "model__ffn_hidden": 704,
         "activations": {"use": "core.recompute"},
     }
-    changes = wide | {"parallel": {"host_memory": host_memory}, "batch": {"global_size": 2, "micro_size": 1}}
+    changes = wide | {
+        "parallel": {"cross_memory_attach": attaches},
+        "batch": {"global_size": 2, "micro_size": 1},
+    }
     plans = [sharded(2, weights={"reductions": bound, "pool": "isp.fresh"}, **changes) for bound in (4, 6)]
     whole = (4 * 64 * 64 + 3 * 64 * 704) * 8
     for (few, few_counted), (many, many_counted) in ranks(2)(live, plans, texts, tmp_path):
@@ -48,5 +51,5 @@ def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, ho
         print(
             f"{many - few} bytes alive for two more gradients of blocks, {counted} counted, {2 * whole} without scratch"
         )
-        assert counted == pytest.approx(2 * whole * (1.0 if host_memory else 1.5), rel=0.02)
+        assert counted == pytest.approx(2 * whole * (1.0 if attaches else 1.5), rel=0.02)
         assert 0.85 * counted < many - few < 1.02 * counted

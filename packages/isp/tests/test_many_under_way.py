@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from sley_core.assemble import assemble
-from sley_core.comm import host_memory
+from sley_core.comm.transport.cma import offers
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers ca
 
 def stepped(tables: dict[str, Any], folder: Any, ring: int) -> dict[str, Tensor]:
     """The weights after two steps of ranks that can have `ring` offers open; each gather is one, as every layer has a wait."""
-    host_memory.RING = ring
+    offers.RING = ring
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         for layer in run.layers:
             run.before_layer(layer.name, lambda: None)
@@ -32,6 +32,6 @@ def stepped(tables: dict[str, Any], folder: Any, ring: int) -> dict[str, Tensor]
 def test_more_than_can_be_open(ranks, sharded, texts):
     """64 reductions of modules and 40 gathers ahead, with four offers."""
     many = {"reductions": 64, "fused": False, "unit": "module", "ahead": 40}
-    wanted = ranks(2, 40)(stepped, sharded(2, weights={"overlap": False}), texts, host_memory.RING)
+    wanted = ranks(2, 40)(stepped, sharded(2, weights={"overlap": False}), texts, offers.RING)
     for one, found in zip(wanted, ranks(2, 40)(stepped, sharded(2, weights=many), texts, 4), strict=True):
         assert_same_bits(one, found)

@@ -65,7 +65,7 @@ def drawn_plan(seed: int, world: int) -> dict[str, Any]:
         },
         "evaluation": {"every": STEPS + 1, "steps": 1},
         "precision": {"compute": "fp64", "accumulation": draw.choice(["auto", "direct"])},
-        "parallel": {"dp": world, "wp": wp, "host_memory": draw.random() < 0.6},
+        "parallel": {"dp": world, "wp": wp, "cross_memory_attach": draw.random() < 0.6},
         "weights": {"use": "isp.communicator", **weights},
         "activations": {"use": "core.recompute", "fraction": draw.choice([0.0, 0.0, 0.5, 1.0])},
         "limits": {"collective_timeout_s": 10.0},

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sley_core.assemble import assemble
-from sley_core.comm import rows
+from sley_core.comm.transport.backend import Backend
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -60,7 +60,7 @@ WAYS = [
 @pytest.mark.parametrize(("weights", "memory"), WAYS)
 def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weights, memory, model_name):
     """Where each module's gradients travel alone, one rank's would be taken for those of another, of its size or not."""
-    changes = model(model_name) | {"batch__micro_size": 1, "parallel": {"host_memory": memory}}
+    changes = model(model_name) | {"batch__micro_size": 1, "parallel": {"cross_memory_attach": memory}}
     changes["limits"] = {"collective_timeout_s": 20.0}
     for message in ranks(2)(first_step, sharded(2, weights=weights, **changes), texts):
         assert "ranks-differ" in message
@@ -70,8 +70,10 @@ def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weigh
 
 def by_collectives(tables: dict[str, Any], folder: Any, evaluates: bool) -> tuple[str, bool]:
     """As on a backend whose collectives have no place for a mark; and whether all weights are as they were."""
-    rows.is_direct = lambda lane, device: False  # type: ignore[assignment]
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder=folder), world) as run:
+        wp = run.groups["wp"]
+        for name, lane in wp.lanes.items():
+            wp.transports[name] = Backend(wp, name, lane, wp.log, is_coalesced=False)
         before = [entry.parameter.detach().clone() for entry in run.book]
         with pytest.raises(RunError) as caught:
             (run.evaluate if evaluates else run.step)()
@@ -87,7 +89,7 @@ def test_ranks_that_go_different_ways_are_told_where_no_mark_rides_along(
     ranks, sharded, texts, own, weights, evaluates
 ):
     """Branches of one size: their weights or gradients are taken for each other's, but no step is taken with them."""
-    changes = model("branches") | {"batch__micro_size": 1, "parallel": {"host_memory": False}}
+    changes = model("branches") | {"batch__micro_size": 1, "parallel": {"cross_memory_attach": False}}
     tables = sharded(2, weights=weights, evaluation={"every": 9, "steps": 1}, **changes)
     for message, is_as_before in ranks(2)(by_collectives, tables, texts, evaluates):
         assert "ranks-differ" in message
@@ -160,7 +162,7 @@ def late_read(tables: dict[str, Any], folder: Any, name: str) -> list[str]:
 @pytest.mark.parametrize("name", READS)
 def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, texts, own, name, memory):
     """Training, evaluating, without gradients, by hand: whenever somebody asks for values, and however."""
-    tables = sharded(2, parallel={"host_memory": memory}, **model("asks"))
+    tables = sharded(2, parallel={"cross_memory_attach": memory}, **model("asks"))
     for answers in ranks(2)(late_read, tables, texts, name):
         for answer in answers:
             assert f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in answer

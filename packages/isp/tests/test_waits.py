@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sley_core.assemble import assemble
-from sley_core.comm.host_memory import HostMemory
+from sley_core.comm.transport.cma.offers import Offers
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
@@ -28,14 +28,14 @@ def offered(tables: dict[str, Any], folder: Any, kinds: list[str]) -> list[Found
     never: they know that nothing is due. block: one layer's shards are spoilt after each step, until its wait mends them.
     """
     found = []
-    offer = HostMemory.offer
+    offer = Offers.offer
     for kind in kinds:
         with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
             steps, calls, kept = [], [0], {}
 
-            def count(memory: Any, tensors: Any, mark: Any, *more: Any, steps: Any = steps) -> int:
+            def count(ring: Any, tensors: Any, mark: Any, *more: Any, steps: Any = steps) -> int:
                 steps[-1] += "weights" in mark.what
-                return offer(memory, tensors, mark, *more)
+                return offer(ring, tensors, mark, *more)
 
             @torch.no_grad()
             def bring(kept: Any = kept, calls: Any = calls) -> None:
@@ -48,7 +48,7 @@ def offered(tables: dict[str, Any], folder: Any, kinds: list[str]) -> list[Found
                 is_own = kind == "block" and layer.name == "blocks.1"
                 is_due = partial(bool, kept if is_own else {})
                 run.before_layer(layer.name, bring, None if kind == "always" else is_due)
-            HostMemory.offer = count
+            Offers.offer = count
             try:
                 for _ in range(4):
                     steps.append(0)
@@ -60,7 +60,7 @@ def offered(tables: dict[str, Any], folder: Any, kinds: list[str]) -> list[Found
                             entry.parameter.data.fill_(torch.nan)
                 bring()
             finally:
-                HostMemory.offer = offer
+                Offers.offer = offer
             found.append((steps, calls[0] - 1, weights(run)))
     return found
 

@@ -195,7 +195,7 @@ def test_a_handler_for_ties_is_needed_beside_any_other(small, own):
 def test_copies_that_stages_drew_for_themselves_are_refused(ranks, small, own, memory):
     """Before the first step, and no others: what one stage holds alone may begin as it likes."""
     tables = small("pp.gpipe", 2, model={"factory": "pp_parts:drawn_apart"})
-    tables["parallel"]["host_memory"] = memory
+    tables["parallel"]["cross_memory_attach"] = memory
     with pytest.raises(RunError) as caught:
         ranks(2)(record, tables, 2, folder=own)
     (told,) = caught.value.diagnostics

@@ -34,7 +34,7 @@ _HINTS: dict[int, str] = {
     "machines: try with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment",
     signal.SIGABRT: "native code gave up, and says why above: a failed assertion, or an exchange in which ranks differ",
     signal.SIGBUS: "often a full /dev/shm, or a memory-mapped file that became shorter",
-    signal.SIGSYS: "the surroundings forbid a call of the system: `[parallel] host_memory = false` needs fewer",
+    signal.SIGSYS: "the surroundings forbid a call of the system: `[parallel] cross_memory_attach = false` needs fewer",
 }
 
 

@@ -84,7 +84,7 @@ def test_a_number_stands_for_one_case_and_all_features_are_drawn(own):
         *(f'"{axis}": 2' for axis in ("dp", "pp", "sp", "wp")),
         *("core.sgd", "core.adamw", "NAdam", "clip_norm", "Squares", "WithSize", "dp.bucketed", "core.recompute"),
         *('"direct"', '"vocabulary"', '"hidden"', '"ties"', '"shared"', '"frozen"'),
-        *('"freeze"', '"thaw"', '"halve"', '"listed"', '"evaluates"', '"host_memory": false'),
+        *('"freeze"', '"thaw"', '"halve"', '"listed"', '"evaluates"', '"cross_memory_attach": false'),
     ):
         assert feature in text, f"{feature} is never drawn"
 

@@ -39,7 +39,8 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
     every rank, where ranks have other plans, versions, groups, samples or models.
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
-    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, reads_memory=plan.parallel.host_memory)
+    attaches = plan.parallel.cross_memory_attach
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, attaches=attaches)
     if not world.is_fake:
         _agree(plan, [*topology.groups(), *extra], groups["control"], model, dataset)
     return groups

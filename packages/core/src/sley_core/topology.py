@@ -21,7 +21,11 @@ from dataclasses import dataclass
 AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
 """Every group that core makes, in the order in which all ranks make them."""
 
-LANES = {"pp": ("up", "down"), "wp": ("gather", "reduce")}
+GATHER = "gather"
+REDUCE = "reduce"
+"""The lanes of `wp`."""
+
+LANES = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
 """The communicators of a group. A receive posted ahead must not block a later send, nor a gather a reduction."""
 
 DEFAULT_LANE = "main"

@@ -13,7 +13,8 @@ from torch.distributed import distributed_c10d
 from sley_core.assemble import assemble
 from sley_core.comm.agree import agree
 from sley_core.comm.groups import Group
-from sley_core.comm.host_memory import HostMemory
+from sley_core.comm.members import Members
+from sley_core.comm.transport.cma.connection import Connection
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.hookspecs import hookimpl
@@ -68,7 +69,7 @@ def started_without_pickles(tables):
     distributed_c10d._tensor_to_object = refuse
     with World.join("cpu") as world:
         first = world.from_first(lambda: [0.1, 1e300], "count")
-        memory = HostMemory.open(Group("wp", (0, 1), world.rank, {"w": dist.new_group([0, 1])}), "w", 5.0)
+        memory = Connection.open(Members("wp", (0, 1), world.rank), 1, dist.new_group([0, 1]), 5.0)
         with assemble(plan_from_dict(tables), world) as run:
             return first, memory is None or [card.pid > 0 for card in memory._cards], run.step()["step"]
 

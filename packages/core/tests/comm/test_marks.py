@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from sley_core.comm.groups import make_groups
-from sley_core.comm.host_sum import HostSum, SumMemory
 from sley_core.comm.marks import checksum, mark_of, of_header
-from sley_core.comm.rows import GATHER, gather_rows, num_received, reduce_rows, share_rows, swap_rows
 from sley_core.errors import RunError
 from sley_core.testing.peers import can_read_peers
-from sley_core.topology import DEFAULT_LANE, Topology
+from sley_core.topology import DEFAULT_LANE, GATHER, REDUCE, Topology
 
 reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 
@@ -26,22 +24,22 @@ def groups(**sizes: int) -> Any:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     memory = bool(sizes.pop("memory", True))
     topology = Topology.of(size, **sizes)
-    return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=20), reads_memory=memory)
+    return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=20), attaches=memory)
 
 
 def reduced(group: Any, rows: int, what: str = "gradients", contents: int = 0) -> Any:
     whole = torch.ones(2 * rows, 3)
-    scratch = torch.empty(num_received(rows, group, whole.device), 3)
-    return reduce_rows([whole], [scratch], group, what=what, contents=contents)
+    scratch = torch.empty(group.transport(REDUCE).num_scratch_rows(rows), 3)
+    return group.transport(REDUCE).reduce_scatter([whole], [scratch], what=what, contents=contents)
 
 
 def gathered(group: Any, rows: int, what: str = "weights") -> Any:
-    return gather_rows([torch.empty(2 * rows)], [torch.ones(rows)], group, what=what)
+    return group.transport(GATHER).all_gather([torch.empty(2 * rows)], [torch.ones(rows)], what=what)
 
 
 def swapped(group: Any, width: int, lane: str = GATHER, dtype: torch.dtype = torch.float32) -> Any:
-    return swap_rows(
-        torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), group, lane=lane, what="rows"
+    return group.transport(lane).all_to_all(
+        torch.empty(2, width, dtype=dtype), torch.ones(2, width, dtype=dtype), what="rows"
     )
 
 
@@ -88,13 +86,13 @@ def sums_that_differ() -> list[str]:
     said = []
     rank = int(os.environ["RANK"])
     for size, contents in [(1000 + rank, 0), (10, A if rank else B), (4096, 0)]:
-        memory = SumMemory.open(groups()["stage"], 20.0)
-        assert memory is not None
+        transport = groups()["stage"].transport()
         # Behind the shorter one lies what is nobody's business.
         whole = torch.full((size + 100,), 7.0)[:size].fill_(1.0)
-        one = HostSum(memory, whole if size < 4096 or not rank else whole.double(), "the bucket of w", contents)
+        given = whole if size < 4096 or not rank else whole.double()
+        one = transport.all_reduce(given, what="the bucket of w", contents=contents)
         with pytest.raises(RunError) as caught:
-            one.end()
+            one.wait_sent()
         assert bool((whole == 1).all()), "nothing of another length was added"
         said.append(str(caught.value))
     return said
@@ -128,8 +126,8 @@ def others() -> list[str]:
 def shared(rank: int) -> None:
     group = groups(wp=2)["wp"]
     shards = [torch.ones(3 + rank)]
-    share = share_rows(shards, group, what="the weights")
-    gather_rows([torch.empty(2 * (3 + rank))], shards, group, what="the weights", share=share).wait()
+    share = group.transport(GATHER).publish(shards, what="the weights")
+    share.all_gather([torch.empty(2 * (3 + rank))], shards, what="the weights").wait()
 
 
 @reads

@@ -97,7 +97,7 @@ def test_ranks_that_differ_are_told_alike(ranks, small, own, size):
 @pytest.mark.parametrize("memory", [True, False])
 def test_replicas_that_drew_first_values_of_their_own_are_refused(ranks, small, own, memory):
     """Before the first step, whatever sums their gradients: they would be trained apart for ever."""
-    tables = small(model__factory="own_models:drawn_apart", parallel={"dp": 2, "host_memory": memory})
+    tables = small(model__factory="own_models:drawn_apart", parallel={"dp": 2, "cross_memory_attach": memory})
     with pytest.raises(RunError) as caught:
         ranks(2)(record, tables, 2, folder=own)
     (told,) = caught.value.diagnostics

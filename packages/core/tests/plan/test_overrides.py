@@ -72,6 +72,11 @@ def test_what_cannot_be_set(text: str) -> None:
     assert [found.code for found in caught.value.diagnostics] == ["set-invalid"]
 
 
+def test_a_key_of_before_names_the_one_of_today(text: str) -> None:
+    with pytest.raises(PlanError, match="did you mean `cross_memory_attach`"):
+        plan_from_text(text, overrides=["parallel.host_memory=false"])
+
+
 def test_the_error_is_that_of_the_file_but_placed_at_the_override(text: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_text(text, overrides=["run.steps=5", "run.stepz=5", "parallel.pp=two"])

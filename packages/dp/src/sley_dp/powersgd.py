@@ -19,7 +19,7 @@ from sley_core.api.model import derive
 from sley_core.api.parts import FlatBuffer
 from sley_dp.low_rank import LowRank, as_matrix
 from sley_dp.reducer import BucketReducer
-from sley_dp.sums import Plain, Sums, described
+from sley_dp.sums import Exact, Sums, described
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -130,12 +130,12 @@ class LowRankSums(Sums):
 
 
 class PowerSGD(BucketReducer):
-    """Plain sums before `start_step`, approximate ones from then on."""
+    """Exact sums before `start_step`, approximate ones from then on."""
 
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config = config
-        self._plain = Plain()
-        super().__init__(config, self._plain)
+        self._exact = Exact()
+        super().__init__(config, self._exact)
 
     def attach(self, parts: Parts) -> None:
         self._low_rank = LowRankSums(self.config.rank, self.config.error_feedback, parts.run.seed)
@@ -145,7 +145,7 @@ class PowerSGD(BucketReducer):
         super().begin_step(step)
         if not step.was_taken:
             self._low_rank.keep(())  # errors and images of what was no number; on all ranks alike
-        self.sums = self._low_rank if step.step + 1 >= self.config.start_step else self._plain
+        self.sums = self._low_rank if step.step + 1 >= self.config.start_step else self._exact
 
     def laid_out(self) -> None:
         self._low_rank.keep(self._store.entries)

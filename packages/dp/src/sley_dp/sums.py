@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from sley_core.api.comm import HostSum, Pending, SumMemory, all_reduce
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from sley_core.api.comm import Group
+    from sley_core.api.comm import Group, Work
     from sley_core.api.parts import GradientBuffer
 
 
@@ -32,52 +28,34 @@ class Sums(Protocol):
         """On return nothing writes into a buffer any more, and nothing of the step remains."""
 
 
-class Plain(Sums):
-    """The sum itself: an all-reduce in place, in the format of the gradients."""
+class Exact(Sums):
+    """The sum itself, in place, in the format of the gradients; by whatever transport the group has.
 
-    def __init__(self) -> None:
-        self._pending: list[Pending] = []
-
-    def start(self, buffer: GradientBuffer, group: Group) -> None:
-        # The bucket's reduce group; its ranks start their buckets in one order.
-        self._pending.append(all_reduce(buffer.data, group, what=described(buffer)))
-
-    def finish(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
-
-    def forget(self) -> None:
-        self.finish()
-
-
-class Host(Plain):
-    """The sum itself, by ranks of one host that read each other's memory; by all-reduces in groups that cannot.
-
-    Nobody but the ranks themselves moves these sums. So whenever one starts, those before it go on as far as they can without
+    Some transports move nothing by themselves. So whenever a sum starts, those before it go on as far as they can without
     waiting, while the other ranks compute.
     """
 
-    def __init__(self, memories: Mapping[str, SumMemory]) -> None:
-        super().__init__()
-        self._memories = memories
-        self._sums: list[HostSum] = []
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+        self._moving: list[Work] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        if group.axis not in self._memories:
-            super().start(buffer, group)
-            return
         # The bucket's reduce group; its ranks start their buckets in one order.
-        self._sums.append(HostSum(self._memories[group.axis], buffer.data, described(buffer), buffer.contents))
-        for one in self._sums:
-            one.advance()
+        work = group.transport().all_reduce(buffer.data, what=described(buffer), contents=buffer.contents)
+        self._works.append(work)
+        self._moving = [one for one in (*self._moving, work) if not one.test()]
 
     def finish(self) -> None:
-        for step in (HostSum.sum, HostSum.wait, HostSum.end):
-            for one in self._sums:
-                step(one)
-        self._sums.clear()
-        super().finish()
+        for work in self._works:
+            work.wait()
+        # All sums first: a peer that is slow to read one holds up none of the others.
+        for work in self._works:
+            work.wait_sent()
+        self._works.clear()
+        self._moving.clear()
+
+    def forget(self) -> None:
+        self.finish()
 
 
 def described(buffer: GradientBuffer) -> str:

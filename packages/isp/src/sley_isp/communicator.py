@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.actions import GRADIENT_KINDS, Action, Kind
-from sley_core.api.comm import share_rows
+from sley_core.api.comm import GATHER
 from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover
 from sley_core.api.weights import AXIS, stand_in
@@ -37,7 +37,7 @@ from sley_isp.vocabulary.find import find_head
 from sley_isp.vocabulary.head import Head
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import HostShare
+    from sley_core.api.comm import Published, Transport
     from sley_core.api.model import Layer
     from sley_core.api.parts import Entry, Parts, Phase
     from sley_core.protocols import MemoryPool
@@ -61,7 +61,7 @@ class Communicator(WeightCommunicator):
         self.units: list[Unit] = []
         self._gathered: dict[Unit, Gathered] = {}
         self._leaving: list[Gathered] = []
-        self._share: HostShare | None = None
+        self._published: Published | None = None
         self._stamps: dict[Unit, int] = {}
         self._action: Action | None = None
         self._at = -1
@@ -121,7 +121,7 @@ class Communicator(WeightCommunicator):
         self.columns.forget()
         self.tally.begin(actions, phase)
         if self.config.overlap:
-            self._share_shards()
+            self._publish()
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -146,6 +146,7 @@ class Communicator(WeightCommunicator):
             self.tally.end()
 
     def detach(self) -> None:
+        self._published = None  # of a step that failed; it holds a communicator, whose threads end with the run
         self._patches.close()
         self.launches.close()
         self.sites.clear()
@@ -175,7 +176,7 @@ class Communicator(WeightCommunicator):
         """A use is over."""
         if self._action is None:
             gathered.release()
-            gathered.end()
+            gathered.wait_sent()
 
     # -- the machine's decisions
 
@@ -187,8 +188,7 @@ class Communicator(WeightCommunicator):
 
     def _gather(self, unit: Unit) -> Gathered:
         has_waited = self._waits.wait_for(unit.layer)
-        is_shared = self._action is not None and not has_waited and self._stamps.get(unit) == unit.stamp
-        gathered = Gathered(unit, self.pool, self._group, self._share if is_shared else None)
+        gathered = Gathered(unit, self.pool, self._source(unit, has_waited=has_waited), self._group.size)
         if self._action is not None:
             self.tally.gathered(unit, gathered)
         if not self.config.overlap:
@@ -203,8 +203,15 @@ class Communicator(WeightCommunicator):
             self.tally.dropped(gathered)
             self._leaving.append(gathered)
 
-    def _share_shards(self) -> None:
-        """One offer of all shards that stay as they are; those that a wait may still write are shared at each gather."""
+    def _source(self, unit: Unit, *, has_waited: bool) -> Transport | Published:
+        """What gathers `unit`: what was published, while its shards are as they were then. All ranks of `wp` decide alike."""
+        is_as_published = self._action is not None and not has_waited and self._stamps.get(unit) == unit.stamp
+        if is_as_published and self._published is not None:
+            return self._published
+        return self._group.transport(GATHER)
+
+    def _publish(self) -> None:
+        """Publishes all shards that stay as they are; those that a wait may still write are sent as they are at each gather."""
         still = [unit for unit in self.units if not self._waits.is_due(unit.layer)]
         self._stamps = {unit: unit.stamp for unit in still}
         if not still:
@@ -212,16 +219,17 @@ class Communicator(WeightCommunicator):
         due = ", ".join(unit.name for unit in self.units if unit not in self._stamps)
         # Before the first gather of a step or an evaluation, which all ranks of `wp` begin together. Its name says of what.
         what = f"the weights but for {due}" if due else "the weights"
-        self._share = share_rows([shard for unit in still for shard in unit.shards], self._group, what=what)
+        shards = [shard for unit in still for shard in unit.shards]
+        self._published = self._group.transport(GATHER).publish(shards, what=what)
 
     def _end(self) -> None:
         """The shards may change from now on: everybody has them."""
         for gathered in self._leaving:
-            gathered.end()
+            gathered.wait_sent()
         self._leaving.clear()
-        if self._share is not None:
-            self._share.end()
-            self._share = None
+        if self._published is not None:
+            self._published.wait_sent()
+            self._published = None
 
     # -- the model
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Reduction, checksum, num_received, reduce_rows
+from sley_core.api.comm import REDUCE, checksum
 from sley_core.api.parts import ALIGNMENT_BYTES, offsets
 from sley_isp.parcels import Open
 from sley_isp.units import padded, shard_of
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group
+    from sley_core.api.comm import Group, Work
     from sley_core.api.parts import Entry, GradientStore
     from sley_core.protocols import MemoryPool
     from sley_isp.parcels import Parcel
@@ -36,7 +36,7 @@ Write = Callable[[Tensor, bool], None]
 
 
 class _UnderWay(NamedTuple):
-    exchange: Reduction
+    work: Work
     owned: list[tuple[Entry, Tensor]]
     lease: ExitStack
 
@@ -91,20 +91,21 @@ class Reductions:
         self._current = None
 
     def advance(self) -> None:
-        """Sums what has come, the oldest first, as far as nobody is waited for: a faster peer need not wait for this rank.
+        """Sums what has come, the oldest first; stops at the first that is still on its way. Never blocks.
 
-        The store is told in `finish` only, at the same place on all ranks: it may start other exchanges.
+        A faster peer need not wait for this rank. The store is told in `finish` only, at the same place on all ranks: it may
+        start other exchanges.
         """
         for reduction in self._under_way:
-            if not reduction.exchange.is_here():
+            if not reduction.work.test():
                 return
-            reduction.exchange.wait()
+            reduction.work.wait()
 
     def finish(self, left: int = 0) -> None:
         """Waits for the oldest until at most `left` are under way; each goes to the store."""
         while len(self._under_way) > left:
             reduction = self._under_way.popleft()
-            reduction.exchange.wait()  # where this fails, a peer may still read the buffer, which is not lent again
+            reduction.work.wait()  # where this fails, a peer may still read the buffer, which is not lent again
             try:
                 for entry, rows in reduction.owned:
                     self.store.add(entry, rows)
@@ -146,16 +147,16 @@ class Reductions:
         wholes = filled.wholes
         for entry in wholes.keys() - filled.written:
             wholes[entry].zero_()  # another rank may have come by it, in a forward that depends on its data
-        device = self.store.device
-        scratch = [(num_received(shard_of(entry).size, self.group, device), *entry.shape[1:]) for entry in wholes]
+        transport = self.group.transport(REDUCE)
+        scratch = [(transport.num_scratch_rows(shard_of(entry).size), *entry.shape[1:]) for entry in wholes]
         received = self._lent(scratch, filled.lease)
         what = f"the gradients of {parcel.name}"
         contents = checksum(entry.name for entry in wholes)
         # The order of backwards, the same on all ranks of `wp`: they run the same actions on the same layers. Where the data
         # decides which modules run, and a parcel is less than a layer, the names in it tell the ranks that it did.
-        exchange = reduce_rows(list(wholes.values()), received, self.group, what=what, contents=contents)
+        work = transport.reduce_scatter(list(wholes.values()), received, what=what, contents=contents)
         owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
-        self._under_way.append(_UnderWay(exchange, owned, filled.lease))
+        self._under_way.append(_UnderWay(work, owned, filled.lease))
         self.num_started += 1
         self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
         self.finish(self.bound)
@@ -173,7 +174,7 @@ class Reductions:
         return [flat[start : start + prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=True)]
 
     def _end(self, reduction: _UnderWay) -> None:
-        reduction.exchange.end()
+        reduction.work.wait_sent()
         reduction.lease.close()
         self._live -= len(reduction.owned)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import gather_rows
+from sley_core.api.comm import GATHER
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group
@@ -44,9 +44,9 @@ class AllTokens:
 
     def gather(self, wholes: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
         """Fills each of `wholes` [size x n, ...] with the ranks' `own` [n, ...], and waits for it."""
-        exchange = gather_rows(wholes, own, self.group, what=what)
-        exchange.wait()
-        exchange.end()
+        work = self.group.transport(GATHER).all_gather(wholes, own, what=what)
+        work.wait()
+        work.wait_sent()
 
 
 class Room:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from sley_core.api.comm import gather_rows
 from sley_core.api.parts import ALIGNMENT_BYTES, offsets
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group, HostShare
+    from sley_core.api.comm import Published, Transport
     from sley_core.api.model import Layer
     from sley_core.api.parts import Entry, ParameterBook
     from sley_core.api.weights import Shard
@@ -85,22 +84,22 @@ class Unit:
 class Gathered:
     """The whole weights of `unit`, on their way until `wait`. The buffer is leased from `pool` until `release`.
 
-    share: holds the unit's shards, if they were shared. num_bytes: of the buffer. num_received_bytes: of those, what comes
-    from others. The shards stay as they are until `end`.
+    source: gathers them, over `size` ranks. num_bytes: of the buffer. num_received_bytes: of those, what comes from others.
+    The shards stay as they are until `wait_sent`.
     """
 
-    def __init__(self, unit: Unit, pool: MemoryPool, group: Group, share: HostShare | None = None) -> None:
+    def __init__(self, unit: Unit, pool: MemoryPool, source: Transport | Published, size: int) -> None:
         parameters = unit.shards
         dtype, device = parameters[0].dtype, parameters[0].device
         starts, numel = layout(unit.entries, dtype.itemsize)
         self._versions = {entry: (one, one._version) for entry, one in zip(unit.entries, unit.parameters, strict=True)}
-        self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (group.size - 1)
+        self.num_received_bytes = sum(parameter.nbytes for parameter in parameters) * (size - 1)
         with ExitStack() as stack:
             flat = stack.enter_context(pool.lease((numel,), dtype, device))
             views = views_of(flat, unit.entries, starts)
             self.num_bytes = flat.nbytes
             # The unit's own order of entries, the same on all ranks of `wp`, which gather the same units in one order.
-            self._exchange = gather_rows(views, parameters, group, what=f"the weights of {unit.name}", share=share)
+            self._work = source.all_gather(views, parameters, what=f"the weights of {unit.name}")
             self._stack = stack.pop_all()  # not if the exchange could not start
         self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
 
@@ -114,7 +113,7 @@ class Gathered:
 
     def wait(self) -> None:
         """Returns when the weights are there."""
-        self._exchange.wait()
+        self._work.wait()
 
     def whole(self, entry: Entry) -> Tensor:
         """The whole parameter, without padding; valid until `release`."""
@@ -122,13 +121,13 @@ class Gathered:
 
     def release(self) -> None:
         """Gives the buffer back, once nothing comes into it any more."""
-        self._exchange.free()
+        self._work.release()
         self._stack.close()
         self._wholes = {}
 
-    def end(self) -> None:
+    def wait_sent(self) -> None:
         """Returns when every other rank has this one's shards."""
-        self._exchange.end()
+        self._work.wait_sent()
 
 
 def layout(entries: Sequence[Entry], itemsize: int) -> tuple[list[int], int]:

@@ -75,11 +75,15 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("host_memory", [True, False])
-def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, texts, host_memory):
+@pytest.mark.parametrize("attaches", [True, False])
+def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, texts, attaches):
     """Two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""
     options = HIDDEN | {"head": "vocabulary"}
-    apart = {"evaluation": {"every": 100, "steps": 2}, "run__steps": 9, "parallel": {"host_memory": host_memory}}
+    apart = {
+        "evaluation": {"every": 100, "steps": 2},
+        "run__steps": 9,
+        "parallel": {"cross_memory_attach": attaches},
+    }
     tables = sharded(2, weights=options, **apart)
     found = ranks(2)(seen, tables, texts)
     assert_same_sequence([one["calls"] for one in found])
@@ -87,7 +91,7 @@ def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, texts, host_memory
         assert "embed.tokens.weight" not in one["gathered"] | one["reduced"]
         assert not {(ROWS, WIDTH), (ROWS + 1, WIDTH)} & one["shapes"]
         assert one["held"] == (ROWS, WIDTH // 2)
-        swap = ("swap", TOKENS * WIDTH) if host_memory else ("send", TOKENS * WIDTH // 2)  # its half to the other rank
+        swap = ("swap", TOKENS * WIDTH) if attaches else ("send", TOKENS * WIDTH // 2)  # its half to the other rank
         assert [(call.op, call.numel) for call in one["calls"]].count(swap) == 4
         assert one["counts"]["embedding_swaps_per_step"] == 4
         assert one["counts"]["embedding_bytes_per_step"] == 2 * (2 * TOKENS * WIDTH // 2 * 8 + TOKENS * 8)

@@ -27,7 +27,7 @@ def test_every_rank_looks_up_its_columns(parities):
 
 
 def test_modules_without_overlap_and_by_sockets(parities):
-    apart = {"parallel": {"host_memory": False}}
+    apart = {"parallel": {"cross_memory_attach": False}}
     parities(2, [(2, 2, {}), (2, 2, apart)], HIDDEN | {"overlap": False, "unit": "module", "pool": "isp.fresh"})
     parities(2, [(2, 2, apart)], HIDDEN)
 
@@ -121,7 +121,7 @@ def test_no_option_changes_a_bit(ranks, texts, sharded):
     changes["evaluation"] = {"every": 100, "steps": 1}
     plans = {"": sharded(3, weights=HIDDEN, **changes)}
     for name, options in VARIANTS.items():
-        apart = {"parallel": {"host_memory": name != "by sockets"}}
+        apart = {"parallel": {"cross_memory_attach": name != "by sockets"}}
         plans[name] = sharded(3, weights=HIDDEN | options, **changes, **apart)
     for found in ranks(3, 120)(all_recorded, plans, texts):
         wanted = found.pop("")

@@ -28,7 +28,7 @@ def draw_layout(r: random.Random, world: int) -> Layout:
     micros, micro_size = r.randint(1, 6), r.choice([1, 2])
     tables: Tables = {
         "batch": {"global_size": dp * micros * micro_size, "micro_size": micro_size},
-        "parallel": {"dp": dp, "pp": pp, "sp": sp, "wp": wp, "host_memory": r.random() < 0.7},
+        "parallel": {"dp": dp, "pp": pp, "sp": sp, "wp": wp, "cross_memory_attach": r.random() < 0.7},
         "precision": {"compute": "fp64", "accumulation": r.choice(["auto", "autograd", "direct", "direct"])},
     }
     parts, csv = pp, ""

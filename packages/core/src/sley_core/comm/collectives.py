@@ -5,15 +5,14 @@ torch.distributed renames functions between versions; what changed is hidden her
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.groups import Group
+from sley_core.comm.guard import guarded
 from sley_core.comm.texts import gather_values
-from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_LANE
 
 Op = Literal["sum", "max", "min"]
@@ -116,16 +115,3 @@ def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
         return [value]
     found: list[Any] = guarded(lambda: gather_values(value, group.lane()), "all-gather of objects", group, what)
     return found
-
-
-def guarded(call: Callable[[], Any], operation: str, group: Group, what: str) -> Any:
-    """`call()`; torch's RuntimeError becomes a RunError that says which operation, on which group, of what."""
-    try:
-        return call()
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RunError(
-            "collective-failed",
-            f"{operation} of {what} over {group} failed on rank {group.rank}: {first}",
-            hint="another rank of the group stopped, or did not come within [limits] collective_timeout_s",
-        ) from error

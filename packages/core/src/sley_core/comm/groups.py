@@ -9,60 +9,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from sley_core.comm.exchange_log import ExchangeLog
-from sley_core.comm.host_memory import HostMemory
+from sley_core.comm.guard import HINT, first_line
+from sley_core.comm.members import Members
+from sley_core.comm.transport.alone import Alone
+from sley_core.comm.transport.choose import attached, message_transports
+from sley_core.comm.transport.protocol import Transport
 from sley_core.errors import RunError
-from sley_core.topology import AXES, DEFAULT_LANE, LANES, TIE, GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
 
-SHARED = "shared"
-"""The memory, beside those of the lanes, of what stays readable for a whole step: however many exchanges come in between,
-none of them has to wait until its place among the offers is free."""
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Group:
-    """The ranks of one axis that this rank talks to, with one communicator per lane.
+class Group(Members):
+    """The ranks of one axis that this rank talks to, with one communicator and one transport per lane.
 
-    ranks: global, ascending. A group of one rank has no communicator, and every collective on it is the identity.
-    memories: for those lanes whose ranks can read each other's memory, and `SHARED`. log: of the exchanges in which
-    nothing says what they are.
+    A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges in which nothing
+    says what they are.
     """
 
-    axis: str
-    ranks: tuple[int, ...]
-    rank: int
     lanes: dict[str, dist.ProcessGroup]
-    memories: dict[str, HostMemory] = field(default_factory=dict)
+    transports: dict[str, Transport] = field(default_factory=dict)
     log: ExchangeLog = field(default_factory=ExchangeLog)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def coord(self) -> int:
-        """This rank's place among `ranks`."""
-        return self.ranks.index(self.rank)
-
     def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
-        """The communicator of lane `name`; only a group of two or more has one."""
+        """Returns the communicator of lane `name`; only a group of two or more has one."""
         return self.lanes[name]
 
-    def __str__(self) -> str:
-        return f"{self.axis}{list(self.ranks)}"
+    def transport(self, lane: str = DEFAULT_LANE) -> Transport:
+        """Returns what carries shards, rows and sums on `lane`. Ask for it where it is used: closed groups have none."""
+        return Alone() if self.size == 1 else self.transports[lane]
 
 
 class Groups(Mapping[str, Group]):
-    """`groups["dp"]` is this rank's group on axis `dp`.
+    """`groups["dp"]` is this rank's group on axis `dp`."""
 
-    reads_memory: whether ranks may read each other's memory, where they can (`HostMemory.open`).
-    """
-
-    def __init__(self, groups: Mapping[str, Group], *, reads_memory: bool = False) -> None:
+    def __init__(self, groups: Mapping[str, Group]) -> None:
         self._groups = dict(groups)
-        self.reads_memory = reads_memory
 
     def __getitem__(self, axis: str) -> Group:
         return self._groups[axis]
@@ -81,7 +68,7 @@ class Groups(Mapping[str, Group]):
         """
         for group in self._groups.values():
             group.lanes.clear()
-            group.memories.clear()
+            group.transports.clear()
 
 
 def make_groups(
@@ -91,7 +78,8 @@ def make_groups(
     backend: str,
     timeout: timedelta,
     extra: Sequence[GroupEntry] = (),
-    reads_memory: bool = False,
+    device: torch.device = _HOST,
+    attaches: bool = False,
 ) -> Groups:
     """Joins every line of the table that names `rank`; every rank of the world calls this once, with equal tables.
 
@@ -99,8 +87,8 @@ def make_groups(
     by the members alone (`use_local_synchronization`) it still counts, and waits for ever where one member has joined
     more groups than another, as with ties of stages (1, 2) and (2, 3).
 
-    reads_memory: whether ranks may read each other's memory, where they can; only for tensors on the host, so never beside
-    another backend than gloo. Opened here for ranks that share weights.
+    device: where the tensors lie that the transports carry. attaches: whether ranks may read each other's memory (cross-memory
+    attach), where they can: those that share weights, and those that sum gradients. Only on the host, by gloo.
     extra: a rank that is in none of the lines of a plugin's axis has a group of its own there.
     backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
     communicator: what runs on them is issued in one order by all members anyway.
@@ -127,17 +115,25 @@ def make_groups(
             lanes.setdefault(entry.axis, {})[entry.lane] = joined
     for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE))):
         members.setdefault(axis, (rank,))
-    groups = Groups(
-        {axis: Group(axis, ranks, rank, lanes.get(axis, {})) for axis, ranks in members.items()},
-        reads_memory=reads_memory and backend == "gloo",
-    )
-    shares = groups["wp"]
-    for use in (*LANES["wp"], SHARED) if groups.reads_memory and shares.size > 1 else ():
-        lane = use if use in LANES["wp"] else LANES["wp"][0]
-        memory = HostMemory.open(shares, lane, timeout.total_seconds())
-        if memory is not None:
-            shares.memories[use] = memory
-    return groups
+    groups = {axis: _group(Members(axis, ranks, rank), lanes.get(axis, {}), device) for axis, ranks in members.items()}
+    # All ranks come to the same axes in the same order, each with its own group of them: `attached` is a collective.
+    for axis in _attaching(topology) if attaches and backend == "gloo" and device.type == "cpu" else ():
+        group = groups[axis]
+        if group.size > 1:
+            group.transports.update(attached(Members(axis, group.ranks, rank), group.lanes, timeout.total_seconds()))
+    return Groups(groups)
+
+
+def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.device) -> Group:
+    """Returns the group of `members`, which exchange by messages."""
+    log = ExchangeLog()
+    transports = message_transports(members, lanes, log, device)
+    return Group(members.axis, members.ranks, members.rank, lanes, transports, log)
+
+
+def _attaching(topology: Topology) -> tuple[str, ...]:
+    """Returns the axes over which weights are gathered, and those over which the sum of an entry's gradient may be partial."""
+    return ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
 
 
 def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -153,12 +149,6 @@ def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -
         raise RunError(
             "group-failed",
             f"the group {entry.label} could not be made on rank {rank}: {first_line(error)}",
-            hint="another rank of the group stopped, or did not come within [limits] collective_timeout_s",
+            hint=HINT,
         ) from error
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of torch says, without the C++ stack that follows it; its kind where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

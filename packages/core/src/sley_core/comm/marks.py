@@ -1,7 +1,7 @@
 """What an exchange is and how long: every rank says it, and compares what the others say before it takes a byte.
 
 Two exchanges that are not the same have other marks: another operation, other words, other names, sizes or dtypes of what is
-exchanged, another order of it. On the host's memory the mark lies beside the addresses; on sockets it goes ahead in a message
+exchanged, another order of it. By cross-memory attach the mark lies beside the addresses; on sockets it goes ahead in a message
 of `HEADER_BYTES`, and into the tags of those that follow, so that no message is ever taken for one of another length.
 """
 

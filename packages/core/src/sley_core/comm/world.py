@@ -21,7 +21,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.distributed.rendezvous import rendezvous
 
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Groups, first_line, make_groups
+from sley_core.comm.groups import Groups, make_groups
+from sley_core.comm.guard import first_line
 from sley_core.comm.texts import value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
@@ -128,11 +129,11 @@ class World(AbstractContextManager["World"]):
         return found
 
     def groups(
-        self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, reads_memory: bool = False
+        self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, attaches: bool = False
     ) -> Groups:
         """This rank's communicators, those of `extra` after the topology's; a collective over the world.
 
-        reads_memory: whether ranks on the CPUs of one host may read each other's memory.
+        attaches: whether ranks on the CPUs of one host may read each other's memory.
         """
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
         groups = make_groups(
@@ -141,7 +142,8 @@ class World(AbstractContextManager["World"]):
             backend=self.device.backend,
             timeout=timedelta(seconds=timeout_s),
             extra=extra,
-            reads_memory=reads_memory and self.device.torch_device.type == "cpu",
+            device=self.device.torch_device,
+            attaches=attaches,
         )
         self.made.append(groups)
         return groups

@@ -124,7 +124,7 @@ class ParallelTable(Table):
     wp: Positive = 1
     """Ranks that split each weight."""
 
-    host_memory: bool = True
+    cross_memory_attach: bool = True
     """Ranks on one host's CPUs read each other's weights and gradients, where the system lets them; false: gloo's sockets."""
 
 

@@ -29,8 +29,9 @@ HABITS = {
     "learning_rate": "lr",
     "batch_size": "global_size",
     "max_steps": "steps",
+    "host_memory": "cross_memory_attach",
 }
-"""What others call what a plan calls otherwise: no edit of a few letters leads from one to the other."""
+"""What others, or plans of before, call what a plan calls otherwise: no edit of a few letters leads from one to the other."""
 
 
 _NOT_SAVED = "a run cannot be resumed yet: nothing saves its weights"

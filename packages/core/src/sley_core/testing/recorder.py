@@ -8,7 +8,7 @@ functions of `torch.distributed` would miss the imported names, patching Process
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.comm import rows
-from sley_core.comm.groups import Group
+from sley_core.comm.members import Members
+from sley_core.comm.transport.cma.rows import Shared
+from sley_core.comm.transport.cma.transport import Cma
 from sley_core.testing.sequence import Collective
 
 _NAMES = {
@@ -39,6 +40,15 @@ _NAMES = {
 }
 """torch's dispatched names, where they are not those of `torch.distributed`."""
 
+_UNSEEN: dict[tuple[type, str], tuple[str, int]] = {
+    (Cma, "all_gather"): ("gather", 1),
+    (Shared, "all_gather"): ("gather", 1),
+    (Cma, "reduce_scatter"): ("reduce", 0),
+    (Cma, "all_to_all"): ("swap", 1),
+    (Cma, "all_reduce"): ("all_reduce", 0),
+}
+"""Verbs that read the memory of peers, which torch does not dispatch: the name of each, and which argument this rank gives."""
+
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _NUM_SITES = 3
 
@@ -47,12 +57,34 @@ _NUM_SITES = 3
 def collectives() -> Iterator[list[Collective]]:
     """The list to which the collectives of the block are added, in the order in which this rank issues them."""
     recorder = _Recorder()
-    rows.watchers.append(recorder.saw)
+    with recorder, _wrapped(recorder.saw):
+        yield recorder.calls
+
+
+@contextmanager
+def _wrapped(saw: Callable[[str, Members, Sequence[Tensor]], None]) -> Iterator[None]:
+    """Wraps the transport that torch does not see, of all groups: `saw` is told what this rank gives, before each exchange."""
+
+    def members_of(one: Any) -> Members:
+        members: Members = (one.offers.connection if isinstance(one, Shared) else one).members
+        return members
+
+    def wrap(verb: Callable[..., Any], operation: str, given: int) -> Callable[..., Any]:
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = args[given]
+            saw(operation, members_of(self), [tensors] if isinstance(tensors, Tensor) else tensors)
+            return verb(self, *args, **kwargs)
+
+        return told
+
+    verbs = [(kind, name, getattr(kind, name)) for kind, name in _UNSEEN]
+    for kind, name, verb in verbs:
+        setattr(kind, name, wrap(verb, *_UNSEEN[kind, name]))
     try:
-        with recorder:
-            yield recorder.calls
+        yield
     finally:
-        rows.watchers.remove(recorder.saw)
+        for kind, name, verb in verbs:
+            setattr(kind, name, verb)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -70,12 +102,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 self.calls.append(_describe(schema.name, _unboxed(group), given))
         return func(*args, **(kwargs or {}))
 
-    def saw(self, operation: str, group: Group, tensors: Sequence[Tensor]) -> None:
-        """An exchange through the host's memory, which torch does not dispatch."""
+    def saw(self, operation: str, members: Members, tensors: Sequence[Tensor]) -> None:
+        """Notes an exchange by cross-memory attach."""
         numel, dtype = sum(one.numel() for one in tensors), str(tensors[0].dtype).removeprefix("torch.")
-        label = f"{group} {operation}"
+        label = f"{members} {operation}"
         self.calls.append(
-            Collective(operation, label, group.ranks, numel, dtype, is_async=True, peer=None, site=_site())
+            Collective(operation, label, members.ranks, numel, dtype, is_async=True, peer=None, site=_site())
         )
 
 

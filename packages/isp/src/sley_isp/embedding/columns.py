@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.comm import GATHER, REDUCE, Exchange, swap_rows
+from sley_core.api.comm import GATHER, REDUCE, Work
 from sley_core.api.weights import StandIn, no_view
 from sley_isp.sites import is_summed, own_of
 from sley_isp.tokens import AllTokens, padded
@@ -93,17 +93,17 @@ class Columns:
         size, most = self.group.size, len(of_all) // self.group.size
         sent = F.embedding(of_all, weight.detach()).view(size, most, weight.shape[1])
         received = torch.empty_like(sent)
-        exchange = self.swap(received, sent, GATHER, f"the vectors of {table.name}")
-        exchange.wait()
-        exchange.end()
+        work = self.swap(received, sent, GATHER, f"the vectors of {table.name}")
+        work.wait()
+        work.wait_sent()
         hidden = table.entry.shape[1]
         return whole_vectors(received, tokens.numel(), hidden).view(*tokens.shape, hidden), of_all
 
-    def swap(self, received: Tensor, sent: Tensor, lane: str, what: str) -> Exchange:
-        """As `swap_rows` over `wp`; counted."""
+    def swap(self, received: Tensor, sent: Tensor, lane: str, what: str) -> Work:
+        """Starts an all-to-all over `wp`, and counts it."""
         self.num_exchanges += 1
         self.num_bytes += self._foreign(received)
-        return swap_rows(received, sent, self.group, lane=lane, what=what)
+        return self.group.transport(lane).all_to_all(received, sent, what=what)
 
     def take_gradient(self, table: Table, gradient: Tensor, of_all: Tensor) -> None:
         """The gradient of what `look_up` returned travels now; the table's is in the store at once, or after `leave`.
@@ -131,7 +131,7 @@ class Columns:
     def forget(self) -> None:
         """Waits for all, and adds none: a step failed."""
         for gradient in (*self._under_way, *self._put_off):
-            gradient.exchange.end()
+            gradient.work.wait_sent()
         self._under_way.clear()
         self._put_off.clear()
         self._num_new = 0
@@ -156,18 +156,18 @@ class _Gradient:
         self._tokens = of_all
         self._sent = parts_of_vectors(gradient.reshape(-1, gradient.shape[-1]), size, len(of_all) // size, width)
         self._received = torch.empty_like(self._sent)
-        self.exchange = columns.swap(self._received, self._sent, REDUCE, f"the gradient of the vectors of {table.name}")
+        self.work = columns.swap(self._received, self._sent, REDUCE, f"the gradient of the vectors of {table.name}")
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for it, and adds every token's to its row of the table's: no other tensor is as large as a shard."""
-        self.exchange.wait()
+        self.work.wait()
         rows = self._received.flatten(0, 1)
         padding = getattr(self._table.module, "padding_idx", None)
         if padding is not None:
             rows.masked_fill_((self._tokens == padding).unsqueeze(1), 0.0)
         self._columns.store.add_rows(self._table.entry, self._tokens, rows)
-        self.exchange.end()
+        self.work.wait_sent()
 
 
 class _LookUp(torch.autograd.Function):

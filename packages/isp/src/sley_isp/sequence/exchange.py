@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.actions import DEFAULT_LANE
-from sley_core.api.comm import Group, swap_rows
+from sley_core.api.comm import Group
 from sley_isp.sequence.pack import pack_heads, pack_positions, repeat_heads, sum_copies, unpack_heads, unpack_positions
 
 
@@ -87,5 +86,5 @@ def _exchanged(buffer: Tensor, group: Group, what: str, contents: int) -> Tensor
     """Row i of the result is this rank's row of rank i's buffer."""
     received = torch.empty_like(buffer)
     # The ranks that hold the slices of the same samples; see above why they agree on the order.
-    swap_rows(received, buffer, group, lane=DEFAULT_LANE, what=what, contents=contents).end()
+    group.transport().all_to_all(received, buffer, what=what, contents=contents).wait_sent()
     return received

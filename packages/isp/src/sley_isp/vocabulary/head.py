@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.comm import Exchange, num_received, reduce_rows
+from sley_core.api.comm import REDUCE
 from sley_core.api.parts import Handover
 from sley_core.errors import RunError
 from sley_core.protocols import SplitLogits
@@ -118,7 +118,8 @@ class _Reducing:
     def __init__(self, head: Head, gradient: Tensor, weight: Tensor) -> None:
         size = head.group.size
         own_tokens = len(gradient) // size
-        num_scratch = num_received(own_tokens, head.group, gradient.device)
+        transport = head.group.transport(REDUCE)
+        num_scratch = transport.num_scratch_rows(own_tokens)
         self._stack = ExitStack()
         shape = (len(gradient) + num_scratch, weight.shape[1])
         buffer = self._stack.enter_context(head.room.lease(shape, gradient.dtype, gradient.device))
@@ -126,13 +127,13 @@ class _Reducing:
         torch.mm(gradient, weight, out=whole)
         first = head.group.coord * own_tokens
         self._own = whole[first : first + own_tokens]
-        self._exchange: Exchange = reduce_rows([whole], [scratch], head.group, what="the head's input gradient")
+        self._work = transport.reduce_scatter([whole], [scratch], what="the head's input gradient")
 
     def finish(self, num_tokens: int) -> Tensor:
         """The gradient of this rank's tokens [num_tokens, h], in memory of its own."""
-        self._exchange.wait()
+        self._work.wait()
         result = self._own[:num_tokens].clone()
-        self._exchange.end()
+        self._work.wait_sent()
         self._stack.close()
         return result
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.comm import host_memory
-from sley_core.comm.groups import make_groups
-from sley_core.comm.host_sum import HostSum, SumMemory
+from sley_core.comm.groups import Group, make_groups
+from sley_core.comm.transport.cma import offers
+from sley_core.comm.transport.protocol import Work
 from sley_core.errors import RunError
 from sley_core.testing.peers import can_read_peers
 from sley_core.topology import Topology
@@ -23,12 +23,10 @@ pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers ca
 SIZES = (1, 2, 7, 64, 300_001)
 
 
-def memory(limit_s: float = 30) -> SumMemory:
+def stage(limit_s: float = 30) -> Group:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    groups = make_groups(Topology.of(size), rank, backend="gloo", timeout=timedelta(seconds=limit_s))
-    opened = SumMemory.open(groups["stage"], limit_s)
-    assert opened is not None
-    return opened
+    limit = timedelta(seconds=limit_s)
+    return make_groups(Topology.of(size), rank, backend="gloo", timeout=limit, attaches=True)["stage"]
 
 
 def values(rank: int, number: int, size: int) -> torch.Tensor:
@@ -37,25 +35,24 @@ def values(rank: int, number: int, size: int) -> torch.Tensor:
 
 def many() -> list[torch.Tensor]:
     """Three rounds over the same tensors, several sums under way at a time, by ranks that are late in turn."""
-    sums = memory()
-    coord = sums.group.coord
+    group = stage()
+    sums = group.transport()
+    coord = group.coord
     wholes = [torch.empty(size) for size in SIZES]
     found = []
     for turn in range(3):
-        under_way: list[HostSum] = []
+        under_way: list[Work] = []
         for number, whole in enumerate(wholes):
-            if number % sums.group.size == coord:
+            if number % group.size == coord:
                 time.sleep(0.003)
             whole.copy_(values(coord, number + 10 * turn, whole.numel()))
-            under_way.append(HostSum(sums, whole, f"tensor {number}"))
+            under_way.append(sums.all_reduce(whole, what=f"tensor {number}"))
             for one in under_way:
-                one.advance()
-        for one in under_way:
-            one.sum()
+                one.test()
         for one in under_way:
             one.wait()
         for one in under_way:
-            one.end()
+            one.wait_sent()
         found += [whole.clone() for whole in wholes]
     return found
 
@@ -71,13 +68,14 @@ def test_every_rank_has_the_sum_of_all_bit_for_bit(ranks, size):
 
 
 def many_open() -> list[float]:
-    sums = memory()
-    host_memory.RING = 4
-    wholes = [torch.full((5,), float(number + sums.group.coord)) for number in range(20)]
-    under_way = [HostSum(sums, whole, "gradients") for whole in wholes]
+    group = stage()
+    sums = group.transport()
+    offers.RING = 4
+    wholes = [torch.full((5,), float(number + group.coord)) for number in range(20)]
+    under_way = [sums.all_reduce(whole, what="gradients") for whole in wholes]
     for one in under_way:
-        one.end()
-    assert not sums.wholes._open
+        one.wait_sent()
+    assert not sums.sums.wholes._open
     return [float(whole.unique()) for whole in wholes]
 
 
@@ -88,35 +86,37 @@ def test_any_number_of_sums_may_be_under_way(ranks):
 
 
 def alone_at_first() -> list[bool]:
-    """What the first rank's `advance` says before the second has come; and what each says after both have had their turns."""
-    sums = memory()
+    """What the first rank's `test` says before the second has come; and what each says after both have had their turns."""
+    group = stage()
+    sums = group.transport()
     whole = torch.ones(10)
     said = []
-    if sums.group.coord == 1:
-        dist.barrier(group=sums.group.lane())
-    one = HostSum(sums, whole, "ones")
-    if sums.group.coord == 0:
-        said = [one.advance()]
-        dist.barrier(group=sums.group.lane())
-    one.end()
-    return [*said, one.advance(), bool((whole == 2).all())]
+    if group.coord == 1:
+        dist.barrier(group=group.lane())
+    one = sums.all_reduce(whole, what="ones")
+    if group.coord == 0:
+        said = [one.test()]
+        dist.barrier(group=group.lane())
+    one.wait_sent()
+    return [*said, one.test(), bool((whole == 2).all())]
 
 
-def test_advancing_waits_for_nobody(ranks):
+def test_testing_waits_for_nobody(ranks):
     """The first to come cannot have a sum yet, and goes on."""
     assert ranks(2)(alone_at_first) == [[False, True, True], [True, True]]
 
 
 def the_second_first() -> list[bool]:
     """What the second of two sums says when all have offered both, before and after the first is done."""
-    sums = memory()
+    group = stage()
+    sums = group.transport()
     ones, twos = torch.ones(5), torch.full((5,), 2.0)
-    first, second = HostSum(sums, ones, "ones"), HostSum(sums, twos, "twos")
-    dist.barrier(group=sums.group.lane())
-    said = [second.advance()]
-    first.end()
-    second.end()
-    return [*said, second.advance(), bool((ones == 2).all()), bool((twos == 4).all())]
+    first, second = sums.all_reduce(ones, what="ones"), sums.all_reduce(twos, what="twos")
+    dist.barrier(group=group.lane())
+    said = [second.test()]
+    first.wait_sent()
+    second.wait_sent()
+    return [*said, second.test(), bool((ones == 2).all()), bool((twos == 4).all())]
 
 
 def test_sums_are_taken_in_order(ranks):
@@ -124,13 +124,32 @@ def test_sums_are_taken_in_order(ranks):
     assert ranks(2)(the_second_first) == [[False, True, True, True]] * 2
 
 
+def in_own_order() -> list[float]:
+    """Eight sums, of which one rank waits for the first first and the other for the last, over and over."""
+    group = stage()
+    found = []
+    for turn in range(20):
+        wholes = [torch.full((9,), float(number + group.coord + turn)) for number in range(8)]
+        started = [group.transport().all_reduce(whole, what="gradients") for whole in wholes]
+        for one in started[:: 1 if group.coord else -1]:
+            one.wait_sent()
+        found += [float(whole.unique()) for whole in wholes]
+    return found
+
+
+def test_ranks_may_wait_for_their_sums_in_unlike_orders(ranks):
+    """Whoever waits for one sum takes part in the others."""
+    wanted = [2.0 * (number + turn) + 1 for turn in range(20) for number in range(8)]
+    assert ranks(2, 30)(in_own_order) == [wanted] * 2
+
+
 def nobody_comes() -> Any:
-    sums = memory(1)
-    if sums.group.coord == 1:
+    group = stage(1)
+    if group.coord == 1:
         time.sleep(2.5)
         return ""
     with pytest.raises(RunError) as raised:
-        HostSum(sums, torch.ones(4), "the bucket of block.3").end()
+        group.transport().all_reduce(torch.ones(4), what="the bucket of block.3").wait_sent()
     return str(raised.value)
 
 

@@ -8,15 +8,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-from sley_core.comm import rows
-from sley_core.comm import together as comm_together
 from sley_core.comm.groups import make_groups
-from sley_core.comm.rows import GATHER, REDUCE, gather_rows, num_received, reduce_rows, swap_rows
+from sley_core.comm.transport.backend import Backend, can_coalesce
 from sley_core.comm.world import World
 from sley_core.testing.peers import can_read_peers
 from sley_core.testing.recorder import collectives
 from sley_core.testing.sequence import assert_same_sequence
-from sley_core.topology import Topology
+from sley_core.topology import GATHER, REDUCE, Topology
 
 reads = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 
@@ -28,37 +26,102 @@ def value(rank, number, shape, dtype):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def exchange(dtype, reads_memory):
+def exchange(dtype, attaches):
     """What a gather and a reduction of all shapes gave on this rank, and what it called."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = Topology.of(size, wp=size)
     limit = timedelta(seconds=30)
-    group = make_groups(topology, rank, backend="gloo", timeout=limit, reads_memory=reads_memory)["wp"]
-    assert len(group.memories) == (3 if reads_memory and size > 1 else 0)
+    group = make_groups(topology, rank, backend="gloo", timeout=limit, attaches=attaches)["wp"]
+    kind = "Cma" if attaches else "Direct"
+    assert [type(one).__name__ for one in group.transports.values()] == ([kind] * 2 if size > 1 else [])
+    by_gather, by_reduce = group.transport(GATHER), group.transport(REDUCE)
     wholes = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
     shards = [value(rank, number, shape, dtype) for number, shape in enumerate(SHAPES)]
     with collectives() as calls:
-        first = gather_rows(wholes, shards, group, what="weights")
+        first = by_gather.all_gather(wholes, shards, what="weights")
         given = [value(rank, number, whole.shape, dtype) for number, whole in enumerate(wholes)]
-        scratches = [
-            torch.empty((num_received(shape[0], group, given[0].device), *shape[1:]), dtype=dtype) for shape in SHAPES
-        ]
-        second = reduce_rows(given, scratches, group, what="gradients")
+        scratches = [torch.empty((by_reduce.num_scratch_rows(shape[0]), *shape[1:]), dtype=dtype) for shape in SHAPES]
+        second = by_reduce.reduce_scatter(given, scratches, what="gradients")
         second.wait()
         first.wait()
         first.wait()
-        first.end()
-        second.end()
+        first.wait_sent()
+        second.wait_sent()
     own = [one.view(size, shape[0], *shape[1:])[rank] for one, shape in zip(given, SHAPES, strict=True)]
     return wholes, own, list(calls)
 
 
+def out_of_order(attaches):
+    """Every verb, its handle used in an odd order and more than once; what came of those that were awaited."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=20)
+    groups = make_groups(Topology.of(size, wp=size), rank, backend="gloo", timeout=limit, attaches=attaches)
+    transport, sums = groups["wp"].transport(REDUCE), groups["stage"].transport()
+    found = []
+    for calls in (["wait_sent"], ["release", "release", "wait"], ["test", "wait", "wait", "test", "release", "wait"]):
+        whole, shard = torch.zeros(2 * size), torch.full((2,), 1.0 + rank)
+        given, scratch = torch.full((2 * size,), 1.0 + rank), torch.zeros(transport.num_scratch_rows(2))
+        received, sent = torch.zeros(size, 1), torch.full((size, 1), 1.0 + rank)
+        total = torch.full((3,), 1.0 + rank)
+        works = [
+            transport.all_gather([whole], [shard], what="weights"),
+            transport.reduce_scatter([given], [scratch], what="gradients"),
+            transport.all_to_all(received, sent, what="rows"),
+            sums.all_reduce(total, what="a bucket"),
+        ]
+        for work in works:
+            for call in [*calls, "wait_sent", "test", "wait_sent"]:
+                getattr(work, call)()
+        assert all(work.test() for work in works)
+        results = [given[2 * rank : 2 * rank + 2], received.view(-1), total]
+        # A gather that nobody awaited may be left unread.
+        found.append([one.tolist() for one in (results if calls[0] != "test" else [whole, *results])])
+    published = transport.publish([shard], what="the weights")
+    work = published.all_gather([whole.zero_()], [shard], what="weights")
+    for call in ("test", "wait", "wait", "release", "release", "wait", "wait_sent", "test"):
+        getattr(work, call)()
+    published.wait_sent()
+    groups.close()
+    return [*found, whole.tolist()], [len(group.transports) for group in groups.values()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
+def test_handles_that_are_used_late_and_twice(ranks, size, attaches):
+    """Each call includes what it needs of those before it, and comes to nothing the second time."""
+    total = float(sum(range(1, size + 1)))
+    each = [1.0 + rank for rank in range(size)]
+    gathered = [one for one in each for _ in range(2)]
+    results = [[total] * 2, each, [total] * 3]
+    for found, left in ranks(size)(out_of_order, attaches):
+        assert found == [results, results, [gathered, *results], gathered]
+        assert not any(left), "closed groups hold no communicator"
+
+
+def kinds(attaches):
+    """The transports of this rank's groups."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    topology = Topology.of(size, sp=2, wp=2)
+    groups = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=20), attaches=attaches)
+    return {axis: [type(one).__name__ for one in group.transports.values()] for axis, group in groups.items()}
+
+
+@reads
+def test_each_group_has_the_transport_that_fits(ranks):
+    """Weights and gradients are read by cross-memory attach where that may be; the rest goes by messages."""
+    for found in ranks(4)(kinds, True):
+        assert {axis for axis, names in found.items() if "Cma" in names} == {"wp", "stage", "wdp"}
+        assert found["wp"] == ["Cma", "Cma"]
+        assert found["sp"] == found["control"] == ["Direct"]
+    assert all({"Direct"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("reads_memory", [pytest.param(True, marks=reads), False])
-def test_rows_of_many_tensors(ranks, size, dtype, reads_memory):
+@pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
+def test_rows_of_many_tensors(ranks, size, dtype, attaches):
     """By reading each other's memory, and by messages: the same bits."""
-    found = ranks(size)(exchange, dtype, reads_memory)
+    found = ranks(size)(exchange, dtype, attaches)
     for number, shape in enumerate(SHAPES):
         expected = torch.cat([value(rank, number, shape, dtype) for rank in range(size)])
         terms = [value(rank, number, (size * shape[0], *shape[1:]), dtype).view(size, *shape) for rank in range(size)]
@@ -73,36 +136,36 @@ def test_rows_of_many_tensors(ranks, size, dtype, reads_memory):
         assert_same_sequence([calls for _, _, calls in found])
 
 
-def swap(reads_memory):
+def swap(attaches):
     """What two swaps, one on each lane and one on its way beside the other, gave on this rank."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     topology = Topology.of(size, wp=size)
     limit = timedelta(seconds=30)
-    group = make_groups(topology, rank, backend="gloo", timeout=limit, reads_memory=reads_memory)["wp"]
+    group = make_groups(topology, rank, backend="gloo", timeout=limit, attaches=attaches)["wp"]
     sent = [value(rank, number, (size, 3, 2), torch.float64) for number in range(2)]
     received = [torch.empty_like(one) for one in sent]
     with collectives() as calls:
         exchanges = [
-            swap_rows(here, there, group, lane=lane, what="rows")
+            group.transport(lane).all_to_all(here, there, what="rows")
             for here, there, lane in zip(received, sent, (GATHER, REDUCE), strict=True)
         ]
         for exchange in reversed(exchanges):
             exchange.wait()
             exchange.wait()
-            exchange.end()
+            exchange.wait_sent()
     return received, calls
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("reads_memory", [pytest.param(True, marks=reads), False])
-def test_rows_that_are_swapped(ranks, size, reads_memory):
-    found = ranks(size)(swap, reads_memory)
+@pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
+def test_rows_that_are_swapped(ranks, size, attaches):
+    found = ranks(size)(swap, attaches)
     for rank, (received, calls) in enumerate(found):
         for number, one in enumerate(received):
             parts = [value(other, number, (size, 3, 2), torch.float64)[rank] for other in range(size)]
             assert torch.equal(one, torch.stack(parts))
         # By messages: a header and a row to each of the others, and from each.
-        assert len(calls) == (0 if size == 1 else 2 if reads_memory else 2 * 4 * (size - 1))
+        assert len(calls) == (0 if size == 1 else 2 if attaches else 2 * 4 * (size - 1))
 
 
 def together(dtype, device, coalesced):
@@ -112,22 +175,21 @@ def together(dtype, device, coalesced):
     """
     with World.join(device) as world:
         group = world.groups(Topology.of(world.size, wp=world.size), 30)["wp"]
-        group.memories.clear()
-        rows.is_direct = lambda lane, device: False
-        if coalesced is not None:
-            comm_together.is_coalesced = lambda lane: coalesced
+        lane = group.lane(REDUCE)
+        is_coalesced = can_coalesce(lane) if coalesced is None else coalesced
+        transport = Backend(group, REDUCE, lane, group.log, is_coalesced=is_coalesced)
         place = world.device.torch_device
         wholes = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
         shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]
         given = [value(world.rank, number, whole.shape, dtype).to(place) for number, whole in enumerate(wholes)]
-        assert all(num_received(shape[0], group, place) == 0 for shape in SHAPES), "the sum is in place"
+        assert all(transport.num_scratch_rows(shape[0]) == 0 for shape in SHAPES), "the sum is in place"
         scratches = [torch.empty((0, *shape[1:]), dtype=dtype, device=place) for shape in SHAPES]
         with collectives() as calls:
-            exchanges = [gather_rows(wholes, shards, group, what="weights")]
-            exchanges.append(reduce_rows(given, scratches, group, what="gradients"))
+            exchanges = [transport.all_gather(wholes, shards, what="weights")]
+            exchanges.append(transport.reduce_scatter(given, scratches, what="gradients"))
             for exchange in exchanges:
                 exchange.wait()
-                exchange.end()
+                exchange.wait_sent()
         own = [one.view(world.size, shape[0], *shape[1:])[world.rank] for one, shape in zip(given, SHAPES, strict=True)]
         return [one.cpu() for one in wholes], [one.cpu() for one in own], len(calls)
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.comm import host_memory, system_memory
 from sley_core.comm.groups import make_groups
-from sley_core.comm.rows import GATHER, REDUCE, gather_rows, reduce_rows, share_rows, swap_rows
-from sley_core.comm.system_memory import Span, read, write
+from sley_core.comm.transport.cma import connection, offers, process_vm
+from sley_core.comm.transport.cma.process_vm import Span, read, write
 from sley_core.errors import RunError
 from sley_core.testing.peers import can_read_peers
-from sley_core.topology import Topology
+from sley_core.topology import GATHER, REDUCE, Topology
 
 pytestmark = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 
@@ -27,13 +26,18 @@ LIMIT = timedelta(seconds=30)
 
 def wp(limit: timedelta = LIMIT) -> Any:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return make_groups(Topology.of(size, wp=size), rank, backend="gloo", timeout=limit, reads_memory=True)["wp"]
+    return make_groups(Topology.of(size, wp=size), rank, backend="gloo", timeout=limit, attaches=True)["wp"]
+
+
+def kinds() -> list[str]:
+    """The transports of this rank's lanes."""
+    return [type(one).__name__ for one in wp().transports.values()]
 
 
 def laps() -> list[float]:
     """Many more exchanges than offers can be open, by a rank that is now early and now late."""
     group = wp()
-    host_memory.RING = 4
+    offers.RING = 4
     sums = []
     shard = torch.empty(3)
     for lap in range(20):
@@ -41,18 +45,18 @@ def laps() -> list[float]:
             time.sleep(0.005)
         shard.fill_(10.0 * lap + group.coord)
         whole = torch.empty(3 * group.size)
-        exchange = gather_rows([whole], [shard], group, what="laps")
+        exchange = group.transport(GATHER).all_gather([whole], [shard], what="laps")
         exchange.wait()
-        exchange.end()
+        exchange.wait_sent()
         given = whole.clone()
-        reduction = reduce_rows([given], [], group, what="laps")
-        reduction.end()
+        reduction = group.transport(REDUCE).reduce_scatter([given], [], what="laps")
+        reduction.wait_sent()
         sums.append(float(given.view(group.size, 3)[group.coord][0]))
     return sums
 
 
 def test_no_one_reads_what_is_written_again(ranks):
-    """`end` returns when all others have read, however late they are: the next lap overwrites the same shard."""
+    """`wait_sent` returns when all others have read, however late they are: the next lap overwrites the same shard."""
     for rank, sums in enumerate(ranks(3)(laps)):
         assert sums == [3 * (10.0 * lap + rank) for lap in range(20)]
 
@@ -60,13 +64,14 @@ def test_no_one_reads_what_is_written_again(ranks):
 def unread() -> float:
     group = wp()
     exchanges = [
-        gather_rows([torch.empty(2 * group.size)], [torch.full((2,), 1.0)], group, what="weights") for _ in range(3)
+        group.transport(GATHER).all_gather([torch.empty(2 * group.size)], [torch.full((2,), 1.0)], what="weights")
+        for _ in range(3)
     ]
     whole = torch.empty(2 * group.size)
-    last = gather_rows([whole], [torch.full((2,), 5.0)], group, what="weights")
+    last = group.transport(GATHER).all_gather([whole], [torch.full((2,), 5.0)], what="weights")
     last.wait()
     for exchange in (*exchanges, last):
-        exchange.end()
+        exchange.wait_sent()
     return float(whole.sum())
 
 
@@ -78,24 +83,26 @@ def test_what_nobody_waits_for_is_not_read(ranks):
 def many_open() -> list[list[float]]:
     """Twenty exchanges of each kind under way at a time, where four can be open; what each brings, and what is still open."""
     group = wp()
-    host_memory.RING = 4
+    offers.RING = 4
     size, coord = group.size, group.coord
     started, results = [], []
     for number in range(20):
         result = torch.full((2 * size,), -1.0)
-        started.append(gather_rows([result], [torch.full((2,), 10.0 * number + coord)], group, what="weights"))
+        started.append(
+            group.transport(GATHER).all_gather([result], [torch.full((2,), 10.0 * number + coord)], what="weights")
+        )
         results.append(result)
         whole = torch.full((2 * size,), 10.0 * number + coord)
-        started.append(reduce_rows([whole], [], group, what="gradients"))
+        started.append(group.transport(REDUCE).reduce_scatter([whole], [], what="gradients"))
         results.append(whole[2 * coord : 2 * coord + 2])
         received = torch.empty(size, 1)
         sent = 100.0 * number + 10.0 * coord + torch.arange(size, dtype=torch.float32)[:, None]
-        started.append(swap_rows(received, sent, group, lane=GATHER, what="vectors"))
+        started.append(group.transport(GATHER).all_to_all(received, sent, what="vectors"))
         results.append(received.view(-1))
     for exchange in started:
         exchange.wait()
-        exchange.end()
-    num_open = [len(group.memories[lane]._open) for lane in (GATHER, REDUCE)]
+        exchange.wait_sent()
+    num_open = [len(group.transport(lane).rows._open) for lane in (GATHER, REDUCE)]
     return [*(result.tolist() for result in results), num_open]
 
 
@@ -120,14 +127,14 @@ def shared() -> list[list[float]]:
             shard.fill_(10.0 * step + group.coord)
         if step % 3 == group.coord:
             time.sleep(0.01)
-        share = share_rows(shards, group, what="weights")
+        share = group.transport(GATHER).publish(shards, what="weights")
         wholes = [torch.empty(group.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
         for at in ([2, 1], [0], [2]):
             given = [wholes[place] for place in at], [shards[place] for place in at]
-            exchange = gather_rows(*given, group, what="some", share=share)
+            exchange = share.all_gather(*given, what="some")
             exchange.wait()
-            exchange.end()
-        share.end()
+            exchange.wait_sent()
+        share.wait_sent()
         found.append(wholes[0].tolist() + wholes[2].flatten().tolist())
     return found
 
@@ -142,17 +149,19 @@ def test_what_is_shared_is_read_many_times_and_then_written(ranks):
 def shared_for_long() -> list[float]:
     """More gathers of something else than offers can be open, while the shards are shared; the last rank reads at the end."""
     group = wp()
-    host_memory.RING = 4
+    offers.RING = 4
     shard = torch.full((2,), 1.0 + group.coord)
-    share = share_rows([shard], group, what="weights")
+    share = group.transport(GATHER).publish([shard], what="weights")
     for lap in range(10):
-        exchange = gather_rows([torch.empty(group.size)], [torch.full((1,), float(lap))], group, what="laps")
+        exchange = group.transport(GATHER).all_gather(
+            [torch.empty(group.size)], [torch.full((1,), float(lap))], what="laps"
+        )
         exchange.wait()
-        exchange.end()
+        exchange.wait_sent()
     whole = torch.empty(2 * group.size)
-    exchange = gather_rows([whole], [shard], group, what="weights", share=share)
+    exchange = share.all_gather([whole], [shard], what="weights")
     exchange.wait()
-    share.end()
+    share.wait_sent()
     return whole.tolist()
 
 
@@ -162,21 +171,21 @@ def test_what_is_shared_may_stay_so_for_any_number_of_exchanges(ranks):
 
 
 def let_go(is_shared: bool) -> list[bool]:
-    """Whether the memory that was gathered into is still there: before `free`, and after it."""
+    """Whether the memory that was gathered into is still there: before `release`, and after it."""
     group = wp()
     shards = [torch.ones(2)]
-    share = share_rows(shards, group, what="weights") if is_shared else None
+    share = group.transport(GATHER).publish(shards, what="weights")
     whole = torch.empty(2 * group.size)
-    exchange = gather_rows([whole], shards, group, what="weights", share=share)
+    source = share if is_shared else group.transport(GATHER)
+    exchange = source.all_gather([whole], shards, what="weights")
     exchange.wait()
     storage = weakref.ref(whole.untyped_storage())
     del whole
     found = [storage() is not None]
-    exchange.free()
+    exchange.release()
     found.append(storage() is not None)
-    exchange.end()
-    if share is not None:
-        share.end()
+    exchange.wait_sent()
+    share.wait_sent()
     return found
 
 
@@ -191,7 +200,7 @@ def nobody_comes() -> str:
     if group.coord == 1:
         time.sleep(2.5)
         return ""
-    exchange = gather_rows([torch.empty(4)], [torch.ones(2)], group, what="the weights of block.3")
+    exchange = group.transport(GATHER).all_gather([torch.empty(4)], [torch.ones(2)], what="the weights of block.3")
     with pytest.raises(RunError) as raised:
         exchange.wait()
     return str(raised.value)
@@ -204,7 +213,7 @@ def test_a_peer_that_does_not_come(ranks):
 
 def stranger() -> list[int]:
     group = wp()
-    inbox = group.memories["gather"]._cards[0].inbox
+    inbox = group.transport(GATHER).rows.connection._cards[0].inbox
     word = torch.zeros(1, dtype=torch.int64)
     here = [Span(word.data_ptr(), 8)]
     return [
@@ -220,61 +229,62 @@ def test_what_cannot_be_reached_is_said(ranks):
     assert found == [8, -1, -1]
 
 
-def refused(monkeypatched: bool) -> list[int]:
+def refused(monkeypatched: bool) -> list[str]:
     if monkeypatched and os.environ["RANK"] == "1":
-        host_memory.read = lambda *_: -1
-    return sorted(wp().memories)
+        connection.read = lambda *_: -1
+    return kinds()
 
 
 def test_messages_where_one_rank_may_not_read(ranks):
     """All ranks take the same way."""
-    assert ranks(3)(refused, False) == [["gather", "reduce", "shared"]] * 3
-    assert ranks(3)(refused, True) == [[]] * 3
+    assert ranks(3)(refused, False) == [["Cma", "Cma"]] * 3
+    assert ranks(3)(refused, True) == [["Direct", "Direct"]] * 3
 
 
 def without_boot_id() -> list[str]:
-    host_memory.BOOT_ID = host_memory.BOOT_ID.with_name("absent") if os.environ["RANK"] == "1" else host_memory.BOOT_ID
-    return sorted(wp().memories)
+    connection.BOOT_ID = connection.BOOT_ID.with_name("absent") if os.environ["RANK"] == "1" else connection.BOOT_ID
+    return kinds()
 
 
 def test_messages_where_the_machine_does_not_say_which_it_is(ranks):
     """A /proc that hides the boot's number, on one rank: all take the other way."""
-    assert ranks(2)(without_boot_id) == [[]] * 2
+    assert ranks(2)(without_boot_id) == [["Direct", "Direct"]] * 2
 
 
 def without_descriptors() -> list[str]:
     if os.environ["RANK"] == "1":
         del os.pidfd_open
-    return sorted(wp().memories)
+    return kinds()
 
 
 def test_messages_where_the_end_of_a_process_cannot_be_seen(ranks):
-    assert ranks(2)(without_descriptors) == [[]] * 2
+    assert ranks(2)(without_descriptors) == [["Direct", "Direct"]] * 2
 
 
 def a_stranger_with_the_peers_number() -> list[str]:
     """The peer has ended, by its descriptor; its number is that of a process whose memory can be written all the same."""
     group = wp()
-    memory = group.memories[GATHER]
+    rows = group.transport(GATHER).rows
+    memory = rows.connection
     peer = 1 - group.coord
     shard = torch.ones(2)
-    gather_rows([torch.empty(4)], [shard], group, what="weights").end()
+    group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights").wait_sent()
     gone = os.posix_spawn("/bin/true", ["true"], {})
-    memory._ends[peer] = host_memory.select.poll()
-    memory._ends[peer].register(os.pidfd_open(gone), host_memory.select.POLLIN)
+    memory._ends[peer] = connection.select.poll()
+    memory._ends[peer].register(os.pidfd_open(gone), connection.select.POLLIN)
     os.waitpid(gone, 0)
-    before = list(memory._inbox)
+    before = list(memory.inbox.words)
     said = []
     for call in (
-        lambda: gather_rows([torch.empty(4)], [shard], group, what="weights"),
-        lambda: memory.done(peer, 7, "weights"),
+        lambda: group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights"),
+        lambda: rows.done(peer, 7, "weights"),
         lambda: memory.read(peer, [Span(shard.data_ptr(), 8)], [Span(memory._cards[peer].inbox, 8)], "weights"),
     ):
         with pytest.raises(RunError) as raised:
             call()
         said.append(raised.value.diagnostics[0].code)
     dist.barrier(group=group.lane(GATHER))
-    assert list(memory._inbox) == before, "nobody wrote"
+    assert list(memory.inbox.words) == before, "nobody wrote"
     return said
 
 
@@ -285,7 +295,7 @@ def test_nothing_is_written_into_a_process_that_has_the_number_of_a_peer(ranks):
 
 def long_spans() -> None:
     """Copies longer than one call moves, of several spans, cut anywhere; a call is told to move 1000 bytes at most."""
-    system_memory.MOST_BYTES = 1000
+    process_vm.MOST_BYTES = 1000
     lengths = [1, 999, 0, 1000, 4321, 7, 1993]
     source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
     target = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
@@ -297,7 +307,7 @@ def long_spans() -> None:
 
 
 def test_copies_longer_than_one_call_moves(monkeypatch):
-    monkeypatch.setattr(system_memory, "MOST_BYTES", system_memory.MOST_BYTES)
+    monkeypatch.setattr(process_vm, "MOST_BYTES", process_vm.MOST_BYTES)
     long_spans()
 
 

@@ -1,4 +1,7 @@
-"""`process_vm_readv` and `process_vm_writev` of Linux: copies between the memory of two processes of one user."""
+"""`process_vm_readv` and `process_vm_writev` of Linux: copies between the memory of two processes of one user.
+
+The field calls it cross-memory attach (CMA).
+"""
 
 from __future__ import annotations
 

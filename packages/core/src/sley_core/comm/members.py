@@ -1,0 +1,35 @@
+"""The ranks of one axis, as one of them sees it: what transports and errors need to know of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of one axis that this rank talks to.
+
+    ranks: global, ascending. rank: this one's, among them.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @property
+    def coord(self) -> int:
+        """This rank's place among `ranks`."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def peers(self) -> list[int]:
+        """The coordinates of the other members."""
+        return [peer for peer in range(self.size) if peer != self.coord]
+
+    def __str__(self) -> str:
+        return f"{self.axis}{list(self.ranks)}"

@@ -1,0 +1,44 @@
+"""Chooses the transports of a group, once, when groups are made: by what its lanes are, and where its tensors and ranks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from sley_core.comm.exchange_log import ExchangeLog
+from sley_core.comm.guard import guarded
+from sley_core.comm.members import Members
+from sley_core.comm.transport.backend import Backend, can_coalesce
+from sley_core.comm.transport.cma.connection import Connection
+from sley_core.comm.transport.cma.transport import RINGS, Cma
+from sley_core.comm.transport.direct import Direct
+from sley_core.comm.transport.protocol import Transport
+
+
+def message_transports(
+    members: Members, lanes: Mapping[str, dist.ProcessGroup], log: ExchangeLog, device: torch.device
+) -> dict[str, Transport]:
+    """Returns a transport by messages for each of `lanes`, for tensors on `device`. log: of what carries no mark."""
+    found: dict[str, Transport] = {}
+    for name, lane in lanes.items():
+        if device.type == "cpu" and dist.get_backend(lane) == "gloo":
+            found[name] = Direct(members, lane)
+        else:
+            found[name] = Backend(members, name, lane, log, is_coalesced=can_coalesce(lane))
+    return found
+
+
+def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
+    """Returns a transport by cross-memory attach for each of `lanes`; on all ranks none, where one cannot read a peer's memory.
+
+    For tensors on the host. All members call it. timeout_s: of every wait.
+    """
+
+    def connect() -> Connection | None:
+        # The first lane's members, in the order of the table of groups.
+        return Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
+
+    connection = guarded(connect, "opening", members, "cross-memory attach")
+    return {name: Cma(connection, at) for at, name in enumerate(lanes)} if connection is not None else {}

@@ -1,0 +1,207 @@
+"""Gathers, reductions and swaps of rows by ranks that read each other's memory; the same bits as by messages.
+
+What comes is read when it is awaited: nothing else moves it, so a wait costs the copy, and no core is taken before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.marks import Mark
+from sley_core.comm.transport.cma.offers import Offers
+from sley_core.comm.transport.cma.process_vm import Span
+from sley_core.comm.transport.protocol import Published, Work
+
+PIECE_BYTES = 1 << 18
+"""How much of a gradient is read before it is added: it stays in the cache in between."""
+
+
+class _OneOffer(Work):
+    """An exchange for which each rank offers `tensors`, once. Subclasses say what of the peers' is taken, and how."""
+
+    def __init__(self, offers: Offers, tensors: Sequence[Tensor], mark: Mark) -> None:
+        self._offers = offers
+        self._what = mark.what
+        self._tensors = tensors  # alive while others may read them
+        self._is_open = True
+        self._number = offers.offer(tensors, mark, self._complete)
+
+    def test(self) -> bool:
+        return not self._is_open or self._offers.is_offered(self._number)
+
+    def wait(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._take()
+
+    def release(self) -> None:
+        """Takes what has not been taken: of most exchanges nothing may be left out."""
+        self.wait()
+
+    def wait_sent(self) -> None:
+        self.release()
+        self._offers.wait_read(self._number, self._what)
+
+    def _complete(self) -> None:
+        """Does as `wait_sent`, for an exchange whose result may still be wanted."""
+        self.wait()
+        self._offers.wait_read(self._number, self._what)
+
+    def _take(self) -> None:
+        """Reads what comes from the peers, and tells them so."""
+        raise NotImplementedError
+
+
+class Gather(_OneOffer):
+    """Fills each of `wholes` with the ranks' `shards`."""
+
+    def __init__(self, offers: Offers, wholes: Sequence[Tensor], shards: Sequence[Tensor], mark: Mark) -> None:
+        super().__init__(offers, shards, mark)
+        self._rows = rows_of(wholes, shards, offers)
+
+    def release(self) -> None:
+        """What was not awaited is never read."""
+        if self._is_open:
+            self._is_open = False
+            for peer in self._offers.peers:
+                self._offers.done(peer, self._number, self._what)
+        self._rows = []  # the memory may be let go, long before `wait_sent`
+
+    def _take(self) -> None:
+        for peer in self._offers.peers:
+            addresses = self._offers.wait_table(peer, self._number, self._what)
+            here = [span(rows[peer]) for rows in self._rows]
+            there = [Span(address, part.num_bytes) for address, part in zip(addresses, here, strict=True)]
+            self._offers.read(peer, here, there, self._what)
+            self._offers.done(peer, self._number, self._what)
+
+
+class ReduceScatter(_OneOffer):
+    """Adds the peers' part of each of `wholes` to this rank's rows of it."""
+
+    def __init__(self, offers: Offers, wholes: Sequence[Tensor], size: int, mark: Mark) -> None:
+        self._own = [whole.view(size, -1)[offers.coord] for whole in wholes]
+        super().__init__(offers, wholes, mark)
+
+    def _take(self) -> None:
+        offers = self._offers
+        tables = [offers.wait_table(peer, self._number, self._what) for peer in offers.peers]
+        for at, own in enumerate(self._own):
+            addresses = [table[at] + offers.coord * own.nbytes for table in tables]
+            add_from(offers, own, addresses, self._what)
+        for peer in offers.peers:
+            offers.done(peer, self._number, self._what)
+
+
+class AllToAll(_OneOffer):
+    """Row i of `received` is this rank's row of the i-th rank's `sent`."""
+
+    def __init__(self, offers: Offers, received: Tensor, sent: Tensor, mark: Mark) -> None:
+        super().__init__(offers, [sent], mark)
+        self._received = received
+        received[offers.coord].copy_(sent[offers.coord])
+
+    def _take(self) -> None:
+        offers = self._offers
+        for peer in offers.peers:
+            (address,) = offers.wait_table(peer, self._number, self._what)
+            here = span(self._received[peer])
+            there = Span(address + offers.coord * here.num_bytes, here.num_bytes)
+            offers.read(peer, [here], [there], self._what)
+            offers.done(peer, self._number, self._what)
+
+
+class Shared(Published):
+    """Lets the peers read `shards` without asking for each: one offer for as long as nobody writes them.
+
+    Gathers from it wait for the peers once, however many they are.
+    """
+
+    def __init__(self, offers: Offers, shards: Sequence[Tensor], mark: Mark) -> None:
+        self.offers = offers
+        self._what = mark.what
+        self._shards = shards  # alive while others may read them
+        self._number = offers.offer(shards, mark)  # one is open at a time, in a row of offers of its own
+        self._places = {shard.data_ptr(): place for place, shard in enumerate(shards)}
+        self._tables: dict[int, Sequence[int]] = {}
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        """Gathers `shards`, which are among those that are shared."""
+        return _SharedGather(self, wholes, shards, [self._places[shard.data_ptr()] for shard in shards])
+
+    def read(self, peer: int, places: Sequence[int], here: Sequence[Span]) -> None:
+        """Copies the peer's shards at `places` into `here`."""
+        if peer not in self._tables:
+            self._tables[peer] = self.offers.wait_table(peer, self._number, self._what)
+        table = self._tables[peer]
+        there = [Span(table[place], part.num_bytes) for place, part in zip(places, here, strict=True)]
+        self.offers.read(peer, here, there, self._what)
+
+    def is_offered(self) -> bool:
+        """Returns whether every peer shares its own; never blocks."""
+        return self.offers.is_offered(self._number)
+
+    def wait_sent(self) -> None:
+        for peer in self.offers.peers:
+            self.offers.done(peer, self._number, self._what)
+        self.offers.wait_read(self._number, self._what)
+
+
+class _SharedGather(Work):
+    """A gather of what is shared: it asks for nothing, so nobody has to be told of its end."""
+
+    def __init__(
+        self, shared: Shared, wholes: Sequence[Tensor], shards: Sequence[Tensor], places: Sequence[int]
+    ) -> None:
+        self._shared = shared
+        self._places = places
+        self._is_open = True
+        self._rows = rows_of(wholes, shards, shared.offers)
+
+    def test(self) -> bool:
+        return not self._is_open or self._shared.is_offered()
+
+    def wait(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            for peer in self._shared.offers.peers:
+                self._shared.read(peer, self._places, [span(rows[peer]) for rows in self._rows])
+
+    def release(self) -> None:
+        """What was not awaited is never read."""
+        self._is_open = False
+        self._rows = []
+
+    def wait_sent(self) -> None:
+        """Returns at once: the peers read until what is shared ends."""
+        self.release()
+
+
+def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) -> list[Tensor]:
+    """Returns each of `wholes` as [size, *shard's shape], this rank's shard in its place."""
+    size = offers.connection.members.size
+    found = [whole.view(size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
+    for rows, shard in zip(found, shards, strict=True):
+        rows[offers.coord].copy_(shard)
+    return found
+
+
+def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -> None:
+    """Adds to `own` what lies at `addresses` of the peers, one for each, in their order."""
+    length = PIECE_BYTES // own.element_size()
+    piece = torch.empty(min(length, own.numel()), dtype=own.dtype)
+    for first in range(0, own.numel(), length):
+        target = own[first : first + length]
+        came = piece[: target.numel()]
+        for peer, address in zip(offers.peers, addresses, strict=True):
+            there = Span(address + first * own.element_size(), target.nbytes)
+            offers.read(peer, [span(came)], [there], what)
+            target.add_(came)
+
+
+def span(tensor: Tensor) -> Span:
+    """Returns where `tensor`, which is contiguous, lies."""
+    return Span(tensor.data_ptr(), tensor.nbytes)

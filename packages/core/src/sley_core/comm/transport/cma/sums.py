@@ -1,0 +1,132 @@
+"""An all-reduce by ranks that read each other's memory: every rank sums a slice of the tensor, then all read the sums.
+
+    offer whole ──> sum own slice ──> offer own slice ──> read the others' slices ──> wait_sent
+                      ^ all have offered                    ^ all have summed, and nobody needs what is overwritten
+
+A slice is summed on one rank, own part first, then by ascending coordinate: all ranks hold the same bits, whoever was late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from sley_core.comm.marks import Mark
+from sley_core.comm.transport.cma.offers import Offers
+from sley_core.comm.transport.cma.process_vm import Span
+from sley_core.comm.transport.cma.rows import add_from, span
+from sley_core.comm.transport.protocol import Work
+
+
+class Sums:
+    """What a group needs for sums, which all members start in one order: a row of offers for either half of a sum.
+
+    num_summed: sums whose slice of this rank is summed. unfinished: those whose whole is not there yet, in their order.
+    """
+
+    def __init__(self, wholes: Offers, slices: Offers) -> None:
+        self.wholes = wholes
+        self.slices = slices
+        self.num_summed = 0
+        self.unfinished: list[Sum] = []
+
+    def advance(self) -> bool:
+        """Moves the first sum on that can without waiting; returns whether there was one."""
+        return any(one.advance() for one in self.unfinished)
+
+
+class Sum(Work):
+    """The sum of `whole` (contiguous, on the host) over the group of `sums`, in place.
+
+    A slice is summed when those of all sums before are, so that its offer has the same number on all ranks. Where a rank sums
+    something else, or of another length, `mark` says so, `wait` raises RunError `ranks-differ` on all, and nothing is read.
+    """
+
+    def __init__(self, sums: Sums, whole: Tensor, mark: Mark) -> None:
+        self._sums = sums
+        self._mark = mark
+        self._what = mark.what
+        members = sums.wholes.connection.members
+        flat = whole.view(-1)
+        length = -(-flat.numel() // members.size)
+        self._slices = [flat[at * length : (at + 1) * length] for at in range(members.size)]
+        self._first = length * members.coord * flat.element_size()
+        self._is_summed = False
+        self._is_whole = False
+        self._number = sums.wholes.offer([whole], mark, self.wait_sent)
+        sums.unfinished.append(self)
+
+    def advance(self) -> bool:
+        """Moves this sum on as far as that needs no waiting; returns whether it has moved."""
+        sums_now = not self._is_summed and self._is_next and self._sums.wholes.is_offered(self._number)
+        if sums_now:
+            self._sum()
+        gathers_now = self._is_summed and not self._is_whole and self._may_gather()
+        if gathers_now:
+            self._gather()
+        return sums_now or gathers_now
+
+    def test(self) -> bool:
+        self.advance()
+        return self._is_whole
+
+    def wait(self) -> None:
+        self._wait_until(lambda: self._is_summed, lambda: self._sums.wholes.late_offerer(self._number))
+        self._wait_until(lambda: self._is_whole, self._late_summer)
+
+    def release(self) -> None:
+        """Ends the sum: no part of it may be left out."""
+        self.wait()
+
+    def wait_sent(self) -> None:
+        self.wait()
+        for offers in (self._sums.wholes, self._sums.slices):
+            self._wait_until(partial(offers.is_read, self._number), partial(offers.late_reader, self._number))
+            offers.wait_read(self._number, self._what)
+
+    @property
+    def _is_next(self) -> bool:
+        return self._number == self._sums.num_summed + 1
+
+    def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int]) -> None:
+        """Waits for `is_true()`, and moves all sums on meanwhile: their peers need not wait until this rank comes to them.
+
+        So ranks may wait for their sums in unlike orders. The time limit is that of a wait in which none of them moves.
+        """
+        while not is_true():
+            self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, self._what)
+
+    def _may_gather(self) -> bool:
+        return self._sums.wholes.is_read(self._number) and self._sums.slices.is_offered(self._number)
+
+    def _late_summer(self) -> int:
+        """Returns a peer that has not read its slice of this rank's whole; where all have, one whose sum is not offered."""
+        if not self._sums.wholes.is_read(self._number):
+            return self._sums.wholes.late_reader(self._number)
+        return self._sums.slices.late_offerer(self._number)
+
+    def _sum(self) -> None:
+        wholes = self._sums.wholes
+        own = self._slices[wholes.coord]
+        starts = [wholes.wait_table(peer, self._number, self._what)[0] + self._first for peer in wholes.peers]
+        add_from(wholes, own, starts, self._what)
+        self._is_summed = True
+        self._sums.num_summed += 1
+        # There is room: the sum of RING before ended when this one's whole was offered.
+        # The mark of the whole: slices are cut alike, but the last may be shorter.
+        number = self._sums.slices.offer([own], self._mark)
+        assert number == self._number, f"offer {number} of slices for sum {self._number}"
+        for peer in wholes.peers:
+            wholes.done(peer, self._number, self._what)
+
+    def _gather(self) -> None:
+        slices = self._sums.slices
+        for peer in slices.peers:
+            here = span(self._slices[peer])
+            (address,) = slices.wait_table(peer, self._number, self._what)
+            slices.read(peer, [here], [Span(address, here.num_bytes)], self._what)
+            slices.done(peer, self._number, self._what)
+        self._is_whole = True
+        self._sums.unfinished.remove(self)

@@ -1,0 +1,124 @@
+"""What every transport does: gathers and reduces shards of rows, swaps rows, sums tensors.
+
+    all_gather   rank 0: a0      a0 a1    reduce_scatter   rank 0: a0 a1   a0 + b0    all_to_all   rank 0: a0 a1   a0 b0
+                 rank 1:    a1   a0 a1                     rank 1: b0 b1   a1 + b1                 rank 1: b0 b1   a1 b1
+
+    Direct    gloo, on the CPU    every rank sends to every other
+    Backend   NCCL; gloo on CUDA  the backend's own collectives
+    Cma       CPUs of one host    ranks read each other's memory (cross-memory attach)
+    Alone     a group of one      the identity
+
+A group has one transport per lane, chosen when groups are made (`choose`); callers do not know which. All ranks of a group call
+one transport in one order, with as many tensors of the same shapes. Each call says by `what` what it exchanges, in the same
+words on all ranks. `Direct` and `Cma` send a mark ahead, so something else is an error on both sides (`marks`); `Backend` notes
+what is exchanged, and ranks compare that before a step ends (`exchange_log`). An all-reduce of gloo or NCCL does neither.
+
+A shard is summed on its own rank by `Direct` and `Cma`, own part first, then by ascending coordinate: the result depends
+neither on who is late nor on which of the two carried it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """The handle of an exchange in progress.
+
+        start ──> test* ──> wait ──> release ──> wait_sent
+
+    Each may be left out, come again, or come late: `wait_sent` includes what is needed of those before it.
+    """
+
+    def test(self) -> bool:
+        """Returns whether `wait` would return at once, as far as that is known. Never blocks.
+
+        What nothing but the ranks' own calls moves is moved on as far as that needs no waiting.
+        """
+
+    def wait(self) -> None:
+        """Returns when the result is complete (on CUDA: when this stream will see it); a second call does nothing.
+
+        Raises RunError `collective-failed`, naming operation, group and tensors, when time ran out or a peer died, and
+        `ranks-differ` where a peer exchanges something else.
+        """
+
+    def release(self) -> None:
+        """Gives up the result: nothing writes into its memory any more, and this handle does not hold it.
+
+        A gather that was not awaited may be left unread; any other exchange is awaited. Raises as `wait` does.
+        """
+
+    def wait_sent(self) -> None:
+        """Returns when the peers have what this rank gave: inputs and outputs may be written. Raises as `wait` does."""
+
+
+class Gathers(Protocol):
+    """What fills whole tensors from shards: a transport, or what it has published."""
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        """Starts to fill each of `wholes` [size x n, ...] with the ranks' `shards` [n, ...], in the order of the group.
+
+        All are contiguous; `shards` stay as they are until `wait_sent` has returned.
+        """
+
+
+class Published(Gathers, Protocol):
+    """Tensors that stay as they are for a while, and are gathered from meanwhile, each any number of times."""
+
+    def wait_sent(self) -> None:
+        """Ends it: this rank gathers no more. Returns when no peer does either: the tensors may be written."""
+
+
+class Transport(Gathers, Protocol):
+    """Exchanges tensors with the other members of a group on one lane."""
+
+    def publish(self, shards: Sequence[Tensor], *, what: str) -> Published:
+        """Says that `shards`, contiguous, stay as they are until `wait_sent` of the result, which gathers them.
+
+        All ranks of the group call it, and `wait_sent`, in one order with what else runs here; one is open at a time. A
+        transport for which that changes nothing gathers as ever.
+        """
+        return Unpublished(self)
+
+    def num_scratch_rows(self, num_rows: int) -> int:
+        """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows`."""
+        return 0
+
+    def reduce_scatter(
+        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
+    ) -> Work:
+        """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum.
+
+        scratches: [`num_scratch_rows(n)`, ...] of the same type. All are contiguous and the exchange's until `wait_sent` has
+        returned; the other ranks' rows of `wholes` are undefined then. contents: a checksum of what `what` leaves open.
+        """
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        """Starts an exchange: row i of `sent` [size, ...] goes to the i-th rank, row i of `received` comes from it.
+
+        Both are contiguous, of one shape and dtype, and the exchange's until `wait_sent` has returned. contents: as for
+        `reduce_scatter`.
+        """
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        """Starts to sum `tensor`, contiguous, in place over the group; it is the exchange's until `wait_sent` has returned.
+
+        All ranks hold the same bits afterwards. contents: as for `reduce_scatter`, for a transport that says what it sums.
+        """
+
+
+class Unpublished(Published):
+    """Gathers each time anew, where saying beforehand what stays as it is changes nothing."""
+
+    def __init__(self, transport: Gathers) -> None:
+        self._transport = transport
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        return self._transport.all_gather(wholes, shards, what=what)
+
+    def wait_sent(self) -> None:
+        """Each gather has been ended by itself."""

@@ -1,0 +1,80 @@
+"""Exchanges that torch's process groups carry: the handle of some of their works, and what is left to do with what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sley_core.comm.guard import guarded
+from sley_core.comm.members import Members
+from sley_core.comm.transport.protocol import Work
+
+
+class Announced(Protocol):
+    """What the peers say that an exchange is. works: by which that comes."""
+
+    works: list[Any]
+
+    def compare(self) -> None:
+        """Raises RunError `ranks-differ` where a peer exchanges something else; called when `works` are done."""
+
+
+class Works(Work):
+    """An exchange by works of a process group.
+
+    received, sent: their works. finish: what is left to do with what came. headers: what the peers say that it is.
+    """
+
+    def __init__(
+        self,
+        received: Sequence[Any],
+        sent: Sequence[Any],
+        operation: str,
+        members: Members,
+        what: str,
+        finish: Callable[[], None] | None = None,
+        headers: Announced | None = None,
+    ) -> None:
+        self._received = received
+        self._sent = sent
+        self._operation = operation
+        self._members = members
+        self._what = what
+        self._finish = finish
+        self._headers = headers
+
+    def test(self) -> bool:
+        announced = [] if self._headers is None else self._headers.works
+        return all(work.is_completed() for work in (*announced, *self._received))
+
+    def wait(self) -> None:
+        if self._headers is not None:
+            self._await(self._headers.works)
+            self._headers.compare()
+            self._headers = None
+        received, self._received = self._received, ()
+        self._await(received)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def release(self) -> None:
+        self.wait()
+
+    def wait_sent(self) -> None:
+        self.wait()
+        sent, self._sent = self._sent, ()
+        self._await(sent)
+
+    def _await(self, works: Sequence[Any]) -> None:
+        for work in works:
+            guarded(work.wait, self._operation, self._members, self._what)
+
+
+def all_reduced(tensor: Tensor, members: Members, lane: dist.ProcessGroup, what: str) -> Work:
+    """Starts the backend's own all-reduce of `tensor`, in place."""
+    work = guarded(lambda: dist.all_reduce(tensor, group=lane, async_op=True), "all-reduce", members, what)
+    return Works([work], [], "all-reduce", members, what)
