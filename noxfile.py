@@ -28,7 +28,7 @@ import nox
 sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
 from imports import import_rules
-from packages import PACKAGES, alone_program, assert_licensed, first_cases, torch_floor
+from packages import PACKAGES, alone_program, assert_licensed, torch_floor
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_external_run = True
@@ -127,14 +127,9 @@ def isolated(session: nox.Session) -> None:
             program.write_text(alone_program(package), "utf-8")
             session.run("python", "-P", str(program))
             session.run(*install, *package.test_requirements())
-            pytest = ("python", "-P", "-m", "pytest")
-            chosen = session.posargs
-            if not chosen:
-                listed = session.run(*pytest, package.tests, "--collect-only", "-q", silent=True, env=FOR_TESTS)
-                names = Path(folder, f"{package.module}_tests.txt")
-                names.write_text("\n".join(first_cases(str(listed))), "utf-8")
-                chosen = [f"@{names}"]
-            session.run(*pytest, *SIDE_BY_SIDE, *chosen, env=FOR_TESTS)
+            chosen = session.posargs or ["-p", "first_cases", package.tests]
+            env = FOR_TESTS | {"PYTHONPATH": str(ROOT / ".ci" / "plugins")}
+            session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *chosen, env=env)
 
 
 @nox.session(default=False)
@@ -156,15 +151,19 @@ def floor(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def plans(session: nox.Session) -> None:
-    """Check every example plan and every plan in the documentation; train each example for three steps."""
+    """Check every example plan and every plan in the documentation; train each example for three steps.
+
+    The first is run as a user runs it, the others on ranks that are forked (.ci/train_plans.py).
+    """
     examples = sorted((ROOT / "examples" / "plans").glob("*.toml"))
     assert examples, "no example plans"
     with tempfile.TemporaryDirectory() as folder:
         written = list(pages.write_plans(ROOT, examples[0], Path(folder)))
         in_dev(session, "train-cli", "check", *map(str, (*examples, *written)))
-        for example in examples:
-            override = ("--set", "run.steps=3", "--set", f'run.folder="{Path(folder, "runs").as_posix()}"')
-            in_dev(session, "train-cli", "run", str(example), "--overwrite", *override)
+        runs = Path(folder, "runs")
+        changes = ("--set", "run.steps=3", "--set", f'run.folder="{runs.as_posix()}"')
+        in_dev(session, "train-cli", "run", str(examples[0]), *changes)
+        in_dev(session, "python", ".ci/train_plans.py", str(runs), *map(str, examples), **FOR_TESTS)
 
 
 @nox.session(reuse_venv=False, default=False)

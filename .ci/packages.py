@@ -49,12 +49,6 @@ def torch_floor() -> str:
     return lowest if lowest.count(".") == 2 else f"{lowest}.0"
 
 
-def first_cases(listed: str) -> list[str]:
-    """Of the names of tests that pytest lists, one a line, the first of each test: the others differ in parameters."""
-    names = [line for line in listed.splitlines() if "::" in line]
-    return list({name.partition("[")[0]: name for name in reversed(names)}.values())[::-1]
-
-
 def assert_licensed(package: Package, archives: Path) -> None:
     """Both archives of the package, in the folder `archives`, have the licence that its metadata name."""
     if "license" not in package.manifest["project"]:

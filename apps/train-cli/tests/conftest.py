@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -18,7 +19,9 @@ from typing import IO
 
 import pytest
 
+from sley_core.testing.forked import ForkedProgram
 from sley_core.testing.processes import Process, assert_none_left, descendants, processes_with
+from sley_core.testing.ranks import Ranks
 from train_cli.main import main
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs that tests start would ignore it, as they should
@@ -130,20 +133,43 @@ def sets(changes: Iterable[str]) -> list[str]:
     return [part for change in changes for part in ("--set", change)]
 
 
+@pytest.fixture
+def together(ranks: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """`together(2, "run", path)` runs a command on two ranks as torchrun would, but forked.
+
+    The result has the largest exit code, and as `err` whatever the ranks wrote.
+    """
+
+    def run(size: int, *arguments: object) -> Result:
+        capsys.readouterr()
+        codes = ranks(size, 120, init=False)(main, [str(argument) for argument in arguments])
+        lines = (line.partition("] ")[2] for line in capsys.readouterr().out.splitlines())
+        return Result(max(codes), "", "\n".join(lines))
+
+    return run
+
+
 class Program:
     """A program that runs beside the test. Its lines are read as they come; none of its processes outlives the test."""
 
-    def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
+    process: subprocess.Popen[str] | ForkedProgram
+
+    def __init__(self, command: list[str], folder: Path, environ: dict[str, str], *, fresh: bool) -> None:
+        """Starts `command`: unless `fresh`, `python -m module ...` is forked from a process that has imported torch."""
         self._mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environ, "SLEY_TEST_PROGRAM": self._mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environ, "SLEY_TEST_PROGRAM": self._mark}
+        if command[:2] == [sys.executable, "-m"] and not fresh:
+            self.process = ForkedProgram(command[2], command[3:], cwd=folder, env=env)
+        else:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         self._arrived = threading.Condition()
         self._lines: dict[str, list[str]] = {"out": [], "err": []}
         self._readers = [self._read("out", self.process.stdout), self._read("err", self.process.stderr)]
@@ -176,8 +202,10 @@ class Program:
         return sorted(descendants(self.process.pid), key=lambda process: process.pid)
 
     def close(self) -> None:
-        for process in (*processes_with("SLEY_TEST_PROGRAM", self._mark),):
-            os.kill(process.pid, signal.SIGKILL)
+        left = [process.pid for process in processes_with("SLEY_TEST_PROGRAM", self._mark)]
+        for pid in left if self.process.poll() is not None else (self.process.pid, *left):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
@@ -206,18 +234,22 @@ class Program:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Program]]:
-    """`start("run", path)` starts `python -m train_cli run path` in the folder; `launcher=` goes before it.
+    """`start("run", path)` starts `python -m train_cli run path` in the folder, forked; the ranks that it starts are not.
 
-    changes: what follows a `--set` each; other names are variables of its environment.
+    launcher: what goes before `-m train_cli`. fresh: as a user's shell starts it, with an interpreter of its own. changes: what
+    follows a `--set` each; other names are variables of its environment.
     """
     programs: list[Program] = []
 
     def begin(
-        *arguments: object, launcher: tuple[str, ...] = (), changes: Iterable[str] = (), **environ: str
+        *arguments: object,
+        launcher: tuple[str, ...] = (sys.executable,),
+        fresh: bool = False,
+        changes: Iterable[str] = (),
+        **environ: str,
     ) -> Program:
-        module = ("-m", "train_cli", *(str(argument) for argument in (*arguments, *sets(changes))))
-        command = [*launcher, *module] if launcher else [sys.executable, *module]
-        programs.append(Program(command, folder, environ))
+        command = [*launcher, "-m", "train_cli", *(str(argument) for argument in (*arguments, *sets(changes)))]
+        programs.append(Program(command, folder, environ, fresh=fresh))
         return programs[-1]
 
     yield begin

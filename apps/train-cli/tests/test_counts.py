@@ -12,11 +12,11 @@ import pytest
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_what_a_communicator_counted_is_printed(start: Callable[..., Any], plan: Path, folder: Path) -> None:
+def test_what_a_communicator_counted_is_printed(together: Callable[..., Any], plan: Path, folder: Path) -> None:
     """Two local ranks with sharded weights: gathers, peaks and bytes are in `summary.json`, and `run -v` prints them."""
     pytest.importorskip("sley_isp")
     sharded = ("--set", "parallel.wp=2", "--set", 'weights.use="isp.communicator"', "--set", "run.steps=3")
-    result = start("run", plan, *sharded, "-v").finish()
+    result = together(2, "run", plan, *sharded, "-v")
     assert result.code == 0, result.err
     counts = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))["counts"]["isp.communicator"]
     assert counts["gathers_per_unit_and_micro_batch"] <= 2

@@ -34,14 +34,14 @@ def costs(plan: Path) -> tuple[float, ...] | None:
 
 
 def test_the_folder_s_plan_has_the_seconds(
-    start: Callable[..., Any], cli: Callable[..., Any], plan: Path, folder: Path
+    together: Callable[..., Any], cli: Callable[..., Any], plan: Path, folder: Path
 ) -> None:
     text = plan.read_text("utf-8").partition("[parallel]")[0] + PIPELINE
     plan.write_text(text.replace("steps = 4", "steps = 1"), "utf-8")
     checked = cli("check", "--model", plan)
     assert checked.code == 0
     assert "`pp.measured` times layers in a run; here they are cut by parameters" in checked.err
-    assert start("run", plan).finish().code == 0
+    assert together(2, "run", plan).code == 0
     written = folder / "runs" / "small" / "plan.toml"
     found = costs(written)
     assert found is not None

@@ -36,10 +36,10 @@ def spans(trace: Path) -> dict[str, dict[int, list[dict[str, Any]]]]:
     return found
 
 
-def test_the_fifth_step_of_two_stages(start: Callable[..., Any], plan: Path, folder: Path) -> None:
+def test_the_fifth_step_of_two_stages(together: Callable[..., Any], plan: Path, folder: Path) -> None:
     text = plan.read_text("utf-8").partition("[parallel]")[0] + PIPELINE
     plan.write_text(text.replace("steps = 4", "steps = 6").replace("num_layers = 1", "num_layers = 2"), "utf-8")
-    result = start("run", plan).finish()
+    result = together(2, "run", plan)
     assert result.code == 0, result.err
     run = folder / "runs" / "small"
     assert load_plan(run / "plan.toml").timeline.step == 5  # type: ignore[union-attr]

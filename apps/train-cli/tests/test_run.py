@@ -92,7 +92,7 @@ def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) ->
 def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> None:
     """They listen on loopback alone, the launcher on nothing, and their numbers are those of one rank."""
     many = ("--set", "run.steps=100")
-    program = start("run", plan, *many)
+    program = start("run", plan, *many, fresh=True)
     program.wait_for("step 2/100")
     ranks = program.ranks()
     assert len(ranks) == 2
@@ -183,10 +183,10 @@ TABLE = """
 """
 
 
-def test_what_every_rank_holds_whole_is_said(start: Start, own_model: Callable[[str], Path]) -> None:
+def test_what_every_rank_holds_whole_is_said(together: Callable[..., Any], own_model: Callable[[str], Path]) -> None:
     pytest.importorskip("sley_isp")
     shards = ("--set", "parallel.wp=2", "--set", 'weights={use="isp.communicator"}')
-    result = start("run", own_model(TABLE), *shards, "--set", "run.steps=1").finish()
+    result = together(2, "run", own_model(TABLE), *shards, "--set", "run.steps=1")
     assert result.code == 0, result.err
     line = "sharded 51 % of the parameters over `wp`; whole on every rank: table.weight"
     assert result.err.count(line) == 1, result.err

@@ -12,6 +12,7 @@ from textwrap import dedent
 
 import pytest
 
+from sley_core.testing.processes import assert_none_left, descendants
 from train_cli.stopping import Stopping
 
 BEGIN = """
@@ -109,6 +110,27 @@ def test_the_second_interrupt_ends_at_once() -> None:
 def test_a_terminated_process_ends_within_its_limit() -> None:
     assert run(HANGS, signal.SIGTERM)[0] == 143
     assert run(HANGS, signal.SIGINT, signal.SIGTERM)[0] == 130
+
+
+WORKER = """
+    import multiprocessing
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True)
+    stop.working(lambda: asked.append(1))
+    worker.start()
+    print("ready")
+    time.sleep(0.3)
+"""
+
+
+def test_a_worker_is_ended_as_if_nothing_were_handled() -> None:
+    """By SIGTERM, for which an interpreter that ends waits; a forked worker has the handlers of its parent."""
+    assert run(WORKER) == (0, "")
+
+
+def test_a_worker_ends_with_a_process_that_is_ended_within_its_limit() -> None:
+    code, out = run(WORKER + "    print(worker.pid)\n    time.sleep(3600)", signal.SIGTERM)
+    assert code == 143
+    assert_none_left(lambda: [process for process in descendants(1) if process.pid == int(out)], within_s=5)
 
 
 def test_tearing_down_has_a_limit() -> None:

@@ -63,11 +63,16 @@ def leave(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        if "multiprocessing" in sys.modules:
-            for child in sys.modules["multiprocessing"].active_children():
-                child.kill()
+        end_workers()
         os._exit(code)
     sys.exit(code)
+
+
+def end_workers() -> None:
+    """Kills what this process has started by `multiprocessing`: nobody will wait for it."""
+    if "multiprocessing" in sys.modules:
+        for child in sys.modules["multiprocessing"].active_children():
+            child.kill()
 
 
 def _watch(launcher: int) -> None:

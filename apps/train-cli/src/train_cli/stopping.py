@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 
 from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
+from train_cli.lifeline import end_workers
 
 TEAR_DOWN_S = 10.0
 TERMINATED_S = 8.0
@@ -96,6 +97,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         self._before = {number: signal.signal(number, self._handle) for number in self._codes}
         self._thread = threading.Thread(target=self._watch, name="sley-signals", daemon=True)
         self._thread.start()
+        os.register_at_fork(after_in_child=self._forget)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,6 +111,17 @@ class Stopping(AbstractContextManager["Stopping"]):
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
+
+    def _forget(self) -> None:
+        """Puts the handlers back in a process forked from this one, such as a worker of `multiprocessing`.
+
+        There SIGTERM would stop nothing, and the end of this process, which sends it and waits, would never come.
+        """
+        if not self._closed:
+            self._closed = True
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._stop is None:
@@ -165,4 +178,5 @@ def _leave(code: int) -> None:
     """Ends this process now, from any thread; what is in buffers is lost, what a writer has flushed is not."""
     if os.isatty(2):
         os.write(2, _SHOW_CURSOR)
+    end_workers()
     os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,21 +17,36 @@ CHANGES = ['run.device="cpu"', "model.num_layers=1", "model.hidden=64", "optimiz
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 
 
-def losses(*launcher, cwd):
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLEY_STORE")
-    environ = {name: value for name, value in os.environ.items() if name not in names}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(PROGRAM), *CHANGES]
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    lines = [re.fullmatch(r"step +(\d+)  loss (\d+\.\d{6})", line) for line in done.stdout.splitlines()]
-    assert [int(line[1]) for line in lines] == list(range(1, 21)), done.stdout
+NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLEY_STORE")
+
+
+def losses(out):
+    lines = [re.fullmatch(r"step +(\d+)  loss (\d+\.\d{6})", line) for line in out.splitlines()]
+    assert [int(line[1]) for line in lines] == list(range(1, 21)), out
     return [float(line[2]) for line in lines]
 
 
-def test_alone_and_under_torchrun_the_losses_are_the_same(tmp_path, no_children):
-    alone = losses(cwd=tmp_path)
-    assert alone[0] == pytest.approx(math.log(256), abs=0.2)
-    assert alone[-1] < 2
-    assert losses(*TORCHRUN, cwd=tmp_path) == pytest.approx(alone, rel=1e-4)
+def alone(cwd):
+    for name in NOT_OURS:
+        os.environ.pop(name, None)
+    os.chdir(cwd)
+    sys.argv = [str(PROGRAM), *CHANGES]
+    runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+def under_torchrun(cwd):
+    environ = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *TORCHRUN, str(PROGRAM), *CHANGES]
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_alone_and_under_torchrun_the_losses_are_the_same(ranks, tmp_path, capsys, no_children):
+    ranks(1, 100, init=False)(alone, tmp_path)  # forked: of the two, one starts as a user starts it
+    of_one = losses(capsys.readouterr().out.replace("[rank 0] ", ""))
+    assert of_one[0] == pytest.approx(math.log(256), abs=0.2)
+    assert of_one[-1] < 2
+    assert losses(under_torchrun(tmp_path)) == pytest.approx(of_one, rel=1e-4)
     assert list(tmp_path.iterdir()) == [], "a loop of one's own writes nothing"

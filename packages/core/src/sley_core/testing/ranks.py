@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -38,6 +38,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def preloaded_server() -> ForkServerContext:
+    """Processes of this context are forked from a server that has imported what `preload` names."""
+    _CONTEXT.set_forkserver_preload(["sley_core.testing.preload"])
+    return _CONTEXT
 
 
 class RankError(Exception):
@@ -130,10 +136,10 @@ class _World:
 
     def start(self, jobs: list[Job]) -> None:
         """Starts a process per job. Slow once: the fork server comes up with the first, outside any time limit."""
-        _CONTEXT.set_forkserver_preload(["sley_core.testing.preload"])
+        context = preloaded_server()
         for job in jobs:
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=rank_main, args=(theirs,), name=f"rank {job.rank}")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_main, args=(theirs,), name=f"rank {job.rank}")
             self.processes.append(process)
             self.connections.append(ours)
             process.start()

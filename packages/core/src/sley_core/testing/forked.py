@@ -1,0 +1,87 @@
+"""Runs `python -m module` in a process forked from the server of `ranks`, which has imported torch already.
+
+A fresh interpreter needs seconds of a core for that. What runs is the same: `runpy` executes the module as `__main__`, in a
+session, folder and environment of its own. Differences: flags of the interpreter are the server's, `atexit` is not called, and
+/proc shows the server's environment, so `processes_with` finds only what the program starts by `exec`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TextIO
+
+from sley_core.testing.ranks import preloaded_server
+
+
+class ForkedProgram:
+    """A running `python -m module`, with those methods of `subprocess.Popen` that a test needs.
+
+    stdout, stderr: text, to be read until they end and closed by the caller. returncode: None while it runs; -n after signal n.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
+        context = preloaded_server()
+        ends = [context.Pipe(duplex=False) for _ in range(2)]
+        outputs = [output for _, output in ends]
+        self._process = context.Process(target=_main, args=(module, list(arguments), str(cwd), dict(env), *outputs))
+        self._process.start()
+        for output in outputs:
+            output.close()
+        self.stdout, self.stderr = (_text(stream) for stream, _ in ends)
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None, "a process that was started"
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs. Any thread may ask."""
+        with self._lock:  # the server says once how a process ended
+            return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once there is one; `subprocess.TimeoutExpired` after `timeout` seconds."""
+        wait([self._process.sentinel], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return code
+
+
+def _text(stream: Connection) -> TextIO:
+    file = os.fdopen(os.dup(stream.fileno()), "r", encoding="utf-8", errors="replace")
+    stream.close()
+    return file
+
+
+def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
+    """The target of the process: takes over folder, environment and streams, and becomes `python -m module`."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, connection in ((1, out), (2, err)):
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding="utf-8")
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding="utf-8", line_buffering=True)
+    sys.path[:] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+    sys.argv = [module, *arguments]
+
+    import torch
+
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,62 @@
+"""A forked program is one that `python -m` starts, for those who read its output, wait for it or kill it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from sley_core.testing.forked import ForkedProgram
+
+
+@pytest.fixture
+def program(tmp_path):
+    """`program(source, *arguments, **environ)` runs it as a module of the folder; whatever happens, it ends with the test."""
+    started = []
+
+    def start(source, *arguments, **environ):
+        (tmp_path / "tried.py").write_text(source, "utf-8")
+        started.append(ForkedProgram("tried", arguments, cwd=tmp_path, env={**os.environ, **environ}))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.poll() is None:
+            os.kill(each.pid, signal.SIGKILL)
+            each.wait(10)
+        each.stdout.close()
+        each.stderr.close()
+
+
+SURROUNDINGS = """
+import os, sys
+print(__name__, sys.argv[1:], os.environ["TOLD"], os.path.basename(os.getcwd()), os.getsid(0) == os.getpid())
+print("torch" in sys.modules, file=sys.stderr)
+sys.exit(7)
+"""
+
+
+def test_it_has_its_own_surroundings_and_torch_already(program, tmp_path):
+    begun = program(SURROUNDINGS, "a", "b c", TOLD="this")
+    assert begun.stdout.read() == f"__main__ ['a', 'b c'] this {tmp_path.name} True\n"
+    assert begun.stderr.read() == "True\n"
+    assert begun.wait(10) == begun.poll() == 7
+    assert "TOLD" not in os.environ
+
+
+def test_an_error_is_shown_as_the_interpreter_shows_it(program):
+    begun = program("raise ValueError('no good')")
+    assert begun.stderr.read().endswith("ValueError: no good\n")
+    assert begun.wait(10) == 1
+
+
+def test_what_runs_on_can_be_killed(program):
+    begun = program("import time\nprint('here', flush=True)\ntime.sleep(600)")
+    assert begun.stdout.readline() == "here\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        begun.wait(0.01)
+    assert begun.poll() is None
+    os.kill(begun.pid, signal.SIGKILL)
+    assert begun.wait(10) == -signal.SIGKILL
