@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.engine.totals import Totals
+from sley_core.engine.totals import StepTotals
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 
@@ -100,9 +100,9 @@ class _NoUpdate:
     scale = None
     was_taken = True
 
-    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
+    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> StepTotals:
         nothing = torch.zeros_like(loss)
-        return Totals(
+        return StepTotals(
             loss,
             torch.ones_like(loss),
             grad_norm=nothing,

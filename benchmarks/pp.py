@@ -24,7 +24,7 @@ from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
 from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
-from sley_core.actions.timeline import Span, Timeline
+from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.engine.clock import ActionClock
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.ranks import Ranks
@@ -56,7 +56,7 @@ class Clocked(Ours):
 
     def __init__(self, name: str, stages: int) -> None:
         super().__init__(name, stages)
-        self.timelines: list[list[Span]] = []
+        self.timelines: list[list[TimedAction]] = []
 
     def step(self, batch: dict[str, Tensor]) -> object:
         run = self.sley.run
@@ -108,7 +108,7 @@ def batch_of() -> dict[str, Tensor]:
     return {"tokens": numbers[0], "labels": numbers[1]}
 
 
-def times(name: str, stages: int, rounds: int) -> tuple[dict[str, list[float]], list[list[Span]]]:
+def times(name: str, stages: int, rounds: int) -> tuple[dict[str, list[float]], list[list[TimedAction]]]:
     """Seconds of this rank's steps, and the actions of the clocked ones."""
     torch.set_num_threads(1)
     batch = batch_of()
@@ -118,7 +118,7 @@ def times(name: str, stages: int, rounds: int) -> tuple[dict[str, list[float]], 
     return seconds, made["sley, clocked"].timelines[-rounds:]
 
 
-def perfect(name: str, stages: int, by_rank: list[list[list[Span]]]) -> float:
+def perfect(name: str, stages: int, by_rank: list[list[list[TimedAction]]]) -> float:
     """Seconds of the simulated step with the median times of what was clocked. by_rank: spans per rank and step."""
     pipeline = plan_from_dict(tables(name, stages)).pipeline
     assert pipeline is not None, name

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from sley_isp.prefetch import Decision, Prefetch
+from sley_isp.prefetch import Decision, PrefetchPolicy
 
 EXECUTED = ("wqkv", "wo", "w1", "w3", "w2")
 REGISTERED = ("wqkv", "wo", "w1", "w2", "w3")
@@ -201,7 +201,7 @@ class Reference:
 
 
 class Ours:
-    """`Prefetch` itself. A unit's gradients leave together, when another's turn comes; at most `bound` units' are whole."""
+    """`PrefetchPolicy` itself. A unit's gradients leave together on another's turn; at most `bound` units' are whole."""
 
     def __init__(self, num_blocks: int, unit: str) -> None:
         self.by_layer = unit == "layer"
@@ -209,7 +209,7 @@ class Ours:
         linears = [[Weight(block, name) for name in REGISTERED] for block in range(num_blocks)]
         units = linears if self.by_layer else [[weight] for block in linears for weight in block]
         self.units = {weight: tuple(unit) for unit in (*units, [TABLE], [HEAD]) for weight in unit}
-        self.machine = Prefetch(ahead=1)
+        self.machine = PrefetchPolicy(ahead=1)
         self.blocking = 0
 
     @property

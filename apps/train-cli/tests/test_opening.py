@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sley_core.metrics.summary import Facts
+from sley_core.metrics.summary import RunFacts
 from train_cli.opening import opening
 
 HELD = {"parameters": 4 << 20, "masters": 8 << 20, "gradients": 3 << 30, "optimizer": 0}
@@ -17,9 +17,9 @@ def plan(*metrics: str, sequence: int | None = 256) -> Any:
     return SimpleNamespace(run=run, data=data, metrics=[SimpleNamespace(name=name) for name in metrics])
 
 
-def facts(**more: Any) -> Facts:
+def facts(**more: Any) -> RunFacts:
     sizes = {"parameters": 1056896, "trained": 1056896, "samples_per_step": 16, "samples_per_epoch": 4352}
-    return Facts("small", "cpu", 2, **{**sizes, **more})
+    return RunFacts("small", "cpu", 2, **{**sizes, **more})
 
 
 def test_it_says_how_large_the_run_is() -> None:

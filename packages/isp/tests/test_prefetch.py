@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_isp.prefetch import Prefetch
+from sley_isp.prefetch import PrefetchPolicy
 
 BLOCKS = ["a", "b", "c", "d"]
 FORWARD = ["embed", *BLOCKS, "head"]
@@ -21,7 +21,7 @@ class Rank:
     """Carries decisions out, and fails where one does not make sense: a unit that is there is gathered, or is not dropped."""
 
     def __init__(self, ahead: int) -> None:
-        self.machine = Prefetch(ahead)
+        self.machine = PrefetchPolicy(ahead)
         self.here: set[str] = set()
         self.gathers: list[str] = []
         self.peak = 0
@@ -155,7 +155,7 @@ def test_pins_hold_until_they_are_paid_back(uses, ahead):
 
 def test_gathers_wait_for_their_launch():
     """A use that does not launch gathers itself only; the first one that does gathers ahead."""
-    machine = Prefetch(1)
+    machine = PrefetchPolicy(1)
     for number in range(2):
         machine.begin(["F"])
         machine.enter()
@@ -167,7 +167,7 @@ def test_gathers_wait_for_their_launch():
 
 def test_stale_weights_are_gathered_again():
     """What was told to be forgotten is not held."""
-    machine = Prefetch(1)
+    machine = PrefetchPolicy(1)
     machine.begin(["F"])
     machine.enter()
     machine.use("a")
@@ -180,7 +180,7 @@ def seconds_per_use(num_units: int) -> float:
 
     Of each hundred units the best of some steps, so that what else the host does in one of them does not count.
     """
-    machine = Prefetch(1)
+    machine = PrefetchPolicy(1)
     units = [f"layer{number}" for number in range(num_units)]
     parts = [units[first : first + 100] for first in range(0, num_units, 100)]
     steps: list[list[float]] = []

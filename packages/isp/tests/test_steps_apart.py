@@ -147,9 +147,9 @@ def reduced(tables: dict[str, Any], folder: Any) -> set[str]:
         reductions, names = run.stepper.executor.weights.reductions, set()
         add = reductions.add
 
-        def spy(parcel: Any, site: Any, entry: Any, write: Any) -> None:
+        def spy(bucket: Any, site: Any, entry: Any, write: Any) -> None:
             names.add(entry.name)
-            add(parcel, site, entry, write)
+            add(bucket, site, entry, write)
 
         reductions.add = spy
         run.step()

@@ -160,8 +160,8 @@ def test_nothing_is_sent_before_its_receive_is_posted_if_every_action_takes_its_
     machine = Machine(lowered, placement, Costs.even(placement.num_positions), posted=True)
     machine.run()
     assert machine.sent_s.keys() == machine.posted_s.keys()
-    for parcel, sent_s in machine.sent_s.items():
-        assert machine.posted_s[parcel] <= sent_s + 1e-9, parcel
+    for delivery, sent_s in machine.sent_s.items():
+        assert machine.posted_s[delivery] <= sent_s + 1e-9, delivery
 
 
 @schedules

@@ -69,7 +69,7 @@ def with_late_reductions(tables, folder, signs):
         send = link.send
 
         def sent(transfer, *arguments):
-            if transfer.lane == "backward":
+            if transfer.flow == "backward":
                 events.append(f"send {transfer.micro}")
             send(transfer, *arguments)
 

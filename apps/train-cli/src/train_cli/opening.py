@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from train_cli.progress import memory
 
 if TYPE_CHECKING:
-    from sley_core.metrics.summary import Facts
+    from sley_core.metrics.summary import RunFacts
     from sley_core.plan.plan import Plan
 
 MIB = 1 << 20
 JSONL = "core.jsonl"
 
 
-def opening(facts: Facts, plan: Plan, held: Mapping[str, int]) -> str:
+def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
     """The lines before the first step.
 
     2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
@@ -40,11 +40,11 @@ def parameters(count: int, trained: int) -> str:
     return f"{count:,} parameters" if count == trained else f"{trained:,} of {count:,} parameters trained"
 
 
-def _parameters(facts: Facts) -> str:
+def _parameters(facts: RunFacts) -> str:
     return parameters(facts.parameters, facts.trained)
 
 
-def _samples(facts: Facts, plan: Plan) -> str:
+def _samples(facts: RunFacts, plan: Plan) -> str:
     steps = plan.run.steps
     text = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
     epochs = facts.epochs(steps)

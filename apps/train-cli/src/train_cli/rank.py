@@ -13,7 +13,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, SleyError
-from sley_core.metrics.summary import Facts, Totals, summary, write_summary
+from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from train_cli import lifeline, report
 from train_cli.console import say
 from train_cli.faults import Fault
@@ -63,7 +63,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
         return
     # The plan now has what only the data could tell.
     write_plan(run.resolved_plan, folder)
-    totals = Totals()
+    totals = RunTotals()
     run.listeners.append(totals.add)
     outcome: Outcome = "failed"
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
@@ -80,7 +80,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
     say(closing(_summarize(run, folder, outcome, totals, reporter), folder, verbose=verbose))
 
 
-def _summarize(run: Run, folder: Path, outcome: Outcome, totals: Totals, reporter: Reporter) -> dict[str, Any]:
+def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
     notes = [reporter.lost] if reporter.lost else []
     content = summary(_facts(run), outcome, totals, run.counts, run.memory, notes)
     if totals.steps:
@@ -95,12 +95,12 @@ def _memory(run: Run) -> dict[str, int]:
     return {**held, "gradients": max(held["gradients"], due)}
 
 
-def _facts(run: Run) -> Facts:
+def _facts(run: Run) -> RunFacts:
     plan = run.plan
     plugins = {name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     samples = run.feed.num_samples if run.feed is not None else None
-    return Facts(
+    return RunFacts(
         plan.run.name,
         str(run.world.device),
         run.world.size,

@@ -35,6 +35,6 @@ def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
     yield f"# {plan.pipeline.name}: {topology.pp} stages, {micros} micro-batches, every F, D and W as long as any other"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
-    for stage, held in enumerate(simulation.held):
+    for stage, held in enumerate(simulation.peaks):
         idle = simulation.timeline.idle(stage)
         yield f"  stage {stage}: idle {idle:.1%}, holds at most {held.pairs} micro-batches of a chunk"

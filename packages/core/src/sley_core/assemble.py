@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.groups import Groups
-from sley_core.comm.heap import keep_freed_memory
+from sley_core.comm.malloc import keep_freed_memory
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.slices import sliced_info
@@ -45,7 +45,7 @@ from sley_core.engine.update import Update
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.equip import outputs_of, samples_of
-from sley_core.equipment import Facts
+from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.shards import Shards
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import GradientHandler, SchedulerHook, SequenceAttention, StageLink, WeightCommunicator
+    from sley_core.protocols import GradientHandler, SchedulerHook, SequenceCommunicator, StageLink, WeightCommunicator
     from sley_core.topology import Topology
 
 
@@ -115,14 +115,14 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
         samples,
         outputs_of(plan, world, stepper, topology, folder),
         WeightLoader(names, parts, stepper.update.masters),
-        Facts(*sizes, notes, _found(plan, world, costs)),
+        AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
     )
 
 
 def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack) -> None:
     if plan.sequence is None or groups["sp"].size == 1:
         return
-    attention: SequenceAttention = plan.sequence.build(groups["sp"])
+    attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
     attention.attach(model.layers)
     undo.callback(attention.detach)
 

@@ -47,7 +47,7 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Facts:
+class AssemblyFacts:
     """What assembling found out.
 
     num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: what a user

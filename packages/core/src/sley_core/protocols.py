@@ -140,7 +140,7 @@ class StageLink(Protocol):
         `take` or `drain`."""
 
     def post(self, transfer: Transfer, key: Hashable) -> None:
-        """Says that `transfer` will be taken. Of each way, both ends post and send in one order; waits for nobody."""
+        """Says that `transfer` will be taken. In each direction both ends post and send in one order; waits for nobody."""
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
         """Starts to send `tensors`, of `description`, as they are now: the caller uses their memory for something else at once.
@@ -196,7 +196,7 @@ class WeightCommunicator(Protocol):
         """The run closes, or could not be assembled: modules are as before `attach`, but for stand-ins of shards."""
 
 
-class SequenceAttention(Protocol):
+class SequenceCommunicator(Protocol):
     """Makes attention see whole sequences, of which every rank of `sp` has a slice.
 
     What an attention cannot do over slices it refuses by name, alike on all ranks. `sley_core.testing.attention_contract` says

@@ -140,7 +140,7 @@ class WeightCommunicatorRecord(Record):
 
 
 class SequenceAttentionRecord(Record):
-    """`build(config, group) -> SequenceAttention`; group: the ranks that hold the slices of the same samples."""
+    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold the slices of the same samples."""
 
 
 class MemoryPoolRecord(Record):

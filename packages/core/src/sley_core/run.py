@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.waits import IsDue, Wait
-    from sley_core.equipment import Facts, Outputs, Samples
+    from sley_core.equipment import AssemblyFacts, Outputs, Samples
     from sley_core.plan.plan import Plan
 
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -52,7 +52,7 @@ class Run(AbstractContextManager["Run"]):
         samples: Samples,
         outputs: Outputs,
         load_weights: WeightLoader,
-        facts: Facts,
+        facts: AssemblyFacts,
     ) -> None:
         self.plan = plan
         self.parts = parts

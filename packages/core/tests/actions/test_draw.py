@@ -15,7 +15,7 @@ from sley_core.actions.draw_trace import chrome_trace
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import loop, v
 from sley_core.actions.simulate import simulate
-from sley_core.actions.timeline import Span, Timeline
+from sley_core.actions.timeline import TimedAction, Timeline
 
 
 def timeline_of(lists, placement, micros) -> Timeline:
@@ -61,7 +61,10 @@ def test_a_row_is_never_wider_than_asked_for(breadth_first, width, micros):
 
 
 def test_a_measured_timeline_without_whole_units_is_drawn_to_scale():
-    spans = [Span(0, Action(Kind.FORWARD, 0, 0), 0.0, 0.001), Span(0, Action(Kind.BACKWARD, 0, 0), 0.5, 1.0)]
+    spans = [
+        TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 0.001),
+        TimedAction(0, Action(Kind.BACKWARD, 0, 0), 0.5, 1.0),
+    ]
     (row, _) = draw_text(Timeline.of(1, spans), width=60).splitlines()
     assert row == "stage 0  " + "." * 20 + "B0" + "=" * 18 + "   50% idle"
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.actions.action import WAYS
-from sley_core.actions.placement import Holder, Placement, loop, v
+from sley_core.actions.action import DIRECTIONS
+from sley_core.actions.placement import Placement, StageChunk, loop, v
 from sley_core.actions.schedule import Schedule
 from sley_core.errors import PlanError
 from sley_core.topology import LANES as LANES_OF_GROUPS
@@ -45,8 +45,8 @@ def test_a_loop_goes_round_and_a_v_turns():
     round_and_round, turned = loop(4, 2), v(4)
     assert [round_and_round.position(stage, 1) for stage in range(4)] == [4, 5, 6, 7]
     assert [turned.position(stage, 1) for stage in range(4)] == [7, 6, 5, 4]
-    assert round_and_round.next(3, 0) == Holder(0, 1)
-    assert turned.next(3, 0) == Holder(3, 1)
+    assert round_and_round.next(3, 0) == StageChunk(0, 1)
+    assert turned.next(3, 0) == StageChunk(3, 1)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_an_impossible_deal_is_refused(place, words):
 
 
 def test_each_way_has_a_communicator():
-    assert LANES_OF_GROUPS["pp"] == WAYS
+    assert LANES_OF_GROUPS["pp"] == DIRECTIONS

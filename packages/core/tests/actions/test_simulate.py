@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, Transfer, forward_only, sequential
 from sley_core.actions.costs import Costs
-from sley_core.actions.held import Held
 from sley_core.actions.lower import lower
+from sley_core.actions.peaks import Peaks
 from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.simulate import simulate
-from sley_core.actions.timeline import Span, Timeline
+from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.errors import PlanError
 
 F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
@@ -78,8 +78,8 @@ def test_bytes_are_those_of_graphs_queues_and_buffers():
     later = [Action(F, 0, 0), Action(F, 0, 1), *(Action(kind, 0, micro) for kind in (D, W) for micro in (0, 1))]
     held = simulate(
         lower([sequential(2)[:1] + sequential(2)[2:3] + sequential(2)[1::2], later], placement, 2), placement, costs
-    ).held
-    assert held[1] == Held(pairs=2, graphs=2, receives=2, num_bytes=200)
+    ).peaks
+    assert held[1] == Peaks(pairs=2, graphs=2, receives=2, num_bytes=200)
     assert held[0].pairs == 2
 
 
@@ -115,7 +115,7 @@ def test_a_simulation_does_everything_once_in_the_order_of_the_lists_and_tells_w
             pair = action.chunk, action.micro
             alive[pair] += {F: 1, B: -1, D: 0, W: -1}[action.kind]
             peak = max(peak, alive.total())
-        assert found.held[stage].pairs == peak
+        assert found.peaks[stage].pairs == peak
     assert found == simulate(lower(lists, placement, micros, training=training), placement, costs)
 
 
@@ -135,7 +135,7 @@ def test_the_time_of_a_simulation_grows_with_its_actions_and_no_faster(breadth_f
 
 
 def test_costs_measured_are_the_medians_of_what_was_measured():
-    spans = [Span(1, Action(F, 0, micro), float(micro), micro + 0.25 * (micro + 1)) for micro in range(3)]
-    spans += [Span(0, Action(F, 0, 0), 0.0, 2.0)]
+    spans = [TimedAction(1, Action(F, 0, micro), float(micro), micro + 0.25 * (micro + 1)) for micro in range(3)]
+    spans += [TimedAction(0, Action(F, 0, 0), 0.0, 2.0)]
     costs = Costs.measured([Timeline.of(2, spans)], loop(2))
     assert costs.seconds == {F: (2.0, 0.5)}

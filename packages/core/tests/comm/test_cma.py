@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sley_core.comm.groups import make_groups
 from sley_core.comm.transport.cma import connection, offers, process_vm
-from sley_core.comm.transport.cma.process_vm import Span, read, write
+from sley_core.comm.transport.cma.process_vm import MemorySpan, read, write
 from sley_core.errors import RunError
 from sley_core.testing.peers import can_read_peers
 from sley_core.topology import GATHER, REDUCE, Topology
@@ -215,11 +215,11 @@ def stranger() -> list[int]:
     group = wp()
     inbox = group.transport(GATHER).rows.connection._cards[0].inbox
     word = torch.zeros(1, dtype=torch.int64)
-    here = [Span(word.data_ptr(), 8)]
+    here = [MemorySpan(word.data_ptr(), 8)]
     return [
-        read(os.getpid(), here, [Span(inbox, 8)]),
-        read(2**22 + 1, here, [Span(inbox, 8)]),
-        write(1, here, [Span(8, 8)]),
+        read(os.getpid(), here, [MemorySpan(inbox, 8)]),
+        read(2**22 + 1, here, [MemorySpan(inbox, 8)]),
+        write(1, here, [MemorySpan(8, 8)]),
     ]
 
 
@@ -278,7 +278,9 @@ def a_stranger_with_the_peers_number() -> list[str]:
     for call in (
         lambda: group.transport(GATHER).all_gather([torch.empty(4)], [shard], what="weights"),
         lambda: rows.done(peer, 7, "weights"),
-        lambda: memory.read(peer, [Span(shard.data_ptr(), 8)], [Span(memory._cards[peer].inbox, 8)], "weights"),
+        lambda: memory.read(
+            peer, [MemorySpan(shard.data_ptr(), 8)], [MemorySpan(memory._cards[peer].inbox, 8)], "weights"
+        ),
     ):
         with pytest.raises(RunError) as raised:
             call()
@@ -299,11 +301,11 @@ def long_spans() -> None:
     lengths = [1, 999, 0, 1000, 4321, 7, 1993]
     source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
     target = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
-    here = [Span(one.data_ptr(), one.numel()) for one in target]
-    there = [Span(one.data_ptr(), one.numel()) for one in source]
+    here = [MemorySpan(one.data_ptr(), one.numel()) for one in target]
+    there = [MemorySpan(one.data_ptr(), one.numel()) for one in source]
     assert read(os.getpid(), here, there) == sum(lengths)
     assert all(map(torch.equal, source, target))
-    assert read(os.getpid(), here, [*there[:-1], Span(8, lengths[-1])]) == -1
+    assert read(os.getpid(), here, [*there[:-1], MemorySpan(8, lengths[-1])]) == -1
 
 
 def test_copies_longer_than_one_call_moves(monkeypatch):
@@ -318,7 +320,7 @@ def test_a_copy_above_two_gib():
     source, target = torch.empty(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     source.fill_(3)
     source[-5:] = torch.arange(5, dtype=torch.uint8)
-    spans = [Span(one.data_ptr(), size) for one in (target, source)]
+    spans = [MemorySpan(one.data_ptr(), size) for one in (target, source)]
     assert read(os.getpid(), spans[:1], spans[1:]) == size
     assert torch.equal(source[-(65 << 20) :], target[-(65 << 20) :])
     assert int(target[(1 << 31) - 5000]) == 3

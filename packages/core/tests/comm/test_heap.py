@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from sley_core import assemble as assembly
-from sley_core.comm.heap import keep_freed_memory
+from sley_core.comm.malloc import keep_freed_memory
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
@@ -17,7 +17,7 @@ from sley_core.testing.plans import small_plan
 FAULTS = """
 import resource
 import torch
-from sley_core.comm.heap import keep_freed_memory
+from sley_core.comm.malloc import keep_freed_memory
 
 def step():
     kept = [torch.ones(8 << 18) for _ in range(20)]  # 8 MiB each

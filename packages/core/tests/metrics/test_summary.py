@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.metrics.json_text import to_json, write_json
-from sley_core.metrics.summary import NAME, Facts, Totals, summary, write_summary
+from sley_core.metrics.summary import NAME, RunFacts, RunTotals, summary, write_summary
 
-FACTS = Facts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, 1000, 900, 4, 320)
+FACTS = RunFacts("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, 1000, 900, 4, 320)
 
 
 def rows(num_steps: int) -> list[dict[str, float | int]]:
@@ -27,7 +27,7 @@ def test_a_finished_run() -> None:
     of[39]["held_out_loss"] = 1.5
     counts = {"isp.communicator": {"gathers_per_step": 13}}
     memory = {"parameters": 4000}
-    assert summary(FACTS, "finished", Totals(of), counts, memory) == {
+    assert summary(FACTS, "finished", RunTotals(of), counts, memory) == {
         "name": "quickstart",
         "outcome": "finished",
         "steps": 40,
@@ -52,18 +52,18 @@ def test_a_finished_run() -> None:
 
 
 def test_a_run_shorter_than_twenty_steps_has_the_mean_of_all() -> None:
-    assert summary(FACTS, "interrupted", Totals(rows(3)))["mean_loss_last_20"] == pytest.approx(5.75)
+    assert summary(FACTS, "interrupted", RunTotals(rows(3)))["mean_loss_last_20"] == pytest.approx(5.75)
 
 
 def test_a_run_that_failed_at_once_has_no_losses() -> None:
-    content = summary(FACTS, "failed", Totals())
+    content = summary(FACTS, "failed", RunTotals())
     keys = ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s")
     assert [content[key] for key in keys] == [None] * 4
     assert (content["outcome"], content["steps"], content["tokens"], content["seconds"]) == ("failed", 0, 0, 0.0)
 
 
 def test_totals_do_not_grow_with_the_run() -> None:
-    totals = Totals(rows(1000))
+    totals = RunTotals(rows(1000))
     assert len(totals.losses) == 20
     assert totals.steps == 1000
 
@@ -72,14 +72,14 @@ def test_totals_do_not_grow_with_the_run() -> None:
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_counting_in_two_parts_is_counting_at_once(first: int, second: int) -> None:
     of = rows(first + second)
-    totals = Totals(of[:first])
+    totals = RunTotals(of[:first])
     for row in of[first:]:
         totals.add(row)
-    assert summary(FACTS, "finished", totals) == summary(FACTS, "finished", Totals(of))
+    assert summary(FACTS, "finished", totals) == summary(FACTS, "finished", RunTotals(of))
 
 
 def test_the_file_holds_the_content_and_nothing_else_is_left(tmp_path: Path) -> None:
-    content = summary(FACTS, "finished", Totals(rows(2)))
+    content = summary(FACTS, "finished", RunTotals(rows(2)))
     write_summary(tmp_path, content)
     assert json.loads((tmp_path / "summary.json").read_text()) == content
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

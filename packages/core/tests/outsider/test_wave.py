@@ -85,7 +85,7 @@ def test_any_size_can_run_whatever_actions_and_links_take(hanayo, stages, waves,
     none = (0,) * count
     costs = Costs(seconds, tuple(chance.uniform(0, 3) for _ in none[1:]), none, none, none[1:])
     found = simulated(schedule, stages, micros, costs)
-    assert all(held.pairs <= min(stages, micros) * placement.chunks for held in found.held)
+    assert all(held.pairs <= min(stages, micros) * placement.chunks for held in found.peaks)
     forwards = [forward_only(actions) for actions in schedule.lists(stages, micros)]
     simulate(lower(forwards, placement, micros, training=False), placement, costs)
     assert schedule.lists(stages, micros) == schedule.lists(stages, micros)
@@ -98,8 +98,8 @@ def test_nothing_is_sent_before_its_receive_is_posted_and_few_receives_are(hanay
     lowered = lower(schedule.lists(stages, micros), placement, micros)
     machine = Machine(lowered, placement, Costs.even(placement.num_positions), posted=True)
     machine.run()
-    assert all(machine.posted_s[parcel] <= sent_s + 1e-9 for parcel, sent_s in machine.sent_s.items())
-    assert max(held.receives for held in simulated(schedule, stages, micros).held) <= 6
+    assert all(machine.posted_s[delivery] <= sent_s + 1e-9 for delivery, sent_s in machine.sent_s.items())
+    assert max(held.receives for held in simulated(schedule, stages, micros).peaks) <= 6
 
 
 def test_waves_shorten_the_bubble_as_their_paper_says(hanayo):

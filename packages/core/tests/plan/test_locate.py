@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sley_core.errors import KeyPath
-from sley_core.plan.locate import Span, index
+from sley_core.plan.locate import TextSpan, index
 
 NASTY = '''# a comment = "with a value"
 title = "x = 1"   # [no.header]
@@ -57,7 +57,7 @@ def paths_of(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield from paths_of(inner, (*path, key))
 
 
-def text_at(lines: list[str], span: Span) -> str:
+def text_at(lines: list[str], span: TextSpan) -> str:
     line = lines[span.line - 1]
     assert span.column - 1 + span.length <= max(1, len(line)), (span, line)
     return line[span.column - 1 : span.column - 1 + span.length]

@@ -31,7 +31,7 @@ class Narrow(Sums):
     """Starting a sum brings the ones before it forward, in an order that is the same on all ranks of their groups."""
 
     def __init__(self) -> None:
-        self._under_way: deque[_Sum] = deque()
+        self._under_way: deque[_NarrowSum] = deque()
         self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
         self._num_started = 0
 
@@ -40,7 +40,7 @@ class Narrow(Sums):
             self._under_way.popleft().finish()
         for one in self._under_way:
             one.gather()
-        self._under_way.append(_Sum(buffer, group, self._wire(buffer, group)))
+        self._under_way.append(_NarrowSum(buffer, group, self._wire(buffer, group)))
 
     def finish(self) -> None:
         for one in self._under_way:
@@ -62,7 +62,7 @@ class Narrow(Sums):
         return self._slots[slot][: 2 * num_columns].view(2, num_columns)
 
 
-class _Sum:
+class _NarrowSum:
     """One bucket on its way: exchanged when made, then gathered, then finished."""
 
     def __init__(self, buffer: GradientBuffer, group: Group, wire: Tensor) -> None:

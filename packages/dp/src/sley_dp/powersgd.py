@@ -40,7 +40,7 @@ class _Compressed:
 
 
 @dataclass
-class _UnderWay:
+class _Factors:
     """A bucket between its two collectives. whole: gradients that travel as they are, each with its place on the wire."""
 
     buffer: GradientBuffer
@@ -78,7 +78,7 @@ class LowRankSums(Sums):
         self.error_feedback = error_feedback
         self.seed = seed
         self._states: dict[Entry, LowRank] = {}
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[_Factors] = []
 
     def keep(self, entries: Iterable[Entry]) -> None:
         """Drops the state of all others: what a parameter was owed when it was frozen is out of date."""
@@ -100,7 +100,7 @@ class LowRankSums(Sums):
             wire.copy_(gradient)
         # The bucket's reduce group; its ranks start their buckets in one order.
         pending = all_reduce(first.data, group, what=described(buffer))
-        self._under_way.append(_UnderWay(buffer, group, second, compressed, pairs, pending))
+        self._under_way.append(_Factors(buffer, group, second, compressed, pairs, pending))
 
     def finish(self) -> None:
         for one in self._under_way:

@@ -24,17 +24,17 @@ from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover
 from sley_core.api.weights import AXIS, stand_in
 from sley_core.protocols import WeightCommunicator
+from sley_isp.buckets import GradientBuckets
 from sley_isp.counts import Tally
-from sley_isp.embedding.columns import Columns, Table
+from sley_isp.embedding.columns import Columns, ShardedEmbedding
 from sley_isp.embedding.find import check_tables
 from sley_isp.launch.points import Launches, check_points
-from sley_isp.parcels import Parcels
-from sley_isp.prefetch import Decision, Prefetch
+from sley_isp.prefetch import Decision, PrefetchPolicy
 from sley_isp.reductions import Reductions
 from sley_isp.sites import Site, embedding_gradient, is_plain, linear_gradient
 from sley_isp.units import Gathered, Unit, sharded_modules
 from sley_isp.vocabulary.find import find_head
-from sley_isp.vocabulary.head import Head
+from sley_isp.vocabulary.head import VocabularyHead
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Published, Transport
@@ -56,7 +56,7 @@ class Communicator(WeightCommunicator):
 
     def __init__(self, config: CommunicatorConfig) -> None:
         self.config = config
-        self.prefetch = Prefetch(config.ahead if config.overlap else 0)
+        self.prefetch = PrefetchPolicy(config.ahead if config.overlap else 0)
         self.sites: list[Site] = []
         self.units: list[Unit] = []
         self._gathered: dict[Unit, Gathered] = {}
@@ -94,12 +94,12 @@ class Communicator(WeightCommunicator):
         self.reductions = Reductions(bound, parts.store, self.pool, self._group, once=once)
         self.columns = Columns(self._group, parts.store, self._queue, self._before_lookup, self._is_overlapping)
         self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool)
-        self.parcels = Parcels(fused=self.config.fused, once=once)
+        self.buckets = GradientBuckets(fused=self.config.fused, once=once)
         try:
             for layer in parts.layers:
                 self._take(layer)
             for site in self.sites:
-                self.parcels.add(site)
+                self.buckets.add(site)
             stand_in(parts.book)
         except BaseException:
             self.detach()
@@ -242,7 +242,7 @@ class Communicator(WeightCommunicator):
             for entry in held.values():
                 self._parts.store.expect_products(entry)
             if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
-                table = Table(self.columns, name, layer.name, module, held["weight"])
+                table = ShardedEmbedding(self.columns, name, layer.name, module, held["weight"])
                 self.columns.tables.append(table)
                 self._patch(module, table.forward)
                 continue
@@ -271,14 +271,16 @@ class Communicator(WeightCommunicator):
 
     def _share_vocabulary(self, site: Site) -> None:
         """No action gathers the head's weight; outside of one it is a site like any other."""
-        head = Head(site, self._group, self._parts.store, self.pool, self._queue, lambda: self._action is not None)
+        head = VocabularyHead(
+            site, self._group, self._parts.store, self.pool, self._queue, lambda: self._action is not None
+        )
         self._patch(site.module, head.forward)
         self.sites.append(site)
 
     def _is_overlapping(self) -> bool:
         return self.config.overlap and self._action is not None
 
-    def _before_lookup(self, table: Table) -> None:
+    def _before_lookup(self, table: ShardedEmbedding) -> None:
         """A table is about to be read, for which nothing is gathered: what comes after it may be."""
         self._waits.wait_for(table.layer)
         if self._is_overlapping():
@@ -290,9 +292,9 @@ class Communicator(WeightCommunicator):
         for entry in site.trained:
             self._parts.store.check_open(entry)  # before anything is leased or sent
         for entry in site.trained:
-            self.reductions.add(self.parcels.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
+            self.reductions.add(self.buckets.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
         if self._action is None:
             self.reductions.flush(everything=True)
             self.reductions.finish()
-        elif not self.parcels.fused and not self.parcels.once:
+        elif not self.buckets.fused and not self.buckets.once:
             self.reductions.flush()

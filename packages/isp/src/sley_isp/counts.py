@@ -16,7 +16,7 @@ from sley_core.api.parts import Phase
 if TYPE_CHECKING:
     from sley_core.protocols import MemoryPool
     from sley_isp.embedding.columns import Columns
-    from sley_isp.prefetch import Prefetch
+    from sley_isp.prefetch import PrefetchPolicy
     from sley_isp.reductions import Reductions
     from sley_isp.units import Gathered, Unit
 
@@ -28,7 +28,7 @@ WARM_UP = 2
 class Tally:
     """Of one rank, whose parts count since the beginning. Bytes are those of gathers."""
 
-    prefetch: Prefetch
+    prefetch: PrefetchPolicy
     reductions: Reductions
     columns: Columns
     pool: MemoryPool

@@ -34,7 +34,7 @@ def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
         SequenceAttentionRecord(
             name="all_to_all",
             config=AllToAllConfig,
-            build="sley_isp.sequence.all_to_all:AllToAll",
+            build="sley_isp.sequence.all_to_all:AllToAllAttention",
             summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
         )
     ]

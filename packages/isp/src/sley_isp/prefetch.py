@@ -40,7 +40,7 @@ class Decision:
 NOTHING = Decision()
 
 
-class Prefetch:
+class PrefetchPolicy:
     """Decides for one rank. ahead: how many units are gathered before they are used.
 
     A use takes time that grows with `ahead` and with what is pinned, not with the number of units.

@@ -32,7 +32,7 @@ Sink = Callable[[Tensor, Tensor], None]
 """Takes the output gradient [n, out] and the input, and reduces the weight's gradient, now or when W runs."""
 
 
-class Host(Protocol):
+class SiteHost(Protocol):
     """What a site needs of its communicator."""
 
     def use(self, unit: Unit, own: Sequence[Entry], *, pins: int, launches: bool) -> Gathered: ...
@@ -43,7 +43,7 @@ class Host(Protocol):
 class Site:
     """One module. weight, bias: its entries, None where that is not sharded (or not there). unit: where they are gathered."""
 
-    def __init__(self, host: Host, unit: Unit, module: nn.Module, weight: Entry | None, bias: Entry | None) -> None:
+    def __init__(self, host: SiteHost, unit: Unit, module: nn.Module, weight: Entry | None, bias: Entry | None) -> None:
         self.host = host
         self.unit = unit
         self.module = module

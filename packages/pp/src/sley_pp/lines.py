@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.api.actions import DEFAULT_LANE, way_of
+from sley_core.api.actions import DEFAULT_LANE, direction_of
 from sley_core.api.comm import receive_from, send_to
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Lines:
         *head, body = pieces
         pending = [self.tell(each, peer, what) for each in head]
         if body.numel():
-            pending.append(send_to(body, self.group, way_of(self.stage, peer), peer, what=what))
+            pending.append(send_to(body, self.group, direction_of(self.stage, peer), peer, what=what))
         return pending
 
     def receive(self, pieces: Sequence[Tensor], peer: int, what: str) -> list[Pending]:
@@ -49,7 +49,7 @@ class Lines:
         *head, body = pieces
         pending = [self.hear(each, peer, what) for each in head]
         if body.numel():
-            pending.append(receive_from(body, self.group, way_of(peer, self.stage), peer, what=what))
+            pending.append(receive_from(body, self.group, direction_of(peer, self.stage), peer, what=what))
         return pending
 
     def tell(self, words: Tensor, peer: int, what: str) -> Pending:
@@ -62,5 +62,5 @@ class Lines:
 
     def _host(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
         if not self.apart:
-            return self.group, way_of(sender, receiver), peer
+            return self.group, direction_of(sender, receiver), peer
         return self._control, DEFAULT_LANE, self._control.ranks.index(self.group.ranks[peer])

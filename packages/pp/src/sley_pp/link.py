@@ -5,7 +5,7 @@ What a boundary carries is announced once for every shape of batch that it meets
 
     sender    send ── known for this batch shape? ── no ──> announcement, then message
                                     └────── yes ──────────> message
-    receiver  post ── may it be received now? ── no ──> waits in the queue of its way
+    receiver  post ── may it be received now? ── no ──> waits in the queue of its direction
                                     └── yes ──────────> receive posted
 
 A receive may be posted when the peer has said that it walks through the same micro-batches (`walk`), so that the sizes of
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.api.actions import Transfer, Way, way_of
+from sley_core.api.actions import Direction, Transfer, direction_of
 from sley_core.api.boundary import Description, gradients_of, with_overlaps
 from sley_core.errors import RunError
 from sley_pp.lines import Lines, heads_are_apart
@@ -62,7 +62,7 @@ class Link:
     def __init__(self, config: LinkConfig) -> None:
         del config  # has no keys
         self._known: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
-        self._waiting: dict[Way, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
+        self._waiting: dict[Direction, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
         self._posted: dict[Transfer, _Posted] = {}
         self._sending: deque[tuple[list[Pending], Message]] = deque()
         self._announcing: list[Pending] = []
@@ -89,7 +89,7 @@ class Link:
         receiver, which gets a message that says so.
         """
         place = transfer.chunk, transfer.micro
-        if transfer.lane == "backward":
+        if transfer.flow == "backward":
             self._send(transfer, self._owed.pop(place), description, tensors)
             return
         known = self._descriptions("send", transfer)
@@ -98,22 +98,22 @@ class Link:
             self._announce(transfer, description)
         self._send(transfer, known[key], with_overlaps(description, tensors), tensors)
         self._returning[place] = gradients_of(description)
-        self._post_waiting(way_of(transfer.peer, self._stage))
+        self._post_waiting(direction_of(transfer.peer, self._stage))
 
     def post(self, transfer: Transfer, key: Key) -> None:
-        """Starts the receive of `transfer`, unless it or one before it on its way cannot be received yet."""
-        way = way_of(transfer.peer, self._stage)
-        self._waiting[way].append((transfer, key))
-        self._post_waiting(way)
+        """Starts the receive of `transfer`, unless it or one before it in its direction cannot be received yet."""
+        direction = direction_of(transfer.peer, self._stage)
+        self._waiting[direction].append((transfer, key))
+        self._post_waiting(direction)
 
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """What `transfer` brought, in memory that is used again when none of the tensors, nor an alias, is alive; blocks.
 
         Raises RunError `boundary-mismatch` where the sender says so, and `stages-differ` where its step is another one.
         """
-        way = way_of(transfer.peer, self._stage)
+        direction = direction_of(transfer.peer, self._stage)
         while transfer not in self._posted:
-            self._make_ready(way, transfer)
+            self._make_ready(direction, transfer)
         posted = self._posted.pop(transfer)
         description, tensors = posted.description, []
         if posted.message is not None:
@@ -122,7 +122,7 @@ class Link:
             flags = self._checked(transfer, posted.message)
             description, tensors = description.flagged(flags), posted.message.lent()
             self._pool.lend(posted.message)
-        if transfer.lane == "forward":
+        if transfer.flow == "forward":
             self._owed[transfer.chunk, transfer.micro] = gradients_of(description)
         return description, tensors
 
@@ -179,7 +179,7 @@ class Link:
         """Takes back what is surely away. Gloo tells only a wait that a send is over, so there the oldest is waited for.
 
         That holds nobody up who would not be held up anyway: the peer comes to its receive without anything that this stage
-        issues later (`sley_core.actions.lanes`), and long before, unless it is the slower of the two.
+        issues later (`sley_core.actions.posts`), and long before, unless it is the slower of the two.
         """
         if self._lines.apart:
             while self._sending and self._sending[0][0][-1].is_done():
@@ -209,23 +209,23 @@ class Link:
         self._lines.hear(text, transfer.peer, what).wait()
         return from_bytes(text)
 
-    def _make_ready(self, way: Way, wanted: Transfer) -> None:
+    def _make_ready(self, direction: Direction, wanted: Transfer) -> None:
         """Waits for what the first waiting post waits for, then posts what it can."""
-        assert self._waiting[way], f"{wanted} was never posted"
-        transfer, key = self._waiting[way][0]
+        assert self._waiting[direction], f"{wanted} was never posted"
+        transfer, key = self._waiting[direction][0]
         self._walk.agree(transfer.peer, f"what {self._name(transfer, 'takes from')}")
-        if transfer.lane == "backward":
+        if transfer.flow == "backward":
             place = transfer.chunk, transfer.micro
             assert place in self._returning, f"{transfer}: the gradients of an output that was not sent"
         elif key not in (known := self._descriptions("post", transfer)):
             known[key] = self._hear_announcement(transfer)
-        self._post_waiting(way)
+        self._post_waiting(direction)
 
-    def _post_waiting(self, way: Way) -> None:
-        waiting = self._waiting[way]
+    def _post_waiting(self, direction: Direction) -> None:
+        waiting = self._waiting[direction]
         while waiting:
             transfer, key = waiting[0]
-            if transfer.lane == "forward":
+            if transfer.flow == "forward":
                 description = self._descriptions("post", transfer).get(key)
             else:
                 description = self._returning.get((transfer.chunk, transfer.micro))
@@ -255,9 +255,9 @@ class Link:
         return self._known.setdefault((op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _name(self, transfer: Transfer, verb: str) -> str:
-        thing = "its output" if transfer.lane == "forward" else "a gradient"
+        thing = "its output" if transfer.flow == "forward" else "a gradient"
         return (
-            f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.lane}, {thing} of micro-batch {transfer.micro} "
+            f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.flow}, {thing} of micro-batch {transfer.micro} "
             f"(chunk {transfer.chunk})"
         )
 

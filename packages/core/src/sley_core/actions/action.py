@@ -47,17 +47,17 @@ class Action:
         return f"{self.kind.value}{self.chunk}{micro}"
 
 
-Lane = Literal["forward", "backward"]
+Flow = Literal["forward", "backward"]
 """What a transfer carries: outputs of a chunk to the next one, or gradients to the one before."""
 
-Way = Literal["up", "down"]
-"""Where a transfer goes: to a stage of a higher number, or of a lower one. Each way has a communicator."""
+Direction = Literal["up", "down"]
+"""Where a transfer goes: to a stage of a higher number, or of a lower one. Each direction has a communicator."""
 
-WAYS: tuple[Way, Way] = ("up", "down")
+DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
 
 
-def way_of(sender: int, receiver: int) -> Way:
-    """The way from one stage to another. Between two stages each communicator carries messages in one direction only."""
+def direction_of(sender: int, receiver: int) -> Direction:
+    """The direction from one stage to another. Between two stages each communicator carries messages in one direction only."""
     return "up" if receiver > sender else "down"
 
 
@@ -67,12 +67,12 @@ class Transfer:
 
     op: `post` makes a buffer ready and starts to receive; the action that needs what comes waits for it, so there is no
         word for that. `send` starts to send what the action before it has made. Neither waits.
-    chunk: this stage's, whose input (forward lane) or output gradient (backward lane) is received, or whose output or input
+    chunk: this stage's, whose input (forward flow) or output gradient (backward flow) is received, or whose output or input
         gradient is sent. peer: the stage at the other end. peer_chunk: the chunk there.
     """
 
     op: Literal["post", "send"]
-    lane: Lane
+    flow: Flow
     chunk: int
     micro: int
     peer: int
@@ -80,7 +80,7 @@ class Transfer:
 
     def __str__(self) -> str:
         whom = "to" if self.op == "send" else "from"
-        return f"{self.op} {self.lane} {self.chunk}.{self.micro} {whom} stage {self.peer}"
+        return f"{self.op} {self.flow} {self.chunk}.{self.micro} {whom} stage {self.peer}"
 
 
 Step = Action | Transfer

@@ -7,7 +7,7 @@ from html import escape
 
 from sley_core.actions.action import Kind
 from sley_core.actions.draw import NAMES, label
-from sley_core.actions.timeline import Span, Timeline
+from sley_core.actions.timeline import TimedAction, Timeline
 
 COLOURS = {
     Kind.FORWARD: ("#4c78a8", "#9ecae9"),
@@ -77,7 +77,7 @@ def _legend(timelines: Iterable[Timeline], top: int) -> Iterator[str]:
             x += 18 + LETTER * (len(name) + 3)
 
 
-def _box(span: Span, top: int, scale: float) -> str:
+def _box(span: TimedAction, top: int, scale: float) -> str:
     x, length = LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
     colour = COLOURS[span.action.kind][min(span.action.chunk, 1)]
     told = f"{span.action} on stage {span.stage}, {span.start_s:.6g} s to {span.end_s:.6g} s"

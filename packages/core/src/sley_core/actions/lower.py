@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Step
 from sley_core.actions.check import check_lists
 from sley_core.actions.costs import Costs
-from sley_core.actions.lanes import AHEAD, order_of, posts_of, send_of
-from sley_core.actions.machine import Machine, Parcel
+from sley_core.actions.machine import Delivery, Machine
 from sley_core.actions.placement import Placement
+from sley_core.actions.posts import AHEAD, order_of, posts_of, send_of
 
 
 def lower(
@@ -54,7 +54,7 @@ def _with_sends(actions: Sequence[Action], stage: int, placement: Placement) -> 
     return steps
 
 
-def _lowered(actions: Sequence[Action], stage: int, placement: Placement, order: dict[Parcel, int]) -> Lowered:
+def _lowered(actions: Sequence[Action], stage: int, placement: Placement, order: dict[Delivery, int]) -> Lowered:
     posts = posts_of(actions, stage, placement, order, AHEAD)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
     steps: list[Step] = [*posts.get(0, ())]

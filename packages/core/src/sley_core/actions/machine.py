@@ -11,24 +11,24 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sley_core.actions.action import SENDS_GRADIENT, Action, Kind, Lane, Step, Transfer, actions_of
+from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Step, Transfer, actions_of
 from sley_core.actions.costs import Costs
 from sley_core.actions.placement import Placement
-from sley_core.actions.timeline import Span
+from sley_core.actions.timeline import TimedAction
 from sley_core.errors import PlanError
 
 
-class Parcel(NamedTuple):
-    """What is handed over: on lane `lane`, for the chunk at `position`, of micro-batch `micro`."""
+class Delivery(NamedTuple):
+    """What is handed over: in flow `flow`, for the chunk at `position`, of micro-batch `micro`."""
 
-    lane: Lane
+    flow: Flow
     position: int
     micro: int
 
     @property
     def origin(self) -> int:
         """The position that it comes from."""
-        return self.position + (-1 if self.lane == "forward" else 1)
+        return self.position + (-1 if self.flow == "forward" else 1)
 
 
 class Machine:
@@ -39,14 +39,14 @@ class Machine:
         self.placement = placement
         self.costs = costs
         self.posted = posted
-        self.spans: list[Span] = []
-        self.sent_s: dict[Parcel, float] = {}
-        self._arrived_s: dict[Parcel, float] = {}
-        self.posted_s: dict[Parcel, float] = {}
+        self.spans: list[TimedAction] = []
+        self.sent_s: dict[Delivery, float] = {}
+        self._arrived_s: dict[Delivery, float] = {}
+        self.posted_s: dict[Delivery, float] = {}
         self._free_s: dict[tuple[int, int], float] = {}
         self._now_s = [0.0] * len(lists)
         self._at = [0] * len(lists)
-        self._waiting: dict[Parcel, int] = {}
+        self._waiting: dict[Delivery, int] = {}
         self._ready = deque(range(len(lists)))
 
     def run(self) -> None:
@@ -57,8 +57,8 @@ class Machine:
         while self._ready:
             self._advance(self._ready.popleft())
         if self._waiting:
-            stuck = sorted((stage, parcel) for parcel, stage in self._waiting.items())
-            places = "; ".join(self._place(stage, parcel) for stage, parcel in stuck)
+            stuck = sorted((stage, delivery) for delivery, stage in self._waiting.items())
+            places = "; ".join(self._place(stage, delivery) for stage, delivery in stuck)
             raise PlanError("schedule-deadlock", f"the schedule comes to a stop: {places}", path=("pipeline", "use"))
 
     def _advance(self, stage: int) -> None:
@@ -75,15 +75,15 @@ class Machine:
         """Runs `action` if what it takes has come, else notes what it waits for."""
         position = self.placement.position(stage, action.chunk)
         start_s = self._now_s[stage]
-        parcel = taken(action, position, self.placement)
-        if parcel is not None:
-            arrived_s = self._arrived_s.get(parcel)
+        delivery = taken(action, position, self.placement)
+        if delivery is not None:
+            arrived_s = self._arrived_s.get(delivery)
             if arrived_s is None:
-                self._waiting[parcel] = stage
+                self._waiting[delivery] = stage
                 return False
             start_s = max(start_s, arrived_s)
         end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
-        self.spans.append(Span(stage, action, start_s, end_s))
+        self.spans.append(TimedAction(stage, action, start_s, end_s))
         made = given(action, position, self.placement)
         if made is not None and self.placement.holder(made.position).stage == stage:
             self._arrive(made, end_s)
@@ -91,50 +91,50 @@ class Machine:
 
     def _transfer(self, stage: int, step: Transfer) -> None:
         if step.op == "post":
-            parcel = Parcel(step.lane, self.placement.position(stage, step.chunk), step.micro)
+            delivery = Delivery(step.flow, self.placement.position(stage, step.chunk), step.micro)
             channel = step.peer, stage
-            self.posted_s[parcel] = self._now_s[stage]
+            self.posted_s[delivery] = self._now_s[stage]
         else:
-            parcel = Parcel(step.lane, self.placement.position(step.peer, step.peer_chunk), step.micro)
+            delivery = Delivery(step.flow, self.placement.position(step.peer, step.peer_chunk), step.micro)
             channel = stage, step.peer
-            self.sent_s[parcel] = self._now_s[stage]
-        sent_s = self.sent_s.get(parcel)
-        posted_s = self.posted_s.get(parcel) if self.posted else 0.0
+            self.sent_s[delivery] = self._now_s[stage]
+        sent_s = self.sent_s.get(delivery)
+        posted_s = self.posted_s.get(delivery) if self.posted else 0.0
         if sent_s is not None and posted_s is not None:
             start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
-            end_s = self._free_s[channel] = start_s + self.costs.link_s[min(parcel.position, parcel.origin)]
-            self._arrive(parcel, end_s)
+            end_s = self._free_s[channel] = start_s + self.costs.link_s[min(delivery.position, delivery.origin)]
+            self._arrive(delivery, end_s)
 
-    def _place(self, stage: int, parcel: Parcel) -> str:
+    def _place(self, stage: int, delivery: Delivery) -> str:
         """Where `stage` stands, and whose action it waits for."""
         before = actions_of(self.lists[stage][: self._at[stage]])
         action = self.lists[stage][self._at[stage]]
-        source = self.placement.holder(parcel.origin)
-        kind = Kind.FORWARD if parcel.lane == "forward" else Kind.BACKWARD
-        awaited = Action(kind, source.chunk, parcel.micro)
+        source = self.placement.holder(delivery.origin)
+        kind = Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD
+        awaited = Action(kind, source.chunk, delivery.micro)
         where = f"stage {stage} at {action} (number {len(before) + 1} of its list)"
         return f"{where} waits for {awaited} of stage {source.stage}"
 
-    def _arrive(self, parcel: Parcel, at_s: float) -> None:
-        self._arrived_s[parcel] = at_s
-        waiting = self._waiting.pop(parcel, None)
+    def _arrive(self, delivery: Delivery, at_s: float) -> None:
+        self._arrived_s[delivery] = at_s
+        waiting = self._waiting.pop(delivery, None)
         if waiting is not None:
             self._ready.append(waiting)
 
 
-def taken(action: Action, position: int, placement: Placement) -> Parcel | None:
+def taken(action: Action, position: int, placement: Placement) -> Delivery | None:
     """What `action` of the chunk at `position` waits for, from this stage or another; None if nothing."""
     if action.kind is Kind.FORWARD and position > 0:
-        return Parcel("forward", position, action.micro)
+        return Delivery("forward", position, action.micro)
     if action.kind in SENDS_GRADIENT and position + 1 < placement.num_positions:
-        return Parcel("backward", position, action.micro)
+        return Delivery("backward", position, action.micro)
     return None
 
 
-def given(action: Action, position: int, placement: Placement) -> Parcel | None:
+def given(action: Action, position: int, placement: Placement) -> Delivery | None:
     """What `action` makes for a neighbour's action; None if nothing."""
     if action.kind is Kind.FORWARD and position + 1 < placement.num_positions:
-        return Parcel("forward", position + 1, action.micro)
+        return Delivery("forward", position + 1, action.micro)
     if action.kind in SENDS_GRADIENT and position > 0:
-        return Parcel("backward", position - 1, action.micro)
+        return Delivery("backward", position - 1, action.micro)
     return None

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from sley_core.errors import PlanError
 
 
-class Holder(NamedTuple):
+class StageChunk(NamedTuple):
     """Who holds a position: chunk `chunk` of stage `stage`, both counted from 0."""
 
     stage: int
@@ -76,12 +76,12 @@ class Placement:
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
         return self._positions[stage][chunk]
 
-    def holder(self, position: int) -> Holder:
+    def holder(self, position: int) -> StageChunk:
         """The inverse of `position`."""
         assert 0 <= position < self.num_positions, f"position {position} of {self.num_positions}"
         return self._holders[position]
 
-    def previous(self, stage: int, chunk: int) -> Holder | None:
+    def previous(self, stage: int, chunk: int) -> StageChunk | None:
         """Whose output this chunk takes, and who gets its input gradient; None at the first position.
 
         The neighbour may be another chunk of the same stage: what passes between them is handed over in place.
@@ -89,7 +89,7 @@ class Placement:
         position = self.position(stage, chunk)
         return self.holder(position - 1) if position > 0 else None
 
-    def next(self, stage: int, chunk: int) -> Holder | None:
+    def next(self, stage: int, chunk: int) -> StageChunk | None:
         """Who takes this chunk's output, and whose input gradient it gets; None at the last position."""
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
@@ -103,12 +103,12 @@ class Placement:
         return tuple(map(tuple, held))
 
     @cached_property
-    def _holders(self) -> tuple[Holder, ...]:
+    def _holders(self) -> tuple[StageChunk, ...]:
         """By position."""
         seen: Counter[int] = Counter()
         holders = []
         for stage in self.route:
-            holders.append(Holder(stage, seen[stage]))
+            holders.append(StageChunk(stage, seen[stage]))
             seen[stage] += 1
         return tuple(holders)
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from sley_core.actions.action import Step
 from sley_core.actions.costs import Costs
-from sley_core.actions.held import Held, held
 from sley_core.actions.machine import Machine
+from sley_core.actions.peaks import Peaks, peaks_of
 from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """`timeline` says when what ran, `held` what each stage held at most."""
+    """`timeline` says when what ran, `peaks` what each stage held at most."""
 
     timeline: Timeline
-    held: tuple[Held, ...]
+    peaks: tuple[Peaks, ...]
 
 
 def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> Simulation:
@@ -33,4 +33,4 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
     machine = Machine(lists, placement, costs, posted=True)
     machine.run()
     timeline = Timeline.of(placement.stages, machine.spans)
-    return Simulation(timeline, tuple(held(steps, stage, placement, costs) for stage, steps in enumerate(lists)))
+    return Simulation(timeline, tuple(peaks_of(steps, stage, placement, costs) for stage, steps in enumerate(lists)))

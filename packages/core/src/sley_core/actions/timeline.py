@@ -9,7 +9,7 @@ from sley_core.actions.action import Action
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """`action` of `stage` ran from `start_s` to `end_s`, in seconds after the step began."""
 
     stage: int
@@ -23,14 +23,14 @@ class Timeline:
     """The spans of one step on `stages` stages, by stage and then by start. The spans of a stage do not overlap."""
 
     stages: int
-    spans: tuple[Span, ...]
+    spans: tuple[TimedAction, ...]
 
     @classmethod
-    def of(cls, stages: int, spans: Iterable[Span]) -> Timeline:
+    def of(cls, stages: int, spans: Iterable[TimedAction]) -> Timeline:
         """A timeline of spans in any order."""
         return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
 
-    def of_stage(self, stage: int) -> tuple[Span, ...]:
+    def of_stage(self, stage: int) -> tuple[TimedAction, ...]:
         """The spans of one stage, by start."""
         return tuple(span for span in self.spans if span.stage == stage)
 

@@ -20,7 +20,7 @@ import torch
 from sley_core.data.collate import collate_of
 from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
 from sley_core.data.order import Order
-from sley_core.data.prefetch import Prefetch
+from sley_core.data.prefetch import PrefetchThread
 from sley_core.data.walk import stream_state, walk
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.plan.factory import cause
@@ -70,7 +70,7 @@ class Feed:
         self._shuffle = shuffle
         self._timeout_s = timeout_s
         self._check = check
-        self._prefetch: Prefetch[_Item] | None = None
+        self._prefetch: PrefetchThread[_Item] | None = None
         self._state: dict[str, Any] = {"samples": 0}
         self._beginning = stream_state(cast(Stream, dataset)) if is_stream(dataset) else {}
         self.wait_s = 0.0
@@ -85,7 +85,7 @@ class Feed:
         """This rank's rows of the next global batch, on the host."""
         begin = time.perf_counter()
         if self._prefetch is None:
-            self._prefetch = Prefetch(self._checked(self._items(self._state)))
+            self._prefetch = PrefetchThread(self._checked(self._items(self._state)))
         item = self._prefetch.get(self._timeout_s)
         self.wait_s = time.perf_counter() - begin
         self.samples, self._state = item.samples, item.state

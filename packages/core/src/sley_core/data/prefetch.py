@@ -20,7 +20,7 @@ from sley_core.errors import RunError
 T = TypeVar("T")
 
 
-class Prefetch(Generic[T]):
+class PrefetchThread(Generic[T]):
     """The items of `items`, in order, one prepared ahead. `close` stops and joins the thread."""
 
     def __init__(self, items: Iterator[T]) -> None:

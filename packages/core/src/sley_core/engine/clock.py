@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from sley_core.actions.timeline import Span
+from sley_core.actions.timeline import TimedAction
 
 if TYPE_CHECKING:
     from sley_core.actions.action import Action
@@ -38,10 +38,10 @@ class ActionClock:
         """It has computed all that it makes."""
         self._noted.append((action, self._started, self._device.moment()))
 
-    def spans(self, stage: int) -> list[Span]:
+    def spans(self, stage: int) -> list[TimedAction]:
         """What was noted, in order; waits until the device has done it."""
         seconds = self._device.seconds_between
         return [
-            Span(stage, action, seconds(self._zero, start), seconds(self._zero, stop))
+            TimedAction(stage, action, seconds(self._zero, start), seconds(self._zero, stop))
             for action, start, stop in self._noted
         ]

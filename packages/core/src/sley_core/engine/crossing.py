@@ -2,7 +2,7 @@
 
     previous chunk ──give──> [ link | this rank's hands ] ──bring──> this chunk
 
-Outputs travel on the lane `forward`, gradients on `backward`. What is brought over the link may lie in the link's memory, which
+Outputs travel in the flow `forward`, gradients on `backward`. What is brought over the link may lie in the link's memory, which
 the link uses again when nobody has it any more.
 """
 
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.actions.action import Lane, Transfer
+from sley_core.actions.action import Flow, Transfer
 from sley_core.engine.boundary import Description
 
 if TYPE_CHECKING:
-    from sley_core.actions.placement import Holder, Placement
+    from sley_core.actions.placement import Placement, StageChunk
     from sley_core.protocols import StageLink
 
-Parcel = tuple[Description, list[Tensor]]
-Spot = tuple[Lane, int, int]
+Payload = tuple[Description, list[Tensor]]
+Spot = tuple[Flow, int, int]
 """Lane, chunk of this stage, micro-batch."""
 
 
@@ -34,8 +34,8 @@ class Crossing:
         self.link = link
         self._neighbours = _neighbours(placement, stage)
         self._keys: Sequence[Hashable] = ()
-        self._outgoing: dict[Spot, Parcel] = {}
-        self._handed: dict[Spot, Parcel] = {}
+        self._outgoing: dict[Spot, Payload] = {}
+        self._handed: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
         """A new walk through a list. keys: per micro-batch, what its boundaries' shapes depend on."""
@@ -51,24 +51,24 @@ class Crossing:
         if step.op == "post":
             self.link.post(step, self._keys[step.micro])
         else:
-            description, tensors = self._outgoing.pop((step.lane, step.chunk, step.micro))
+            description, tensors = self._outgoing.pop((step.flow, step.chunk, step.micro))
             self.link.send(step, description, tensors, self._keys[step.micro])
 
-    def bring(self, lane: Lane, chunk: int, micro: int) -> Parcel:
+    def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
         """What comes into `chunk`: the previous chunk's output, or the gradients of its own."""
-        spot = (lane, chunk, micro)
+        spot = (flow, chunk, micro)
         if spot in self._handed:
             return self._handed.pop(spot)
         assert self.link is not None, f"nothing for {spot}"
-        return self.link.take(self._post(lane, chunk, micro))
+        return self.link.take(self._post(flow, chunk, micro))
 
-    def give(self, lane: Lane, chunk: int, micro: int, parcel: Parcel) -> None:
+    def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
         """What leaves `chunk`; if the neighbour is on another stage, the list's next word sends it."""
-        peer = self._peer("backward" if lane == "forward" else "forward", chunk)
+        peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
-            self._handed[lane, peer.chunk, micro] = parcel
+            self._handed[flow, peer.chunk, micro] = payload
         else:
-            self._outgoing[lane, chunk, micro] = parcel
+            self._outgoing[flow, chunk, micro] = payload
 
     def end(self) -> None:
         """Waits until everything is sent."""
@@ -82,13 +82,13 @@ class Crossing:
         if self.link is not None:
             self.link.abort(why)
 
-    def _post(self, lane: Lane, chunk: int, micro: int) -> Transfer:
-        peer = self._peer(lane, chunk)
-        return Transfer("post", lane, chunk, micro, peer.stage, peer.chunk)
+    def _post(self, flow: Flow, chunk: int, micro: int) -> Transfer:
+        peer = self._peer(flow, chunk)
+        return Transfer("post", flow, chunk, micro, peer.stage, peer.chunk)
 
-    def _peer(self, lane: Lane, chunk: int) -> Holder:
-        """Where what comes in on `lane` comes from."""
-        source = self.placement.previous if lane == "forward" else self.placement.next
+    def _peer(self, flow: Flow, chunk: int) -> StageChunk:
+        """Where what comes in on `flow` comes from."""
+        source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"
         return peer

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
 from sley_core.engine.boundary import gradients_of
-from sley_core.engine.held import Held, describe, edges_of
+from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.errors import note_origin
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from sley_core.engine.call import LayerCaller
     from sley_core.engine.clock import ActionClock
     from sley_core.engine.crossing import Crossing
+    from sley_core.engine.loss_weight import BatchWeight
     from sley_core.engine.positions import OverPositions
     from sley_core.engine.store import GradientStore
-    from sley_core.engine.weight import BatchWeight
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, WeightCommunicator
 
@@ -67,7 +67,7 @@ class Executor:
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
-        self._held: dict[tuple[int, int], Held] = {}
+        self._held: dict[tuple[int, int], InFlight] = {}
 
     @property
     def has_loss(self) -> bool:
@@ -123,7 +123,7 @@ class Executor:
                 continue
             micro = state.micro_step(step, Phase.EVALUATE)
             with self._weights_of(step):
-                self._forward(micro, Held(), batch, total)
+                self._forward(micro, InFlight(), batch, total)
             self._micros.pop(step.micro, None)
         self.crossing.end()
         return total
@@ -161,7 +161,7 @@ class Executor:
         self._ready()
         match action.kind:
             case Kind.FORWARD:
-                held = self._held[place] = Held()
+                held = self._held[place] = InFlight()
                 self._forward(micro, held, batch, total)
             case Kind.BACKWARD:
                 self._backward(micro, self._held[place], weight)
@@ -178,7 +178,7 @@ class Executor:
         if self._clock is not None:
             self._clock.start()
 
-    def _forward(self, micro: MicroStep, held: Held, batch: Sequence[Batch], total: Tensor) -> None:
+    def _forward(self, micro: MicroStep, held: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
         fields = self._fields(batch, micro.micro)
         args: tuple[Any, ...] = ()
         if not self._is_first(micro.chunk):
@@ -216,7 +216,7 @@ class Executor:
             hook.after_loss(micro, loss)
         return loss
 
-    def _backward(self, micro: MicroStep, held: Held, weight: BatchWeight | None) -> None:
+    def _backward(self, micro: MicroStep, held: InFlight, weight: BatchWeight | None) -> None:
         if held.loss is not None:
             assert weight is not None, "the loss without its weight"
             gradients = [weight.inverse(held.loss)]
@@ -229,8 +229,8 @@ class Executor:
         for hook in self.hooks:
             hook.after_backward(micro, None if held.description is None else made)
         if held.description is not None:
-            parcel = gradients_of(held.description), made
-            self.crossing.give("backward", micro.chunk, micro.micro, parcel)
+            payload = gradients_of(held.description), made
+            self.crossing.give("backward", micro.chunk, micro.micro, payload)
 
     def _fields(self, batch: Sequence[Batch], micro: int) -> dict[str, Tensor]:
         if micro not in self._micros:

@@ -19,7 +19,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.held import Held, describe, edges_of
+from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.model.materialize import materialize
 from sley_core.records import PartitionerRecord
@@ -106,7 +106,7 @@ class _Bench:
 
     def _call(self, layer: Layer, value: Any) -> tuple[Any, float]:
         """The layer's output, its graph used up, and the seconds of forward and backward."""
-        held = Held()
+        held = InFlight()
         args: tuple[Any, ...] = ()
         if value is not None:
             args = (held.enter(*value),)

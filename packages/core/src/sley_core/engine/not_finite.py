@@ -21,7 +21,7 @@ SHOWN = 16
 """How many samples a message names."""
 
 
-class Seen(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank knows. loss: its part of the sum. parameter: the first whose gradient is no number, if any is."""
 
     loss: float
@@ -48,10 +48,12 @@ def refusal(
         parts.store.state.was_taken = False
     if result.ranks_differ:
         return differing(f"step {number}", totals.own_exchanges, parts.groups["control"])
-    own = Seen(float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1]))
+    own = RankReport(
+        float(totals.own_loss), _first_bad(parts.store) if is_latest else None, tuple(samples[: SHOWN + 1])
+    )
     # All ranks have the same totals, so all come here, in the same step.
     seen = [
-        Seen(*one) for one in gather_objects(own, parts.groups["control"], what="what is no number")
+        RankReport(*one) for one in gather_objects(own, parts.groups["control"], what="what is no number")
     ]  # it sends JSON
     if result.is_finite:
         return RunError(
@@ -75,7 +77,7 @@ def _first_bad(store: GradientStore) -> str | None:
     return None
 
 
-def _where(parts: Parts, seen: Sequence[Seen]) -> str:
+def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
     """The ranks whose loss it is, with their samples; the first parameter, of the last stage that has one."""
     bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
     text = ""
@@ -90,7 +92,7 @@ def _where(parts: Parts, seen: Sequence[Seen]) -> str:
     return text + _samples(bad or range(len(seen)), seen)
 
 
-def _samples(ranks: Sequence[int], seen: Sequence[Seen]) -> str:
+def _samples(ranks: Sequence[int], seen: Sequence[RankReport]) -> str:
     numbers = list(dict.fromkeys(number for rank in ranks for number in seen[rank].samples))
     if not numbers:
         return ""

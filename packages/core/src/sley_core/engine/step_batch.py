@@ -19,7 +19,7 @@ from torch import Tensor
 from sley_core.data.cut import count_micros, cut
 from sley_core.data.slices import sliced_info
 from sley_core.data.vocabulary import check_tokens
-from sley_core.engine.weight import Additive
+from sley_core.engine.loss_weight import Additive
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:

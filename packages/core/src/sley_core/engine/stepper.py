@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.actions.action import actions_of
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.loss_weight import BatchWeight
 from sley_core.engine.totals import PendingTotals
-from sley_core.engine.weight import BatchWeight
 from sley_core.errors import closed
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from sley_core.actions.costs import Costs
 from sley_core.actions.draw_svg import draw_svg
 from sley_core.actions.draw_trace import chrome_trace
 from sley_core.actions.simulate import simulate
-from sley_core.actions.timeline import Span, Timeline
+from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.clock import ActionClock
 from sley_core.metrics.json_text import write_whole
@@ -83,7 +83,7 @@ class StepTimeline:
             write_whole(self.folder / PICTURE, draw_svg({**shown, **predicted}))
             write_whole(self.folder / TRACE, chrome_trace({**measured, **predicted}))
 
-    def _replicas(self, everyone: list[list[Span]]) -> dict[str, Timeline]:
+    def _replicas(self, everyone: list[list[TimedAction]]) -> dict[str, Timeline]:
         """One timeline per copy of the model, made of one rank of each stage; spans are given by rank."""
         size = self.topology.ranks_per_stage
         found = {}
@@ -102,18 +102,18 @@ class StepTimeline:
         return {"predicted: the median of each action, links take no time": predicted}
 
 
-def _plain(span: Span) -> list[Any]:
+def _plain(span: TimedAction) -> list[Any]:
     """A span as JSON has it; `_span` is its inverse."""
     action = span.action
     return [span.stage, action.kind.name, action.chunk, action.micro, span.start_s, span.end_s]
 
 
-def _span(plain: Sequence[Any]) -> Span:
+def _span(plain: Sequence[Any]) -> TimedAction:
     stage, kind, chunk, micro, start_s, end_s = plain
-    return Span(stage, Action(Kind[kind], chunk, micro), start_s, end_s)
+    return TimedAction(stage, Action(Kind[kind], chunk, micro), start_s, end_s)
 
 
-def _on_one_clock(everyone: list[tuple[str, float, list[Span]]]) -> list[list[Span]]:
+def _on_one_clock(everyone: list[tuple[str, float, list[TimedAction]]]) -> list[list[TimedAction]]:
     """Every rank's spans, counted from the beginning of the first rank's clock where that can be told.
 
     everyone: of every rank the machine, when its clock began, and its spans.

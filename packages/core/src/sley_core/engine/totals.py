@@ -13,7 +13,7 @@ from sley_core.comm.device import Device
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """Float64 scalars on the device, equal on all ranks.
 
     loss: the sum over the global batch. weight: by which it is divided. stops: how many ranks ask to stop.
@@ -69,7 +69,7 @@ class PendingTotals:
     own_exchanges: this rank's, without marks.
     """
 
-    def __init__(self, totals: Totals, device: Device) -> None:
+    def __init__(self, totals: StepTotals, device: Device) -> None:
         overflows = [] if totals.overflows is None else [totals.overflows]
         scalars = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight, totals.differs, *overflows])
         values = torch.cat([scalars, totals.numbers])

@@ -27,7 +27,7 @@ from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
-from sley_core.engine.totals import Totals
+from sley_core.engine.totals import StepTotals
 from sley_core.optim.groups import scale_learning_rate
 from sley_core.optim.skip import skips_on_device, step_if
 
@@ -83,7 +83,7 @@ class Update:
         """The rate of the last step, of parameters to which the plan gives no other: their group's, if a program changed it."""
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
-    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> Totals:
+    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> StepTotals:
         """Clips and steps, or leaves weights and states as they are, on all ranks alike.
 
         loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; 0 for both
@@ -124,7 +124,7 @@ class Update:
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
-    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, stop: bool) -> Totals:
+    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, stop: bool) -> StepTotals:
         """Norm, loss, votes and plugins' numbers in one all-reduce over all ranks (two for the inf-norm), once per step."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
@@ -141,7 +141,7 @@ class Update:
             norm = scalars[1] ** (1 / self.norm_kind)
         exchanges = exchanges_of(self._exchanging)
         first = 6 if self.scale else 5
-        totals = Totals(scalars[0], scalars[2], norm, scalars[3], loss, scalars[4], exchanges, scalars[first:])
+        totals = StepTotals(scalars[0], scalars[2], norm, scalars[3], loss, scalars[4], exchanges, scalars[first:])
         return replace(totals, loss_scale=self.scale.value, overflows=scalars[5]) if self.scale else totals
 
     def _numbers(self) -> list[Tensor]:
@@ -157,7 +157,7 @@ class Update:
             torch._amp_foreach_non_finite_check_and_unscale_(piece.tensors, found, inverse)
         return found.double()
 
-    def _overflowed(self, step: int, totals: Totals, scale: LossScale) -> bool:
+    def _overflowed(self, step: int, totals: StepTotals, scale: LossScale) -> bool:
         """Reads the vote, the same on every rank, and moves the scale. Waits for the device."""
         assert totals.overflows is not None, "a scale without a vote"
         overflowed = bool(totals.overflows)

@@ -218,7 +218,7 @@ def sley_weight_communicators() -> Iterable[records.WeightCommunicatorRecord]:  
 def sley_sequence_attentions() -> Iterable[records.SequenceAttentionRecord]:  # type: ignore[empty-body]
     """Attention over a sequence that is split across ranks.
 
-    `build(config, group) -> SequenceAttention: changes a model's attention to work on slices`.
+    `build(config, group) -> SequenceCommunicator: changes a model's attention to work on slices`.
 
     Called: when the plan is resolved
     Ranks: all

@@ -17,7 +17,7 @@ NUM_LAST = 20
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What is known of a run before its first step.
 
     parameters, trained: elements of the whole model's, and of those that are not frozen. samples_per_step: over all ranks.
@@ -40,7 +40,7 @@ class Facts:
         return steps * self.samples_per_step / self.samples_per_epoch if self.samples_per_epoch else None
 
 
-class Totals:
+class RunTotals:
     """What rows add up to; holds a few numbers, however long the run."""
 
     def __init__(self, rows: Iterable[Mapping[str, float | int]] = ()) -> None:
@@ -63,9 +63,9 @@ class Totals:
 
 
 def summary(
-    facts: Facts,
+    facts: RunFacts,
     outcome: str,
-    totals: Totals,
+    totals: RunTotals,
     counts: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     memory: Mapping[str, int] = MappingProxyType({}),
     notes: Iterable[str] = (),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sley_core.errors import PlanError
 from sley_core.model.journal import META, Journal
-from sley_core.model.layers import MODEL, Held, Layer
+from sley_core.model.layers import MODEL, Layer, Leftover
 from sley_core.model.reach import HeldTensor, held_tensors
 from sley_core.model.steps import Cell, Ref, is_blank
 
@@ -34,7 +34,7 @@ class Registered(NamedTuple):
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
 
-class Memory:
+class RegisteredMemory:
     """Which parameters and buffers lie in which cell."""
 
     def __init__(self, registered: Iterable[Registered]) -> None:
@@ -73,7 +73,7 @@ def overlap(one: Ref, other: Ref) -> bool:
 
 
 def check_held(
-    layers: Sequence[Layer], memory: Memory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
+    layers: Sequence[Layer], memory: RegisteredMemory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
 ) -> None:
     """Notes what each layer holds besides, `Layer.held`, which gets its values with the layer.
 
@@ -87,8 +87,8 @@ def check_held(
 
 
 def _held(
-    found: Iterable[HeldTensor], memory: Memory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
-) -> Iterator[Held]:
+    found: Iterable[HeldTensor], memory: RegisteredMemory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
+) -> Iterator[Leftover]:
     for where, tensor, in_module in found:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             continue
@@ -104,7 +104,7 @@ def _held(
         if not tensor.is_meta:
             journal.refresh(tensor)
         elif not (is_blank(ref) and journal.shown(tensor) == META):
-            yield Held(where, tensor, None if tensor.grad_fn is not None else ref)
+            yield Leftover(where, tensor, None if tensor.grad_fn is not None else ref)
 
 
 def _span(ref: Ref) -> tuple[int, int]:

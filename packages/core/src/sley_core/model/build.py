@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sley_core.errors import PlanError, PluginError, SleyError
-from sley_core.model.apart import Memory, Registered, check_held
+from sley_core.model.apart import Registered, RegisteredMemory, check_held
 from sley_core.model.journal import Journal, unwatched
 from sley_core.model.layers import MODEL, Layer, Model, as_model, like, with_fields
 from sley_core.model.seeds import derive
@@ -85,7 +85,7 @@ class Building:
             for layer in model.layers
             for name, tensor in self._settled(layer)
         ]
-        memory = Memory(registered)
+        memory = RegisteredMemory(registered)
         memory.check()
         check_held(model.layers, memory, self.journal, self.meta_of.get)
         self._check_computed(model)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sley_core.model.memory import Memory
+from sley_core.model.memory import ReplayMemory
 from sley_core.model.steps import Blank, Cell, Given, Ref, Step, needed
 
 KEPT_BYTES = 2**25
@@ -24,7 +24,7 @@ class Kept(Step):
     cell: Cell
     storage: torch.UntypedStorage
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: ReplayMemory) -> None:
         memory.share(self.cell, self.storage)
 
 
@@ -39,7 +39,7 @@ class Keeper:
     def value(self, ref: Ref) -> Tensor:
         """As `replay([ref])`."""
         steps = needed([ref], from_kept=True)
-        memory = Memory()
+        memory = ReplayMemory()
         for step in sorted(steps, key=lambda step: step.number):
             step.run(memory)
         for cell, storage in list(memory.storages()):

@@ -34,7 +34,7 @@ MODEL: KeyPath = ("model",)
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class Leftover:
     """A tensor on meta that a layer holds at `where`, as neither parameter nor buffer, and what the factory wrote to it.
 
     ref: None for a result that autograd made of parameters: no step would make it anew.
@@ -57,7 +57,7 @@ class Layer:
     module: nn.Module
     fields: tuple[str, ...] = ()
     written: dict[int, Ref] = field(default_factory=dict, repr=False)
-    held: list[Held] = field(default_factory=list, repr=False)
+    held: list[Leftover] = field(default_factory=list, repr=False)
 
 
 class Model:

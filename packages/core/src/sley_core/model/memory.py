@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sley_core.model.steps import Cell, Ref
 
 
-class Memory:
+class ReplayMemory:
     """What a replay has written so far."""
 
     def __init__(self) -> None:

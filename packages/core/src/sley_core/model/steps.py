@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-from sley_core.model.memory import Memory
+from sley_core.model.memory import ReplayMemory
 from sley_core.model.storage import SMALL_BYTES, blank, bytes_of, looks
 
 
@@ -135,7 +135,7 @@ class Step:
     overwrites: Sequence[Cell] = ()
     is_copy: bool = False  # makes no values, only hands them on
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: ReplayMemory) -> None:
         raise NotImplementedError
 
 
@@ -151,7 +151,7 @@ class Blank(Step):
     is_copy: bool = True
     is_unseen: bool = False
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: ReplayMemory) -> None:
         if self.is_unseen and not (self.dtype.is_floating_point or self.dtype.is_complex):
             raise UnseenError(
                 f"a {self.dtype} tensor on meta, made where nobody watches, has no values, but they are used"
@@ -182,7 +182,7 @@ class Given(Step):
         if not self.is_own:
             self.storage, self.is_own = bytes_of(self.storage).clone().untyped_storage(), True
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: ReplayMemory) -> None:
         if self.is_lost or not (self.is_own or torch.equal(self.looks, looks(self.storage))):
             raise ChangedError(
                 "memory that the factory gave was written again by code that nobody saw, and is read now"
@@ -205,7 +205,7 @@ class Call(Step):
     seed: int | Tensor | None = None
     own_generator: bool = False
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: ReplayMemory) -> None:
         for cell in self.writes:
             memory.make_own(cell)
         args, kwargs = tree_map_only(Ref, memory.view, (self.args, self.kwargs))
@@ -225,7 +225,7 @@ class Call(Step):
 def replay(refs: Iterable[Ref]) -> list[Tensor]:
     """The values of `refs` as they are now, each in memory of its own. Raises ChangedError, and what an operation raises."""
     refs = list(refs)
-    memory = Memory()
+    memory = ReplayMemory()
     for step in sorted(needed(refs), key=lambda step: step.number):
         step.run(memory)
     values: list[Tensor] = []

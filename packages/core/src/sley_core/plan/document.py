@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sley_core.errors import Diagnostic, KeyPath, Place, SleyError
-from sley_core.plan.locate import Span, Spot
+from sley_core.plan.locate import Spot, TextSpan
 from sley_core.plan.words import printable
 from sley_core.table import Table
 
@@ -100,7 +100,7 @@ class Document:
         """The text of a line, counted from 1, as it can be shown: each character is one column wide."""
         return printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
 
-    def _in_file(self, span: Span) -> Place:
+    def _in_file(self, span: TextSpan) -> Place:
         return Place(self.file, *span)
 
     def _override(self, path: KeyPath) -> Override | None:

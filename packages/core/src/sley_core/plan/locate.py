@@ -15,7 +15,7 @@ import tomli
 from sley_core.errors import KeyPath
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Characters of one line, counted from 1."""
 
     line: int
@@ -26,8 +26,8 @@ class Span(NamedTuple):
 class Spot(NamedTuple):
     """Where a key is spelled and where its value stands; a table header, and an item of an array, is both."""
 
-    key: Span
-    value: Span
+    key: TextSpan
+    value: TextSpan
 
 
 def index(text: str) -> dict[KeyPath, Spot]:
@@ -101,7 +101,7 @@ class _Scanner:
         self.skip(_BLANK)
         self.spots[path] = Spot(parts[-1][1], self.value(path))
 
-    def key(self) -> list[tuple[str, Span]]:
+    def key(self) -> list[tuple[str, TextSpan]]:
         """The parts of a dotted key; leaves the scanner at what follows it."""
         parts = []
         while True:
@@ -117,7 +117,7 @@ class _Scanner:
                 return parts
             self.at += 1
 
-    def value(self, path: KeyPath) -> Span:
+    def value(self, path: KeyPath) -> TextSpan:
         start = self.at
         match self.text[start]:
             case "[":
@@ -154,10 +154,10 @@ class _Scanner:
             self.at = match.end()
         return self.at < len(self.text)
 
-    def span(self, start: int, end: int) -> Span:
+    def span(self, start: int, end: int) -> TextSpan:
         """The characters from `start` to `end`, or to the end of the first line."""
         line = bisect_right(self.line_starts, start)
         begin = self.line_starts[line - 1]
         newline = self.text.find("\n", start, end)
         stop = end if newline < 0 else newline
-        return Span(line, start - begin + 1, max(1, stop - start))
+        return TextSpan(line, start - begin + 1, max(1, stop - start))

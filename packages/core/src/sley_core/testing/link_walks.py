@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import SENDS_GRADIENT, Action, Kind, Lane, Transfer
+from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Transfer
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import Placement
 from sley_core.comm.world import World
@@ -83,7 +83,7 @@ class Walker:
         self._crossing = Crossing(placement, stage, link)
         self._number = 0
         self._lengths: Sequence[int] = ()
-        self._given: dict[tuple[Lane, int, int], list[Tensor]] = {}
+        self._given: dict[tuple[Flow, int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Description] = {}
         self._kept: list[tuple[Any, Tensor]] = []
 
@@ -101,7 +101,7 @@ class Walker:
                 self._crossing.transfer(step)
                 if step.op == "send":
                     # A sent output's memory is used for something else at once.
-                    for tensor in self._given.pop((step.lane, step.chunk, step.micro)):
+                    for tensor in self._given.pop((step.flow, step.chunk, step.micro)):
                         tensor.fill_(77)
             elif step.kind is Kind.FORWARD:
                 self._forward(step)
@@ -131,12 +131,12 @@ class Walker:
             description = gradients_of(self._received.pop((action.chunk, micro)))
             self._give("backward", action, description, self._gradients(position, micro, description))
 
-    def _take(self, lane: Lane, action: Action, origin: int) -> Description:
+    def _take(self, flow: Flow, action: Action, origin: int) -> Description:
         """Takes what the chunk at position `origin` gave, and looks whether it is that."""
-        description, tensors = self._crossing.bring(lane, action.chunk, action.micro)
+        description, tensors = self._crossing.bring(flow, action.chunk, action.micro)
         is_sent = self.placement.holder(origin).stage != self.stage
-        where = f"stage {self.stage}, walk {self._number}, {lane} of {action}"
-        if lane == "forward":
+        where = f"stage {self.stage}, walk {self._number}, {flow} of {action}"
+        if flow == "forward":
             due, wanted = self._output(origin, action.micro)
             due = with_overlaps(due, wanted) if is_sent else due
             assert description == due, f"{where}: came {description.leaves}, not {due.leaves}"
@@ -150,9 +150,9 @@ class Walker:
             self._keep(tensors, wanted, action.micro)
         return description
 
-    def _give(self, lane: Lane, action: Action, description: Description, tensors: list[Tensor]) -> None:
-        self._given[lane, action.chunk, action.micro] = tensors
-        self._crossing.give(lane, action.chunk, action.micro, (description, tensors))
+    def _give(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
+        self._given[flow, action.chunk, action.micro] = tensors
+        self._crossing.give(flow, action.chunk, action.micro, (description, tensors))
 
     def _keep(self, tensors: list[Tensor], wanted: list[Tensor], micro: int) -> None:
         """Keeps each tensor in one of the ways in which a layer may: itself, a view, an array. Writes to the first of some."""

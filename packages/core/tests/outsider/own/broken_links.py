@@ -40,7 +40,7 @@ class Rigid(Link):
 
     def _received(self, transfer):
         description, tensors = super()._received(transfer)
-        return self._known.setdefault((transfer.lane, transfer.chunk), description), tensors
+        return self._known.setdefault((transfer.flow, transfer.chunk), description), tensors
 
 
 class Late(Link):

@@ -9,7 +9,7 @@ import torch
 from sley_core.api.comm import all_gather, all_reduce
 from sley_core.api.model import Attention
 from sley_core.errors import PlanError
-from sley_core.protocols import SequenceAttention
+from sley_core.protocols import SequenceCommunicator
 
 
 class Whole(torch.autograd.Function):
@@ -27,7 +27,7 @@ class Whole(torch.autograd.Function):
         return ctx.attention.own(ctx.attention.summed(gradient)), None
 
 
-class Naive(SequenceAttention):
+class Naive(SequenceCommunicator):
     def __init__(self, config, group):
         self.group = group
         self.changed = []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import Entry, GradientStore, WeightQueue
 
 
-class Table:
+class ShardedEmbedding:
     """One embedding, of layer `layer`, whose weight is `entry`."""
 
     def __init__(self, columns: Columns, name: str, layer: str, module: nn.Module, entry: Entry) -> None:
@@ -68,7 +68,7 @@ class Columns:
         group: Group,
         store: GradientStore,
         queue: WeightQueue,
-        before: Callable[[Table], None],
+        before: Callable[[ShardedEmbedding], None],
         is_behind: Callable[[], bool],
     ) -> None:
         self.group = group
@@ -77,14 +77,14 @@ class Columns:
         self.before = before
         self.is_behind = is_behind
         self.tokens = AllTokens(group, store.device)
-        self.tables: list[Table] = []
+        self.tables: list[ShardedEmbedding] = []
         self.num_exchanges = 0
         self.num_bytes = 0
         self._under_way: deque[_Gradient] = deque()
         self._num_new = 0
         self._put_off: list[_Gradient] = []
 
-    def look_up(self, table: Table, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def look_up(self, table: ShardedEmbedding, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The vectors of `tokens` [...], [..., h]; and the tokens of all ranks, [size x most]."""
         (of_all,) = self.tokens.of_all([tokens.reshape(-1)], [0], f"the tokens of {table.name}")
         self.num_bytes += self._foreign(of_all)
@@ -105,7 +105,7 @@ class Columns:
         self.num_bytes += self._foreign(received)
         return self.group.transport(lane).all_to_all(received, sent, what=what)
 
-    def take_gradient(self, table: Table, gradient: Tensor, of_all: Tensor) -> None:
+    def take_gradient(self, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
         """The gradient of what `look_up` returned travels now; the table's is in the store at once, or after `leave`.
 
         While a D collects, when its W runs.
@@ -148,7 +148,7 @@ class Columns:
 class _Gradient:
     """The gradient of a table's vectors, on its way to the ranks that have their columns."""
 
-    def __init__(self, columns: Columns, table: Table, gradient: Tensor, of_all: Tensor) -> None:
+    def __init__(self, columns: Columns, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
         size = columns.group.size
         width = table.entry.parameter.shape[1]
         self._columns = columns
@@ -174,7 +174,7 @@ class _LookUp(torch.autograd.Function):
     """Autograd sees the shard as an input and gets None for it, as of any site."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, _weight: Tensor, table: Table) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, _weight: Tensor, table: ShardedEmbedding) -> Tensor:
         vectors, of_all = table.columns.look_up(table, tokens)
         ctx.table = table
         ctx.save_for_backward(of_all if table.entry.trainable else None)

@@ -11,13 +11,13 @@ from torch import nn
 from sley_core.api.comm import Group
 from sley_core.api.model import Attention, ForwardPatch, Layer
 from sley_core.errors import PlanError
-from sley_core.protocols import SequenceAttention as SequenceAttentionProtocol
+from sley_core.protocols import SequenceCommunicator
 from sley_isp.config import AllToAllConfig
 from sley_isp.sequence.attention import SequenceAttention, over_slices
 from sley_isp.sequence.mixing import check_apart
 
 
-class AllToAll(SequenceAttentionProtocol):
+class AllToAllAttention(SequenceCommunicator):
     """Changes three kinds of modules: core's `Attention`, what a model wrapped itself, and what the plan names."""
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:

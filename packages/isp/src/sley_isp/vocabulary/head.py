@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sley_core.protocols import MemoryPool
 
 
-class Head:
+class VocabularyHead:
     """The forward of the linear at `site`. is_running: whether a run is in an action; a call by hand gathers the weight."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Head:
 class _Reducing:
     """The input gradient under way."""
 
-    def __init__(self, head: Head, gradient: Tensor, weight: Tensor) -> None:
+    def __init__(self, head: VocabularyHead, gradient: Tensor, weight: Tensor) -> None:
         size = head.group.size
         own_tokens = len(gradient) // size
         transport = head.group.transport(REDUCE)
@@ -141,7 +141,7 @@ class _Reducing:
 class Scores(SplitLogits):
     """Logits that are not there: `x` [..., h] waits for the loss, which takes what it needs of them."""
 
-    def __init__(self, head: Head, x: Tensor) -> None:
+    def __init__(self, head: VocabularyHead, x: Tensor) -> None:
         self.head = head
         self.x = x
 
@@ -158,7 +158,7 @@ class Scores(SplitLogits):
         rows = self.x.reshape(-1, self.x.shape[-1])
         targets = labels.reshape(-1)
         targets = targets.masked_fill(targets == ignore_index, sums.NO_TARGET)
-        total: Tensor = _Sum.apply(rows, site.own("weight"), site.own("bias"), targets, self.head, smoothing)  # type: ignore[no-untyped-call]  # torch's
+        total: Tensor = _LossSum.apply(rows, site.own("weight"), site.own("bias"), targets, self.head, smoothing)  # type: ignore[no-untyped-call]  # torch's
         return total
 
     def __getattr__(self, name: str) -> Any:
@@ -173,12 +173,18 @@ class Scores(SplitLogits):
         raise _touched(getattr(function, "__name__", str(function)))
 
 
-class _Sum(torch.autograd.Function):
+class _LossSum(torch.autograd.Function):
     """The sum of this rank's losses. Autograd sees the shards as inputs and gets None for them, as of any site."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, targets: Tensor, head: Head, smoothing: float
+        ctx: Any,
+        x: Tensor,
+        _weight: Tensor,
+        _bias: Tensor | None,
+        targets: Tensor,
+        head: VocabularyHead,
+        smoothing: float,
     ) -> Tensor:
         inputs, all_targets = head.all_tokens(x, targets)
         logits = head.logits(inputs)
@@ -193,7 +199,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        head: Head = ctx.head
+        head: VocabularyHead = ctx.head
         logits, inputs, targets, log_sum = ctx.saved_tensors
         sums.to_gradient(head.own(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
         logits[:, head.classes.size :].zero_()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from sley_core.api.actions import Action, Kind, Parcel, Placement, given, taken
+from sley_core.api.actions import Action, Delivery, Kind, Placement, given, taken
 
 
 def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, most: int) -> list[list[Action]]:
@@ -22,7 +22,7 @@ def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placemen
     follows it: that D is what the stages before are waiting for.
     """
     fillings = [_Filling(actions, stage, placement, most) for stage, actions in enumerate(lists)]
-    made: set[Parcel] = set()
+    made: set[Delivery] = set()
     moving = True
     while moving:
         ticks = [filling.tick(made) for filling in fillings]
@@ -45,7 +45,7 @@ class _Filling:
         self._owed: deque[Action] = deque()
         self._held = 0
 
-    def tick(self, made: set[Parcel]) -> set[Parcel]:
+    def tick(self, made: set[Delivery]) -> set[Delivery]:
         """Does one action or none, and returns what it makes for another one."""
         self.moved = True
         if self.rest and not self._is_full() and self._has_come(made):
@@ -61,16 +61,16 @@ class _Filling:
         between = self.done and self.done[-1].kind is Kind.FORWARD and self.rest[0].kind is Kind.INPUT_GRADIENT
         return bool(self._owed) and self._held >= self._most and not between
 
-    def _has_come(self, made: set[Parcel]) -> bool:
+    def _has_come(self, made: set[Delivery]) -> bool:
         action = self.rest[0]
-        parcel = taken(action, self._placement.position(self._stage, action.chunk), self._placement)
-        return parcel is None or parcel in made
+        delivery = taken(action, self._placement.position(self._stage, action.chunk), self._placement)
+        return delivery is None or delivery in made
 
-    def _do(self, action: Action) -> set[Parcel]:
+    def _do(self, action: Action) -> set[Delivery]:
         self.done.append(action)
         if action.kind is Kind.FORWARD:
             self._held += 1
         else:
             self._owed.append(Action(Kind.WEIGHT_GRADIENT, action.chunk, action.micro))
-        parcel = given(action, self._placement.position(self._stage, action.chunk), self._placement)
-        return set() if parcel is None else {parcel}
+        delivery = given(action, self._placement.position(self._stage, action.chunk), self._placement)
+        return set() if delivery is None else {delivery}

@@ -7,7 +7,7 @@ chunk 1   5 < 4 < 3
 
 from __future__ import annotations
 
-from sley_core.api.actions import Action, Kind, Parcel, Placement, Schedule, given, taken
+from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, given, taken
 from sley_core.errors import PlanError
 from sley_wave.config import HanayoConfig
 
@@ -48,12 +48,12 @@ class _Walk:
             ]
             for _ in range(placement.stages)
         ]
-        self._made: set[Parcel] = set()
+        self._made: set[Delivery] = set()
         self._begun = self._ended = 0
 
     def tick(self) -> None:
         """Each stage does the first action that it can."""
-        made: set[Parcel] = set()
+        made: set[Delivery] = set()
         for stage, todo in enumerate(self.todo):
             action = next((action for action in todo if self._can(action, stage)), None)
             if action is None:
@@ -64,15 +64,15 @@ class _Walk:
             if position == 0:
                 self._begun += action.kind is Kind.FORWARD
                 self._ended += action.kind is Kind.BACKWARD
-            parcel = given(action, position, self.placement)
-            made |= set() if parcel is None else {parcel}
+            delivery = given(action, position, self.placement)
+            made |= set() if delivery is None else {delivery}
         self._made |= made
 
     def _can(self, action: Action, stage: int) -> bool:
         position = self.placement.position(stage, action.chunk)
-        parcel = taken(action, position, self.placement)
-        if parcel is not None:
-            return parcel in self._made
+        delivery = taken(action, position, self.placement)
+        if delivery is not None:
+            return delivery in self._made
         if action.kind is Kind.BACKWARD:  # where the model ends
             return Action(Kind.FORWARD, action.chunk, action.micro) in self.done[stage]
         return self._begun - self._ended < self.placement.stages

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sley_core.api.actions import Transfer, Way, way_of
+from sley_core.api.actions import Direction, Transfer, direction_of
 from sley_core.api.boundary import Description, Leaf, with_overlaps
 from sley_core.api.comm import Pending, receive_from, send_to
 from sley_core.api.parts import Parts
@@ -32,7 +32,7 @@ class Link:
         self._word = torch.empty(0, dtype=torch.uint8)
         self._peers: Sequence[int] = ()
         self._agreed: set[int] = set()
-        self._due: dict[Way, deque[Transfer]] = {"up": deque(), "down": deque()}
+        self._due: dict[Direction, deque[Transfer]] = {"up": deque(), "down": deque()}
         self._come: dict[Transfer, Message] = {}
         self._sending: list[tuple[Pending, Tensor]] = []
 
@@ -50,17 +50,17 @@ class Link:
             self._tell(self._word, peer)
 
     def post(self, transfer: Transfer, key: Hashable) -> None:
-        self._due[way_of(transfer.peer, self._stage)].append(transfer)
+        self._due[direction_of(transfer.peer, self._stage)].append(transfer)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
-        if transfer.lane == "forward":
+        if transfer.flow == "forward":
             description = with_overlaps(description, tensors)
         text = torch.frombuffer(bytearray(_to_text(description)), dtype=torch.uint8)
         for piece in (torch.tensor([len(text)]), text, *tensors):
             self._tell(piece.detach().clone(memory_format=torch.contiguous_format), transfer.peer)
 
     def take(self, transfer: Transfer) -> Message:
-        due = self._due[way_of(transfer.peer, self._stage)]
+        due = self._due[direction_of(transfer.peer, self._stage)]
         while transfer not in self._come:
             first = due.popleft()
             self._come[first] = self._received(first)
@@ -105,13 +105,13 @@ class Link:
         if piece.numel():
             what = f"what stage {self._stage} sends to stage {peer}"
             # The group `pp`: both ends send and take in the order of the lowered lists.
-            pending = send_to(piece, self._group, way_of(self._stage, peer), peer, what=what)
+            pending = send_to(piece, self._group, direction_of(self._stage, peer), peer, what=what)
             self._sending.append((pending, piece))
 
     def _hear(self, piece: Tensor, peer: int) -> Tensor:
         if piece.numel():
             what = f"what stage {self._stage} takes from stage {peer}"
-            receive_from(piece, self._group, way_of(peer, self._stage), peer, what=what).wait()
+            receive_from(piece, self._group, direction_of(peer, self._stage), peer, what=what).wait()
         return piece
 
 

@@ -26,7 +26,7 @@ from sley_core.comm.guard import HINT
 from sley_core.comm.members import Members
 from sley_core.comm.texts import gather_values
 from sley_core.comm.transport.cma.inbox import WORD_BYTES, Inbox
-from sley_core.comm.transport.cma.process_vm import Span, read, write
+from sley_core.comm.transport.cma.process_vm import MemorySpan, read, write
 from sley_core.errors import RunError
 
 _YIELD_S = 1e-3
@@ -76,16 +76,16 @@ class Connection:
         able = len(hosts) == 1 and None not in hosts and made._watch() and all(map(made._can_reach, made.peers))
         return made if all(gather_values(able, lane)) else None
 
-    def read(self, peer: int, here: Sequence[Span], there: Sequence[Span], what: str) -> None:
+    def read(self, peer: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan], what: str) -> None:
         """Copies `there`, of the peer's memory, into `here`; both are as long. Raises RunError `collective-failed`."""
         num_bytes = -1 if self._has_ended(peer) else read(self._cards[peer].pid, here, there)
         self._copied(num_bytes, there, peer, what)
 
-    def try_read(self, peer: int, here: Span, there: Span) -> bool:
+    def try_read(self, peer: int, here: MemorySpan, there: MemorySpan) -> bool:
         """Returns whether `there`, of the peer's memory, could be copied into `here`."""
         return not self._has_ended(peer) and read(self._cards[peer].pid, [here], [there]) == here.num_bytes
 
-    def push(self, peer: int, here: Sequence[Span], at: int, what: str) -> None:
+    def push(self, peer: int, here: Sequence[MemorySpan], at: int, what: str) -> None:
         """Copies the words of `here`, in their order, into the peer's inbox, from word `at` on.
 
         Only while that is the process that has it. Raises RunError `collective-failed`.
@@ -93,7 +93,7 @@ class Connection:
         address = self._cards[peer].inbox + at * WORD_BYTES
         there = []
         for span in here:
-            there.append(Span(address, span.num_bytes))
+            there.append(MemorySpan(address, span.num_bytes))
             address += span.num_bytes
         num_bytes = -1 if self._has_ended(peer) else write(self._cards[peer].pid, here, there)
         self._copied(num_bytes, there, peer, what)
@@ -124,7 +124,7 @@ class Connection:
                 if now - began > self.timeout_s:
                     raise self._failed(peer, what, f"it did not come within {self.timeout_s:g} s")
 
-    def _copied(self, num_bytes: int, spans: Sequence[Span], peer: int, what: str) -> None:
+    def _copied(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, what: str) -> None:
         if num_bytes != sum(span.num_bytes for span in spans):
             raise self._failed(peer, what, "its memory cannot be reached any more")
 
@@ -156,7 +156,7 @@ class Connection:
             return False
         card = self._cards[peer]
         word = ctypes.c_int64()
-        here, there = [Span(ctypes.addressof(word), WORD_BYTES)], [Span(card.inbox, WORD_BYTES)]
+        here, there = [MemorySpan(ctypes.addressof(word), WORD_BYTES)], [MemorySpan(card.inbox, WORD_BYTES)]
         if read(card.pid, here, there) != WORD_BYTES or word.value != card.token:
             return False
         return write(card.pid, here, there) == WORD_BYTES

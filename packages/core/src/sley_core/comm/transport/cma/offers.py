@@ -11,7 +11,7 @@ from torch import Tensor
 from sley_core.comm.marks import Mark, differs
 from sley_core.comm.transport.cma.connection import Connection
 from sley_core.comm.transport.cma.inbox import NUMBER_AT_BYTES, SLOTS, WORD_BYTES, Offer
-from sley_core.comm.transport.cma.process_vm import Span
+from sley_core.comm.transport.cma.process_vm import MemorySpan
 
 RING = SLOTS
 """Offers that may be open at once; the next one completes the oldest first, on all ranks at the same place in their order."""
@@ -73,11 +73,11 @@ class Offers:
             members = self.connection.members
             raise differs(own, members.rank, self._words_of(peer, offer), members.ranks[peer])
         addresses: _Table = (ctypes.c_int64 * offer.num_tensors)()
-        here = Span(ctypes.addressof(addresses), ctypes.sizeof(addresses))
-        self.read(peer, [here], [Span(offer.table, here.num_bytes)], what)
+        here = MemorySpan(ctypes.addressof(addresses), ctypes.sizeof(addresses))
+        self.read(peer, [here], [MemorySpan(offer.table, here.num_bytes)], what)
         return list(addresses)
 
-    def read(self, peer: int, here: Sequence[Span], there: Sequence[Span], what: str) -> None:
+    def read(self, peer: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan], what: str) -> None:
         """Copies `there`, of the peer's memory, into `here`; both are as long."""
         self.connection.read(peer, here, there, what)
 
@@ -85,7 +85,7 @@ class Offers:
         """Tells the peer that this rank has read, or will never read, its offer `number`."""
         word = ctypes.c_int64(number)
         at = self._inbox.read_at(self.coord, self._ring, number % RING)
-        self.connection.push(peer, [Span(ctypes.addressof(word), WORD_BYTES)], at, what)
+        self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], at, what)
 
     def is_offered(self, number: int) -> bool:
         """Returns whether every peer has made its offer `number`; never blocks."""
@@ -127,7 +127,7 @@ class Offers:
         first, loads fields that are there. What an offer points to was written before all of this by the same process.
         """
         start = ctypes.addressof(offer)
-        spans = [Span(start, NUMBER_AT_BYTES), Span(start + NUMBER_AT_BYTES, WORD_BYTES)]
+        spans = [MemorySpan(start, NUMBER_AT_BYTES), MemorySpan(start + NUMBER_AT_BYTES, WORD_BYTES)]
         at = self._inbox.offer_at(self.coord, self._ring, slot)
         for peer in self.peers:
             self.connection.push(peer, spans, at, what)
@@ -135,8 +135,8 @@ class Offers:
     def _words_of(self, peer: int, offer: Offer) -> str:
         """Returns what the peer calls its offer; "" where it can no longer be asked."""
         words = ctypes.create_string_buffer(offer.num_words)
-        here = Span(ctypes.addressof(words), offer.num_words)
-        was_read = self.connection.try_read(peer, here, Span(offer.words, offer.num_words))
+        here = MemorySpan(ctypes.addressof(words), offer.num_words)
+        was_read = self.connection.try_read(peer, here, MemorySpan(offer.words, offer.num_words))
         return words.raw.rstrip(b"\0").decode("utf-8", "replace") if was_read else ""
 
 

@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 30
 """Copied by one call. Linux moves 2 GiB less a page at most (MAX_RW_COUNT), and says so only by what it returns."""
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     """`num_bytes` bytes of some process at `address`."""
 
     address: int
@@ -42,17 +42,17 @@ _readv = _function("process_vm_readv")
 _writev = _function("process_vm_writev")
 
 
-def read(pid: int, here: Sequence[Span], there: Sequence[Span]) -> int:
+def read(pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
     """Copies `there`, of process `pid`, into `here`, as long; returns how many bytes, or -1 if it may not. Holds no GIL."""
     return _copy(_readv, pid, here, there)
 
 
-def write(pid: int, here: Sequence[Span], there: Sequence[Span]) -> int:
+def write(pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
     """Copies `here` into `there`, of process `pid`, span after span; returns as `read` does."""
     return _copy(_writev, pid, here, there)
 
 
-def _copy(function: Any, pid: int, here: Sequence[Span], there: Sequence[Span]) -> int:
+def _copy(function: Any, pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
     if function is None:
         return -1
     copied = 0
@@ -65,13 +65,15 @@ def _copy(function: Any, pid: int, here: Sequence[Span], there: Sequence[Span]) 
     return copied
 
 
-def _calls(here: Sequence[Span], there: Sequence[Span]) -> Iterator[tuple[Sequence[Span], Sequence[Span]]]:
+def _calls(
+    here: Sequence[MemorySpan], there: Sequence[MemorySpan]
+) -> Iterator[tuple[Sequence[MemorySpan], Sequence[MemorySpan]]]:
     """The same copies, as many in a call as it takes: span after span, in pairs of one length where there is more than that."""
     if len(there) <= MOST_SPANS and len(here) <= MOST_SPANS and sum(span.num_bytes for span in there) <= MOST_BYTES:
         yield here, there
         return
-    some: list[Span] = []
-    others: list[Span] = []
+    some: list[MemorySpan] = []
+    others: list[MemorySpan] = []
     room = MOST_BYTES
     for own, foreign in zip(here, there, strict=True):
         assert own.num_bytes == foreign.num_bytes, f"{own} for {foreign}"
@@ -81,12 +83,12 @@ def _calls(here: Sequence[Span], there: Sequence[Span]) -> Iterator[tuple[Sequen
                 yield some, others
                 some, others, room = [], [], MOST_BYTES
             size = min(own.num_bytes - done, room)
-            some.append(Span(own.address + done, size))
-            others.append(Span(foreign.address + done, size))
+            some.append(MemorySpan(own.address + done, size))
+            others.append(MemorySpan(foreign.address + done, size))
             done += size
             room -= size
     yield some, others
 
 
-def _vectors(spans: Sequence[Span]) -> ctypes.Array[_Vector]:
+def _vectors(spans: Sequence[MemorySpan]) -> ctypes.Array[_Vector]:
     return (_Vector * len(spans))(*(_Vector(*span) for span in spans))

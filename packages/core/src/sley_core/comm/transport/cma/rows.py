@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sley_core.comm.marks import Mark
 from sley_core.comm.transport.cma.offers import Offers
-from sley_core.comm.transport.cma.process_vm import Span
+from sley_core.comm.transport.cma.process_vm import MemorySpan
 from sley_core.comm.transport.protocol import Published, Work
 
 PIECE_BYTES = 1 << 18
@@ -74,7 +74,7 @@ class Gather(_OneOffer):
         for peer in self._offers.peers:
             addresses = self._offers.wait_table(peer, self._number, self._what)
             here = [span(rows[peer]) for rows in self._rows]
-            there = [Span(address, part.num_bytes) for address, part in zip(addresses, here, strict=True)]
+            there = [MemorySpan(address, part.num_bytes) for address, part in zip(addresses, here, strict=True)]
             self._offers.read(peer, here, there, self._what)
             self._offers.done(peer, self._number, self._what)
 
@@ -109,7 +109,7 @@ class AllToAll(_OneOffer):
         for peer in offers.peers:
             (address,) = offers.wait_table(peer, self._number, self._what)
             here = span(self._received[peer])
-            there = Span(address + offers.coord * here.num_bytes, here.num_bytes)
+            there = MemorySpan(address + offers.coord * here.num_bytes, here.num_bytes)
             offers.read(peer, [here], [there], self._what)
             offers.done(peer, self._number, self._what)
 
@@ -132,12 +132,12 @@ class Shared(Published):
         """Gathers `shards`, which are among those that are shared."""
         return _SharedGather(self, wholes, shards, [self._places[shard.data_ptr()] for shard in shards])
 
-    def read(self, peer: int, places: Sequence[int], here: Sequence[Span]) -> None:
+    def read(self, peer: int, places: Sequence[int], here: Sequence[MemorySpan]) -> None:
         """Copies the peer's shards at `places` into `here`."""
         if peer not in self._tables:
             self._tables[peer] = self.offers.wait_table(peer, self._number, self._what)
         table = self._tables[peer]
-        there = [Span(table[place], part.num_bytes) for place, part in zip(places, here, strict=True)]
+        there = [MemorySpan(table[place], part.num_bytes) for place, part in zip(places, here, strict=True)]
         self.offers.read(peer, here, there, self._what)
 
     def is_offered(self) -> bool:
@@ -197,11 +197,11 @@ def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -
         target = own[first : first + length]
         came = piece[: target.numel()]
         for peer, address in zip(offers.peers, addresses, strict=True):
-            there = Span(address + first * own.element_size(), target.nbytes)
+            there = MemorySpan(address + first * own.element_size(), target.nbytes)
             offers.read(peer, [span(came)], [there], what)
             target.add_(came)
 
 
-def span(tensor: Tensor) -> Span:
+def span(tensor: Tensor) -> MemorySpan:
     """Returns where `tensor`, which is contiguous, lies."""
-    return Span(tensor.data_ptr(), tensor.nbytes)
+    return MemorySpan(tensor.data_ptr(), tensor.nbytes)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from sley_core.comm.marks import Mark
 from sley_core.comm.transport.cma.offers import Offers
-from sley_core.comm.transport.cma.process_vm import Span
+from sley_core.comm.transport.cma.process_vm import MemorySpan
 from sley_core.comm.transport.cma.rows import add_from, span
 from sley_core.comm.transport.protocol import Work
 
 
-class Sums:
+class CmaSums:
     """What a group needs for sums, which all members start in one order: a row of offers for either half of a sum.
 
     num_summed: sums whose slice of this rank is summed. unfinished: those whose whole is not there yet, in their order.
@@ -44,7 +44,7 @@ class Sum(Work):
     something else, or of another length, `mark` says so, `wait` raises RunError `ranks-differ` on all, and nothing is read.
     """
 
-    def __init__(self, sums: Sums, whole: Tensor, mark: Mark) -> None:
+    def __init__(self, sums: CmaSums, whole: Tensor, mark: Mark) -> None:
         self._sums = sums
         self._mark = mark
         self._what = mark.what
@@ -126,7 +126,7 @@ class Sum(Work):
         for peer in slices.peers:
             here = span(self._slices[peer])
             (address,) = slices.wait_table(peer, self._number, self._what)
-            slices.read(peer, [here], [Span(address, here.num_bytes)], self._what)
+            slices.read(peer, [here], [MemorySpan(address, here.num_bytes)], self._what)
             slices.done(peer, self._number, self._what)
         self._is_whole = True
         self._sums.unfinished.remove(self)

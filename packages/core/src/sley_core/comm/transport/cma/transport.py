@@ -10,7 +10,7 @@ from sley_core.comm.marks import mark_of
 from sley_core.comm.transport.cma.connection import Connection
 from sley_core.comm.transport.cma.offers import Offers
 from sley_core.comm.transport.cma.rows import AllToAll, Gather, ReduceScatter, Shared
-from sley_core.comm.transport.cma.sums import Sum, Sums
+from sley_core.comm.transport.cma.sums import CmaSums, Sum
 from sley_core.comm.transport.protocol import Published, Transport, Work
 
 RINGS = 4
@@ -26,7 +26,7 @@ class Cma(Transport):
         rows, published, wholes, slices = (Offers(connection, RINGS * at + ring) for ring in range(RINGS))
         self.rows = rows
         self.published = published
-        self.sums = Sums(wholes, slices)
+        self.sums = CmaSums(wholes, slices)
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         return Gather(self.rows, wholes, shards, mark_of("gather", what, shards))

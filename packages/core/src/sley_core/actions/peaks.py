@@ -23,7 +23,7 @@ from sley_core.actions.placement import Placement
 
 
 @dataclass(frozen=True)
-class Held:
+class Peaks:
     """Peaks of one stage; each may be reached at another time.
 
     pairs: (chunk, micro-batch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph.
@@ -36,17 +36,17 @@ class Held:
     num_bytes: int
 
 
-def held(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Held:
+def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
     """The peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
     keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
     graphs = queues = receives = num_bytes = 0
-    peak = Held(0, 0, 0, 0)
+    peak = Peaks(0, 0, 0, 0)
     for step in steps:
         position = placement.position(stage, step.chunk)
         if isinstance(step, Transfer):
             if step.op == "post":
                 receives += 1
-                num_bytes += _boundary(step.lane == "forward", position, costs)
+                num_bytes += _boundary(step.flow == "forward", position, costs)
         else:
             if _from_elsewhere(step, stage, position, placement):
                 receives -= 1
@@ -55,7 +55,7 @@ def held(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) 
             graphs += graph
             queues += queue
             num_bytes += graph * costs.graph_bytes[position] + queue * costs.queued_bytes[position]
-        peak = Held(
+        peak = Peaks(
             max(peak.pairs, graphs + queues),
             max(peak.graphs, graphs),
             max(peak.receives, receives),
@@ -81,8 +81,8 @@ def _change(kind: Kind) -> tuple[int, int]:
 
 
 def _from_elsewhere(action: Action, stage: int, position: int, placement: Placement) -> bool:
-    parcel = taken(action, position, placement)
-    return parcel is not None and placement.holder(parcel.origin).stage != stage
+    delivery = taken(action, position, placement)
+    return delivery is not None and placement.holder(delivery.origin).stage != stage
 
 
 def _boundary(forward: bool, position: int, costs: Costs) -> int:

@@ -1,16 +1,16 @@
 """Where receives are posted: early enough that nothing waits for it, late enough that few buffers are in use.
 
-All transfers of a way, up or down the stages, stand in one order, the same for all stages: that in which they would be sent
-if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend joins the ends
-(by tag, by order per pair of stages, or as one communicator on which everything waits for what was issued before), the first
-transfer of the order that is not done is the next one at both of its ends, and no two ends can wait for each other.
+All transfers in one direction, up or down the stages, stand in one order, the same for all stages: that in which they would be
+sent if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend joins the
+ends (by tag, by order per pair of stages, or as one communicator on which everything waits for what was issued before), the
+first transfer of the order that is not done is the next one at both of its ends, and no two ends can wait for each other.
 
-For that a post must be reached without anything that comes later in the order: it stands before the first action that
-takes a later transfer of either way. Else, where a stage has several neighbours on a way, one that reaches its post late
-could hold up the message for which it waits, by way of the others.
+For that a post must be reached without anything that comes later in the order: it stands before the first action that takes a
+later transfer in either direction. Otherwise a stage with several neighbours in one direction can deadlock: its late receive
+blocks a message for which it waits itself.
 
 Within that order a receive is posted `ahead` actions before the one that takes it, so that it is there before the message
-is sent. It is posted earlier only where it would else stand behind a later send of its way, or too late to be reached.
+is sent. It is posted earlier only where it would else stand behind a later send in its direction, or too late to be reached.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 
@@ -23,8 +23,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sley_core.actions.action import WAYS, Action, Lane, Transfer, Way, way_of
-from sley_core.actions.machine import Parcel, given, taken
+from sley_core.actions.action import DIRECTIONS, Action, Direction, Flow, Transfer, direction_of
+from sley_core.actions.machine import Delivery, given, taken
 from sley_core.actions.placement import Placement
 
 AHEAD = 4
@@ -38,27 +38,27 @@ link but in the processes at its ends (docs/adr/0014).
 
 def send_of(action: Action, stage: int, placement: Placement) -> Transfer | None:
     """The transfer that `action` must be followed by; None where the neighbour is on the same stage, or there is none."""
-    parcel = given(action, placement.position(stage, action.chunk), placement)
-    if parcel is None:
+    delivery = given(action, placement.position(stage, action.chunk), placement)
+    if delivery is None:
         return None
-    peer = placement.holder(parcel.position)
+    peer = placement.holder(delivery.position)
     if peer.stage == stage:
         return None
-    return Transfer("send", parcel.lane, action.chunk, action.micro, peer.stage, peer.chunk)
+    return Transfer("send", delivery.flow, action.chunk, action.micro, peer.stage, peer.chunk)
 
 
-def order_of(sent_s: Mapping[Parcel, float]) -> dict[Parcel, int]:
+def order_of(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
     """The one order of all transfers: by the time at which they are sent.
 
-    Of those that are sent at once, the one that comes first along its lane is first: a stage then posts what its neighbour
+    Of those that are sent at once, the one that comes first along its flow is first: a stage then posts what its neighbour
     is about to send before it sends its own.
     """
 
-    def place(parcel: Parcel) -> tuple[float, Lane, int, int]:
-        position = parcel.position if parcel.lane == "forward" else -parcel.position
-        return sent_s[parcel], parcel.lane, position, parcel.micro
+    def place(delivery: Delivery) -> tuple[float, Flow, int, int]:
+        position = delivery.position if delivery.flow == "forward" else -delivery.position
+        return sent_s[delivery], delivery.flow, position, delivery.micro
 
-    return {parcel: at for at, parcel in enumerate(sorted(sent_s, key=place))}
+    return {delivery: at for at, delivery in enumerate(sorted(sent_s, key=place))}
 
 
 class _Issue(NamedTuple):
@@ -75,36 +75,36 @@ class _Issue(NamedTuple):
 
 
 def posts_of(
-    actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Parcel, int], ahead: int
+    actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int], ahead: int
 ) -> dict[int, list[Transfer]]:
     """What `stage` posts: by the number of the action in its list before which it does."""
-    issues: dict[Way, list[_Issue]] = {way: [] for way in WAYS}
+    issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
     for number, action in enumerate(actions):
         position = placement.position(stage, action.chunk)
         made, needed = given(action, position, placement), taken(action, position, placement)
         if made is not None and made in order:
-            way = way_of(stage, placement.holder(made.position).stage)
-            issues[way].append(_Issue(order[made], number, None, number))
+            direction = direction_of(stage, placement.holder(made.position).stage)
+            issues[direction].append(_Issue(order[made], number, None, number))
         if needed is not None and needed in order:
             source = placement.holder(needed.origin)
-            post = Transfer("post", needed.lane, action.chunk, action.micro, source.stage, source.chunk)
+            post = Transfer("post", needed.flow, action.chunk, action.micro, source.stage, source.chunk)
             latest = bisect_right(latest_taken, order[needed])
-            issues[way_of(source.stage, stage)].append(_Issue(order[needed], number, post, latest))
+            issues[direction_of(source.stage, stage)].append(_Issue(order[needed], number, post, latest))
         before = latest_taken[-1] if latest_taken else -1
         latest_taken.append(max(before, order.get(needed, -1) if needed else -1))
     posts: dict[int, list[Transfer]] = {}
-    for way in WAYS:
-        for number, post in _placed(sorted(issues[way], key=lambda issue: issue.order), ahead):
+    for direction in DIRECTIONS:
+        for number, post in _placed(sorted(issues[direction], key=lambda issue: issue.order), ahead):
             posts.setdefault(number, []).append(post)
     return posts
 
 
 def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
-    """Each post among `issues`, one way of one stage in order, with the number of the action that it stands before.
+    """Each post among `issues`, one direction of one stage in order, with the number of the action that it stands before.
 
     From the end: a post is `ahead` actions before the one that takes it, but not behind its latest place nor behind
-    anything that follows it on its way. From the start: nor before anything that precedes it.
+    anything that follows it in its direction. From the start: nor before anything that precedes it.
     """
     wanted: list[int] = []
     following = max((issue.action for issue in issues), default=0)

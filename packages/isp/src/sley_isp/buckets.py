@@ -1,6 +1,6 @@
 """Which weight gradients travel together: a layer's, or one module's; and how far each has come.
 
-contribution ──> open, full size ──> contribution* ──> leaves: its sites have all been, and another parcel's turn came
+contribution ──> open, full size ──> contribution* ──> leaves: its sites have all been, and another bucket's turn came
                                                         (or the action that may complete it ends)
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Parcel:
+class GradientBucket:
     """Entries whose gradients are reduced in one exchange. name: the layer or module. sources: who contributes to which.
 
     chunks: those of all of its entries, where it is reduced once per step.
@@ -33,12 +33,12 @@ class Parcel:
 
 @dataclass(eq=False)
 class Open:
-    """A parcel that is being filled. wholes: full size, padded. written: those that hold something.
+    """A bucket that is being filled. wholes: full size, padded. written: those that hold something.
 
     came: the sources that have contributed during the running action.
     """
 
-    parcel: Parcel
+    bucket: GradientBucket
     wholes: dict[Entry, Tensor]
     lease: ExitStack
     written: set[Entry] = field(default_factory=set)
@@ -47,20 +47,20 @@ class Open:
     @property
     def is_complete(self) -> bool:
         """Whether every source of what is trained has contributed during this action."""
-        return all(source in self.came for source in self.parcel.sources if source[1] in self.wholes)
+        return all(source in self.came for source in self.bucket.sources if source[1] in self.wholes)
 
 
-class Parcels:
-    """Deals the entries of sites to parcels.
+class GradientBuckets:
+    """Deals the entries of sites to buckets.
 
-    fused: one parcel per unit, else one per site. once: each entry is in one parcel only, however many sites hold it, so that
+    fused: one bucket per unit, else one per site. once: each entry is in one bucket only, however many sites hold it, so that
     it can be reduced once; else a tied weight travels from each place where it is used.
     """
 
     def __init__(self, *, fused: bool, once: bool) -> None:
         self.fused = fused
         self.once = once
-        self._parcels: dict[Hashable, Parcel] = {}
+        self._parcels: dict[Hashable, GradientBucket] = {}
         self._homes: dict[Entry, Site] = {}
 
     def add(self, site: Site) -> None:
@@ -68,12 +68,12 @@ class Parcels:
         for entry in site.entries:
             home = self._homes.setdefault(entry, site) if self.once else site
             name = home.unit.name if self.fused else home.name
-            parcel = self._parcels.setdefault(self._key(home, entry), Parcel(name, entry.chunks))
-            if entry not in parcel.entries:
-                parcel.entries.append(entry)
-            parcel.sources.add((site, entry))
+            bucket = self._parcels.setdefault(self._key(home, entry), GradientBucket(name, entry.chunks))
+            if entry not in bucket.entries:
+                bucket.entries.append(entry)
+            bucket.sources.add((site, entry))
 
-    def of(self, site: Site, entry: Entry) -> Parcel:
+    def of(self, site: Site, entry: Entry) -> GradientBucket:
         """Where `site` puts its gradient of `entry`."""
         return self._parcels[self._key(self._homes[entry] if self.once else site, entry)]
 

@@ -77,7 +77,7 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 
 @dataclass
-class Held:
+class InFlight:
     """One chunk and one micro-batch. inputs: what came in; description: of them, None on the first chunk.
 
     loss: the sum over the micro-batch, on the last chunk; edges: of the outputs that have a gradient, elsewhere.

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import WAYS, Kind, Transfer, forward_only, way_of
+from sley_core.actions.action import DIRECTIONS, Kind, Transfer, direction_of, forward_only
 from sley_core.actions.costs import Costs
 from sley_core.actions.lower import lower
-from sley_core.actions.machine import Parcel, taken
+from sley_core.actions.machine import Delivery, taken
 from sley_core.actions.placement import Placement, loop, v
 from sley_core.actions.simulate import simulate
 
@@ -24,14 +24,14 @@ PLACEMENTS = st.one_of(
 )
 
 
-def parcel_of(stage, step, placement) -> Parcel:
+def delivery_of(stage, step, placement) -> Delivery:
     """What a transfer of `stage` carries, named alike at both ends."""
     holder = (stage, step.chunk) if step.op == "post" else (step.peer, step.peer_chunk)
-    return Parcel(step.lane, placement.position(*holder), step.micro)
+    return Delivery(step.flow, placement.position(*holder), step.micro)
 
 
 def way(stage, step):
-    return way_of(stage, step.peer) if step.op == "send" else way_of(step.peer, stage)
+    return direction_of(stage, step.peer) if step.op == "send" else direction_of(step.peer, stage)
 
 
 def transfers(steps):
@@ -49,10 +49,10 @@ def test_both_ends_of_each_pair_issue_the_same_transfers_in_the_same_order(
     for stage, steps in enumerate(lower(lists, placement, micros, training=training)):
         for step in transfers(steps):
             pair = (way(stage, step), *sorted((stage, step.peer)), stage)
-            ends[pair].append((parcel_of(stage, step, placement), step.op))
+            ends[pair].append((delivery_of(stage, step, placement), step.op))
     for (direction, low, high, stage), issued in ends.items():
         other = ends[direction, low, high, low + high - stage]
-        assert [parcel for parcel, _ in issued] == [parcel for parcel, _ in other]
+        assert [delivery for delivery, _ in issued] == [delivery for delivery, _ in other]
         assert all({op, facing} == {"post", "send"} for (_, op), (_, facing) in zip(issued, other, strict=True))
         assert len({op for _, op in issued}) == 1, "between two stages a way has one direction"
 
@@ -64,8 +64,8 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(any_lists, placemen
     lists = any_lists(placement, micros, Random(seed))
     lists = lists if training else [forward_only(actions) for actions in lists]
     rest = [deque(steps) for steps in lower(lists, placement, micros, training=training)]
-    queues = {(stage, direction): deque() for stage in range(placement.stages) for direction in WAYS}
-    here: set[Parcel] = set()
+    queues = {(stage, direction): deque() for stage in range(placement.stages) for direction in DIRECTIONS}
+    here: set[Delivery] = set()
     moved = True
     while moved:
         moved = False
@@ -73,7 +73,7 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(any_lists, placemen
             while steps:
                 step = steps[0]
                 if isinstance(step, Transfer):
-                    queues[stage, way(stage, step)].append((parcel_of(stage, step, placement), step.peer))
+                    queues[stage, way(stage, step)].append((delivery_of(stage, step, placement), step.peer))
                 elif step.kind is not Kind.CHUNK_DONE:
                     needed = taken(step, placement.position(stage, step.chunk), placement)
                     local = needed and placement.holder(needed.origin).stage == stage
@@ -83,11 +83,11 @@ def test_lists_end_even_where_a_way_does_one_thing_at_a_time(any_lists, placemen
                 moved = True
         for (stage, direction), queue in queues.items():
             while queue:
-                parcel, peer = queue[0]
+                delivery, peer = queue[0]
                 facing = queues[peer, direction]
-                if not facing or facing[0] != (parcel, stage):
+                if not facing or facing[0] != (delivery, stage):
                     break
-                here.add(parcel)
+                here.add(delivery)
                 facing.popleft()
                 queue.popleft()
                 moved = True
@@ -105,11 +105,11 @@ def test_posting_earlier_would_gain_no_time_for_transfers_of_up_to_two_actions(
     monkeypatch.setattr("sley_core.actions.lower.AHEAD", 1000)
     earlier = simulate(lower(lists, placement, 8), placement, costs)
     assert usual.timeline.makespan_s == earlier.timeline.makespan_s
-    assert max(held.receives for held in earlier.held) >= 8
+    assert max(held.receives for held in earlier.peaks) >= 8
 
 
 @pytest.mark.parametrize("micros", [8, 64])
 def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_batches(breadth_first, micros):
     placement = loop(4)
     simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.even(4))
-    assert [held.receives for held in simulated.held] == [5, 4, 4, 5]
+    assert [held.receives for held in simulated.peaks] == [5, 4, 4, 5]
