@@ -66,7 +66,8 @@ def test_workers_end_with_a_terminated_run(start: Start, own_model: Own, folder:
     assert summary["outcome"] == "interrupted"
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.campaign  # test_stopping.py has the same of a process without torch
+@pytest.mark.parametrize("dp", [1, 2])
 def test_workers_end_with_a_run_that_is_terminated_in_a_step_that_never_ends(
     start: Start, own_model: Own, dp: int
 ) -> None:
