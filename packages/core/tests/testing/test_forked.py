@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,31 @@ def test_what_runs_on_can_be_killed(program):
     assert begun.poll() is None
     os.kill(begun.pid, signal.SIGKILL)
     assert begun.wait(10) == -signal.SIGKILL
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from sley_core.testing.forked import ForkedProgram
+if __name__ == "__main__":
+    begun = ForkedProgram("said", [], cwd=Path.cwd(), env=dict(os.environ))
+    print(begun.pid, begun.stdout.readline(), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a program outlives whoever is killed")
+def test_it_ends_with_a_process_that_is_killed(tmp_path):
+    (tmp_path / "said.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
+    (tmp_path / "killed.py").write_text(KILLED)
+    ended = subprocess.run(
+        [sys.executable, "killed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    pid, said = ended.stdout.split()
+    assert (said, ended.returncode) == ("here", -signal.SIGKILL)
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(int(pid), signal.SIGKILL)
+    raise AssertionError("the program runs on")

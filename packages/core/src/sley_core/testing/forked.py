@@ -7,9 +7,11 @@ session, folder and environment of its own. Differences: flags of the interprete
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import TextIO
 
 from sley_core.testing.ranks import preloaded_server
+
+_PR_SET_PDEATHSIG = 1
 
 
 class ForkedProgram:
@@ -70,6 +74,7 @@ def _text(stream: Connection) -> TextIO:
 def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
     """The target of the process: takes over folder, environment and streams, and becomes `python -m module`."""
     os.setsid()
+    _end_with_the_server()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -85,3 +90,9 @@ def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out:
 
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _end_with_the_server() -> None:
+    """A killed pytest closes no program; its server ends with it, and on Linux the program with the server."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
