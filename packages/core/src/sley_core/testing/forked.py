@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from sley_core.testing.ranks import preloaded_server
 
@@ -94,5 +95,10 @@ def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out:
 
 def _end_with_the_server() -> None:
     """A killed pytest closes no program; its server ends with it, and on Linux the program with the server."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform != "linux":
+        return
+    # The server ends when nobody has the other end of this pipe, of which it gives each process it forks a copy.
+    server: Any = forkserver._forkserver  # private
+    os.close(server._forkserver_alive_fd)
+    server.__init__()  # a program that wants a server starts its own, as in an interpreter of its own
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
