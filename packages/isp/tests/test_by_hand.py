@@ -38,13 +38,13 @@ def between(
 
 
 @pytest.fixture
-def unharmed(ranks, sharded, folder, own) -> Callable[..., list[Any]]:
+def unharmed(ranks, sharded, texts, own) -> Callable[..., list[Any]]:
     """`unharmed(call, **changes)`: what `call(run)` returns on two ranks, where it leaves no trace."""
 
     def unharmed(call: Callable[[Run], Any], weights: dict[str, Any] | None = None, **changes: Any) -> list[Any]:
         tables = sharded(2, weights=weights, **FOREIGN | changes)
-        wanted = ranks(2, 40)(between, tables, folder, None)
-        found = ranks(2, 40)(between, tables, folder, call)
+        wanted = ranks(2, 40)(between, tables, texts, None)
+        found = ranks(2, 40)(between, tables, texts, call)
         for (_, clean, _), (_, one, lent) in zip(wanted, found, strict=True):
             assert_same_bits(clean, one)
             assert lent == 0

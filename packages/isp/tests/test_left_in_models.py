@@ -83,9 +83,9 @@ def said(module: nn.Module) -> str:
 
 
 @pytest.mark.parametrize("use", [finished, failed_forward, failed_backward])
-def test_a_closed_run(ranks, folder, sharded, use):
+def test_a_closed_run(ranks, texts, sharded, use):
     plans = [sharded(2, weights=way, **more) for more in ({}, SPLIT) for way in WAYS.values()]
-    for found in ranks(2, 120)(left, plans if use is finished else plans[2:5], folder, use):
+    for found in ranks(2, 120)(left, plans if use is finished else plans[2:5], texts, use):
         assert all(code == "weights-sharded" for codes in found for code in codes)
 
 
@@ -104,7 +104,7 @@ def refused(plans: list[tuple[dict[str, Any], str]], folder: Path) -> list[str]:
     return found
 
 
-def test_an_assembly_that_fails(ranks, folder, sharded):
+def test_an_assembly_that_fails(ranks, texts, sharded):
     """Refused by the attention that is patched already, by the communicator after it, within its `attach`, or later."""
     sequence = {"use": "isp.all_to_all", "modules": ["*.attention", "no"]}
     cases = [
@@ -115,4 +115,4 @@ def test_an_assembly_that_fails(ranks, folder, sharded):
     for place in ("communicator.stand_in", "buckets.GradientBuckets.add", "launch.points.Launches.take"):
         cases.append((sharded(2, weights=WAYS["classes and columns"]), f"sley_isp.{place}", "asked to"))
     wanted = [said for _, _, said in cases]
-    assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], folder) == [wanted, wanted]
+    assert ranks(2, 120)(refused, [(tables, place) for tables, place, _ in cases], texts) == [wanted, wanted]

@@ -188,7 +188,7 @@ def simulated(pipeline, stages, micros):
     schedule = plan_from_dict(tables(pipeline, stages)).pipeline.build()
     placement = schedule.placement(stages)
     lists = lower(schedule.lists(stages, micros), placement, micros)
-    return [(held.pairs, held.graphs) for held in simulate(lists, placement, Costs.even(placement.num_positions)).held]
+    return [(held.pairs, held.graphs) for held in simulate(lists, placement, Costs.even(placement.num_positions)).peaks]
 
 
 @pytest.mark.parametrize("stages", [3, *(pytest.param(stages, marks=pytest.mark.campaign) for stages in (2, 4))])

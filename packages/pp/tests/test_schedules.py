@@ -53,7 +53,7 @@ def bubble(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0)
 
 
 def pairs(schedule: Schedule, stages: int, micros: int) -> list[int]:
-    return [held.pairs for held in simulated(schedule, stages, micros).held]
+    return [held.pairs for held in simulated(schedule, stages, micros).peaks]
 
 
 # -- valid, for all sizes ----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_nothing_is_sent_before_its_receive_is_posted_if_every_action_takes_its_
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_receive_buffers_are_few_however_many_micro_batches_there_are(schedule, stages):
     for micros in (stages, 4 * stages):
-        assert max(held.receives for held in simulated(schedule, stages, micros).held) <= 6
+        assert max(held.receives for held in simulated(schedule, stages, micros).peaks) <= 6
 
 
 @schedules
