@@ -1,4 +1,4 @@
-"""`core.each` holds the contract that every gradient handler holds."""
+"""Core's own handlers hold the contract that every gradient handler holds."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ from sley_core.testing.contract import GradientHandlerContract
 
 class TestEach(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "core.each"}
+
+
+class TestGradientNorms(GradientHandlerContract):
+    """An observer that adds numbers to the row."""
+
+    handler: ClassVar[dict] = {"use": "core.gradient_norms"}

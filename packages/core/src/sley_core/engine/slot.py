@@ -240,6 +240,15 @@ def dense(gradient: Tensor, entry: Entry) -> Tensor:
     return gradient
 
 
+def frozen(entry: Entry) -> RunError:
+    """The error `gradient-frozen`: `entry` has no slot."""
+    return RunError(
+        "gradient-frozen",
+        f"the parameter {entry.name!r} is frozen, so it has no gradient in this step",
+        hint="ask `entry in store` first: parameters may be frozen and trained again between steps",
+    )
+
+
 def check_not_sharded(entry: Entry) -> None:
     """Raises RunError `sharded-weight-read`: autograd came to a shard, which only its communicator may use."""
     if entry.shard is not None:

@@ -29,7 +29,7 @@ from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.gradient_buffers import GradientBuffer, GradientMemory
 from sley_core.engine.layout import Piece, Planner, by_reduce_group
-from sley_core.engine.slot import Autograd, Habit, LooseSlot, Slot, State, check_not_sharded, dense
+from sley_core.engine.slot import Autograd, Habit, LooseSlot, Slot, State, check_not_sharded, dense, frozen
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
 
@@ -123,7 +123,9 @@ class GradientStore:
         return entry in self._slots
 
     def gradient(self, entry: Entry) -> Tensor:
-        """The accumulated gradient of `entry`: shape of its parameter, dtype of the store. A view, never a copy."""
+        """The accumulated gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError while it is frozen."""
+        if entry not in self._slots:
+            raise frozen(entry)
         return self._slots[entry].view
 
     @property

@@ -15,6 +15,7 @@ Since core 0.1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -25,6 +26,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.engine.layout import by_reduce_group
+from sley_core.engine.step_numbers import StepNumbers
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
@@ -240,14 +242,17 @@ def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance:
 
 
 def _split_reduce_groups(run: Run) -> None:
-    """Entries of the layer ALONE reduce over a group of one, as a weight that is sharded over all ranks does."""
+    """Entries of the layer ALONE reduce over a group of one, as a weight that is sharded over all ranks does.
+
+    Handlers are attached anew, with numbers of their own: ranks have agreed on those of the run already.
+    """
     for entry in run.book:
         if entry.name.startswith(ALONE):
             entry.reduce_group = "sp"
     assert run.groups["sp"].size == 1, run.groups["sp"]
     run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
-        handler.attach(run.parts)
+        handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
 
 
 def _fail_once(run: Run, num_micros: int) -> None:

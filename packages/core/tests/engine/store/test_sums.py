@@ -145,6 +145,8 @@ def test_freezing_and_unfreezing_between_steps_is_followed(store_of):
     losses = [lambda x=x: b(a(x)).square().sum() for x in inputs(2)]
     a.weight.requires_grad_(False)
     assert "l0.weight" not in harness.step(losses)
+    with pytest.raises(RunError, match=r"gradient-frozen.*'l0\.weight'"):
+        harness.store.gradient(harness.store.book["l0.weight"])
     a.weight.requires_grad_(True)
     found = harness.step(losses)
     wanted = dict(zip(["l0.weight", "l0.bias", "l1.weight", "l1.bias"], reference([a, b], losses), strict=True))
