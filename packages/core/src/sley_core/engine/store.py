@@ -123,7 +123,7 @@ class GradientStore:
         return entry in self._slots
 
     def gradient(self, entry: Entry) -> Tensor:
-        """The accumulated gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError while it is frozen."""
+        """The accumulated gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError if it is frozen."""
         if entry not in self._slots:
             raise frozen(entry)
         return self._slots[entry].view
