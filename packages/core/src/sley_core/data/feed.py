@@ -108,9 +108,7 @@ class Feed:
         self._state = deepcopy(dict(state))
 
     def close(self) -> None:
-        """Ends the thread and discards the prefetched batch, which a later `next` reads again. Raises RunError after a
-        timeout.
-        """
+        """Ends the thread and discards the prefetched batch, which a later `next` reads again. Raises RunError on timeout."""
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
             self._prefetch = None
@@ -155,8 +153,8 @@ class Feed:
             yield _Item(collate(samples), indices, {"samples": done})
 
     def _walked(self, stream: Stream, state: Mapping[str, Any]) -> Iterator[_Item]:
-        """Yields the batches of a stream. Every rank reads the whole stream and keeps its rows, so all layouts get the
-        same batches.
+        """Yields the batches of a stream; every rank reads all of it and keeps its rows, so all layouts get the same
+        batches.
         """
         collate = collate_of(stream)
         samples = walk(stream, state, self._beginning)
