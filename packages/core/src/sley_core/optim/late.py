@@ -22,9 +22,7 @@ def with_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -> None:
-    """Moves the parameters that have a gradient but no momentum yet into a new group, if others of their group have
-    momentum.
-    """
+    """Moves parameters with a gradient but no momentum yet into a new group, if others of their group have momentum."""
     for group in list(optimizer.param_groups):
         if not (group.get("fused") and group["momentum"]):
             continue
