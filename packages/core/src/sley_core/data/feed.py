@@ -153,9 +153,7 @@ class Feed:
             yield _Item(collate(samples), indices, {"samples": done})
 
     def _walked(self, stream: Stream, state: Mapping[str, Any]) -> Iterator[_Item]:
-        """Yields the batches of a stream; every rank reads all of it and keeps its rows, so all layouts get the same
-        batches.
-        """
+        """Yields the batches of a stream; each rank reads all of it and keeps its rows, so layouts get equal batches."""
         collate = collate_of(stream)
         samples = walk(stream, state, self._beginning)
         done = state["samples"]

@@ -154,6 +154,7 @@ class SumOfCrossEntropies(torch.autograd.Function):
         """Returns softmax(logits) minus the target's distribution, times the incoming gradient; 0 for an ignored label."""
         logits, labels = ctx.saved_tensors
         result = torch.empty_like(logits)
+        # scatter_add_ needs valid indices: an ignored label becomes class 0, and its row's scale 0
         ignored = labels == ctx.ignore_index
         targets = labels.masked_fill(ignored, 0).unsqueeze(-1)
         scale = torch.where(ignored, 0.0, gradient).unsqueeze(-1)
@@ -162,6 +163,7 @@ class SumOfCrossEntropies(torch.autograd.Function):
             part = torch.softmax(logits[rows], dim=-1, dtype=wide(logits))
             if ctx.smoothing:
                 part -= ctx.smoothing / logits.shape[-1]
+            # in place, chunk by chunk: no second tensor of the logits' size besides the gradient
             part.scatter_add_(-1, targets[rows], on_target[rows])
             torch.mul(part, scale[rows], out=result[rows])
         return result, None, None, None

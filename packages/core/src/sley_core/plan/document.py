@@ -121,7 +121,7 @@ def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """Returns the diagnostics without duplicates, as a reader meets them: the file top to bottom, then each `--set`."""
 
     def order(diagnostic: Diagnostic) -> tuple[bool, int, int, int]:
-        """Sorts the file before the overrides."""
+        """Returns the sort key of a diagnostic: the file before overrides, then line and column."""
         place = diagnostic.place or Place("")
         override = _OVERRIDE.fullmatch(place.file)
         return (bool(override), int(override[1]) if override else 0, place.line, place.column)

@@ -247,6 +247,7 @@ class _Resolver:
         return None
 
     def _plugin(self, name: str, path: KeyPath, by: str = "") -> Plugin | None:
+        """Returns the plugin `name`, loaded at most once; None, with a problem noted, if that fails."""
         if name not in self.plugins and name not in self.broken:
             try:
                 self.plugins[name] = self.loader.load(name)
@@ -256,6 +257,7 @@ class _Resolver:
         return self.plugins.get(name)
 
     def _validated(self, model: type[AnyTable], given: Any, path: KeyPath, owner: str) -> AnyTable | None:
+        """Returns `given` as a `model`; None, with the problems noted, if it does not validate."""
         if not isinstance(given, dict):
             self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(given)}", path)
             return None
@@ -266,6 +268,7 @@ class _Resolver:
             return None
 
     def _source_folder(self) -> None:
+        """Resolves paths from the plan's `source_folder`, if it has one, in place of the file's folder."""
         given = self.tables.get("source_folder")
         if isinstance(given, str):
             folder = Path(self.document.folder or Path(), given)
