@@ -140,6 +140,7 @@ class Feed:
 
         @lru_cache(maxsize=2)
         def order(epoch: int) -> Order:
+            """Returns the order of an epoch; two are cached, since a batch may span two epochs."""
             return Order(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
         is_first = True
@@ -169,7 +170,7 @@ def _read(dataset: Dataset, index: int) -> Sample:
     """Returns one sample; an error that would end the thread or process silently becomes RunError "data-sample"."""
     try:
         sample = dataset[index]
-    except (StopIteration, SystemExit) as error:  # would end a walk, or this process, and tell nobody
+    except (StopIteration, SystemExit) as error:  # would end the iteration, or this process, silently
         raise RunError("data-sample", f"sample {index} of the data set failed: {cause(error)}") from error
     except Exception as error:
         note_origin(error, f"sample {index} of the data set", dataset)

@@ -54,7 +54,7 @@ def _samples(stream: Stream) -> Iterator[Sample]:
     """Yields one epoch; an error of the stream gets a note of its origin, SystemExit becomes RunError."""
     try:
         yield from stream
-    except SystemExit as error:  # would end this process and tell nobody
+    except SystemExit as error:  # would end this process without a message
         raise RunError("data-sample", f"the stream failed: {cause(error)}") from error
     except Exception as error:
         note_origin(error, "the stream of the data set", stream)

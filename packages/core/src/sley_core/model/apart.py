@@ -127,6 +127,7 @@ def _bytes(marks: Tensor, ref: Ref, at: int) -> Tensor:
 
 
 def _shared(one: Registered, other: Registered) -> PlanError:
+    """Returns the error for two registered tensors that share memory."""
     kinds = ["parameter" if isinstance(each.tensor, nn.Parameter) else "buffer" for each in (one, other)]
     if kinds == ["parameter", "parameter"]:
         message = f"the parameters {one.name!r} and {other.name!r} share their memory, but are two parameters"
@@ -138,6 +139,7 @@ def _shared(one: Registered, other: Registered) -> PlanError:
 
 
 def _kept(where: str, name: str) -> PlanError:
+    """Returns the error for a parameter held by something other than a module."""
     message = (
         f"`{where}` holds the parameter {name!r}, but not as a module's parameter: a run would train another tensor"
     )

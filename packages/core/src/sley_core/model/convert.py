@@ -1,7 +1,7 @@
-"""Conversions and constructors, as plain PyTorch does them where parameters are not on meta.
+"""Conversions and constructors with the results of plain PyTorch, whose parameters are not on meta.
 
-torch asks in its own code, which nobody watches, where a tensor is: `.cpu()` of a parameter is that parameter, not a copy of
-something on meta, and what is written to it is written to the parameter; `w.new_tensor([1.0])` has values.
+torch's C++ code, which is not recorded, checks a tensor's real device. In plain PyTorch `.cpu()` of a host parameter is
+that parameter, not a copy, and a write to it writes the parameter; `w.new_tensor([1.0])` has values.
 """
 
 from __future__ import annotations

@@ -159,6 +159,7 @@ def _described(value: Any) -> str:
 
 
 def _unusable(message: str) -> PlanError:
+    """Returns the PlanError "model-factory" for a return value that is not a list of layers."""
     return PlanError(
         "model-factory",
         message,

@@ -113,7 +113,7 @@ class _Drawing:
                 # what a method may write besides parameters, which count for themselves
                 writable = _reset(module) is not None or init_weights is not None
                 self._belongs(module, layer.name, matters=writable and any(True for _ in module.buffers(recurse=False)))
-        self.blank: set[int] = set()  # ids of the layer's parameters that nobody gave a value
+        self.blank: set[int] = set()  # ids of the layer's parameters without a value
         self.shared: dict[int, Tensor] = {}  # host values of parameters that a later layer needs again
 
     def _belongs(self, thing: nn.Parameter | nn.Module, name: str, matters: bool) -> None:

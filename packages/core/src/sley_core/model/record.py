@@ -230,6 +230,7 @@ class _Operation:
         state = self.generator.get_state()
 
         def blank(one: Tensor) -> Tensor:
+            """Returns uninitialised host memory in place of a meta tensor, for the draw that only advances the generator."""
             return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype) if one.is_meta else one
 
         args, kwargs = tree_map_only(Tensor, blank, (self.args, self.kwargs))

@@ -74,6 +74,7 @@ def _fall(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min
     """Returns a factor: warm-up, 1 up to the step `last_full`, then along `shape` to `min_ratio` within `decay_steps`."""
 
     def factor(step: int) -> float:
+        """Returns the share of the full rate at `step`."""
         if step <= last_full:
             return _warmup(step, warmup_steps)
         if step >= last_full + decay_steps:

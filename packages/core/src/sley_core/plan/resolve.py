@@ -292,6 +292,7 @@ def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
     """Of every value in the resolved plan."""
 
     def origin(path: KeyPath) -> Origin:
+        """Returns where the value at `path` came from."""
         return Origin("core") if path in written_in else plan.document.origin(path) or Origin("default")
 
     return {path: origin(path) for path, _ in leaves(plan.tables)}
