@@ -67,7 +67,7 @@ class Component:
     def build(self, *args: Any) -> Any:
         """Builds the live object: `record.build(config, *args)`, or what the factory returns for its options.
 
-        A new object per call. Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported,
+        Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported,
         placed in the plan.
         """
         try:
