@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_data(plan: Plan) -> Iterable[Problem]:
-    """Problems of `core.text` and `core.tokens`; a factory's data is checked when it is made."""
+    """Yields the problems of `core.text` and `core.tokens` data; a factory's data is checked when it is built."""
     config = plan.data.config
     assert isinstance(config, DataConfig), config
     yield from check_table(config, evaluates=plan.evaluation is not None)
@@ -27,7 +27,7 @@ def check_data(plan: Plan) -> Iterable[Problem]:
 
 
 def _vocabulary(plan: Plan, config: DataConfig) -> Iterator[Problem]:
-    """A model of a plugin with a `vocab_size` has a row for each token id of the data."""
+    """Yields a problem if a plugin's model has a smaller `vocab_size` than the data has token ids."""
     rows = getattr(plan.model.config, "vocab_size", None)
     if plan.model.record is None or not isinstance(rows, int):
         return
@@ -41,16 +41,17 @@ def _vocabulary(plan: Plan, config: DataConfig) -> Iterator[Problem]:
 
 
 def _num_ids(config: DataConfig) -> int | None:
+    """Returns the number of token ids of the data, or None if it cannot be known before the data is built."""
     if isinstance(config, TextConfig):
         return NUM_BYTES if config.tokenizer is None else Tokenizer(config.tokenizer, None).vocab_size
     return config.vocab_size if isinstance(config, TokensConfig) else None
 
 
 def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
-    """As `check_data`, for a table alone; `evaluates` is whether held-out data is needed.
+    """Yields the problems of one `[data]` table, for `check_data`; `evaluates` says whether held-out data is needed.
 
-    Files missing, empty or of odd size; a tokenizer missing, invalid or not installed; splits that are empty or shorter
-    than one sample, as far as sizes tell; another number of samples than the plan is pinned to.
+    Problems: files missing, empty or of odd size; a tokenizer missing, invalid or not installed; splits that are empty
+    or shorter than one sample, if sizes tell; another number of samples than the plan is pinned to.
     """
     if not isinstance(config, TextConfig | TokensConfig):
         return
@@ -72,7 +73,7 @@ def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
 
 
 def _files(config: TextConfig | TokensConfig) -> tuple[Found, Found]:
-    """The files in which the train split and the held-out split lie, looked for once where they are the same."""
+    """Returns the files and problems of the train split and of the held-out split."""
     if isinstance(config, TokensConfig):
         return token_files(config, "train"), token_files(config, "held_out")
     train = text_files(config, "train")
@@ -80,7 +81,7 @@ def _files(config: TextConfig | TokensConfig) -> tuple[Found, Found]:
 
 
 def _first_lines(config: TextConfig | TokensConfig, files: Iterable[File]) -> Iterator[Problem]:
-    """Whether the first document inside each file can be read: the rest of a large corpus is seen by the run."""
+    """Yields a problem if the first document inside a file cannot be read; the rest of the file is read by the run."""
     inside = documents_inside(config) if isinstance(config, TextConfig) and config.field is not None else None
     for file in dict.fromkeys(files) if inside else ():
         assert inside is not None
@@ -94,6 +95,7 @@ def _first_lines(config: TextConfig | TokensConfig, files: Iterable[File]) -> It
 
 
 def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
+    """Yields what is wrong with the tokenizer of a `core.text` table, by loading it."""
     if isinstance(config, TokensConfig) or config.tokenizer is None:
         return
     try:
@@ -107,6 +109,7 @@ def _problems_of(error: SleyError) -> Iterator[Problem]:
 
 
 def _train_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:
+    """Yields a problem for a train split shorter than one sample, or of another size than the plan is pinned to."""
     if count == 0:
         hint = "give more data or a smaller `sequence`"
         yield Problem(("data", "sequence"), f"the data is shorter than {_sample(config)}", hint, "data-short")
@@ -115,6 +118,7 @@ def _train_problems(config: TextConfig | TokensConfig, count: int | None) -> Ite
 
 
 def _held_out_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:
+    """Yields a problem if evaluation is wanted and the held-out split has no sample."""
     if config.held_out_files or (isinstance(config, TextConfig) and config.held_out):
         message = f"the held-out data is shorter than {_sample(config)}"
     else:

@@ -12,7 +12,7 @@ from sley_core.errors import RunError
 
 
 def collate_of(dataset: Any) -> Collate:
-    """The dataset's own `collate`, or `stack` by its fields."""
+    """Returns the dataset's own `collate`, or `stack` by its fields."""
     own = getattr(dataset, "collate", None)
     if own is not None:
         return own  # type: ignore[no-any-return]  # the protocol of a dataset says what it is
@@ -33,6 +33,7 @@ def stack(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
 
 
 def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> torch.Tensor:
+    """Stacks one field; raises RunError "data-sample" for another dtype than declared or for unequal shapes."""
     values = [sample[name] for sample in samples]
     for row, value in enumerate(values):
         if not isinstance(value, torch.Tensor):

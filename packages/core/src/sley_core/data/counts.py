@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 def num_windows(num_tokens: int, sequence: int) -> int:
-    """Windows over a stream of `num_tokens`: ceil((num_tokens - 1) / sequence), or 0 if not even one is full."""
+    """Returns the windows over a stream of `num_tokens`: ceil((num_tokens - 1) / sequence), or 0 if not even one is full."""
     return -(-(num_tokens - 1) // sequence) if num_tokens > sequence else 0
 
 
@@ -31,5 +31,5 @@ def window(index: int, num_tokens: int, sequence: int) -> tuple[int, int]:
 
 
 def num_chunks(lengths: Iterable[int], sequence: int) -> int:
-    """Samples of padded documents: ceil((length - 1) / sequence) each; a document of one token predicts nothing."""
+    """Returns the samples of padded documents: ceil((length - 1) / sequence) each; a document of one token has no label."""
     return sum(-(-(length - 1) // sequence) for length in lengths if length > 1)

@@ -21,10 +21,10 @@ def cut(
     num_parts: int,
     dim: Literal["batch", "sequence"] = "batch",
 ) -> Batch:
-    """Part `index` of `num_parts` equal ones: micro-batches along "batch", slices along "sequence".
+    """Returns part `index` of `num_parts` equal ones: a micro-batch for dim "batch", a sequence slice for "sequence".
 
-    Fields come in the order of `fields`; one without that dim (`sequence_dim = None`) is in every part whole.
-    Raises RunError if the batch lacks a field, has one that is not declared, or does not divide.
+    The parts are views. Fields are in the order of `fields`; one without that dim (`sequence_dim = None`) is full in
+    every part. Raises RunError if the batch lacks a field, has an undeclared one, or does not divide.
     """
     assert 0 <= index < num_parts, (index, num_parts)
     _check_fields(batch, fields)
@@ -32,10 +32,10 @@ def cut(
 
 
 def count_micros(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
-    """How many micro-batches of `micro_size` samples `batch` is: at least one, and none of another size.
+    """Returns how many micro-batches of `micro_size` samples `batch` contains, at least one.
 
-    Raises RunError if the batch lacks a field, has one that is not declared, if its fields have different numbers of
-    samples, or if that is no multiple of `micro_size`.
+    Raises RunError if the batch lacks a field or has an undeclared one, if its fields have different numbers of
+    samples, or if that number is not a multiple of `micro_size`.
     """
     _check_fields(batch, fields)
     sizes = {name: _num_samples(name, batch[name], field) for name, field in fields.items()}
@@ -67,6 +67,7 @@ def _check_fields(batch: Mapping[str, Tensor], fields: Mapping[str, Field]) -> N
 def _part(
     name: str, value: Tensor, field: Field, index: int, num_parts: int, dim: Literal["batch", "sequence"]
 ) -> Tensor:
+    """Returns the part of one field as a view; the full tensor if the field does not have that dim."""
     along = field.batch_dim if dim == "batch" else field.sequence_dim
     if along is None:
         return value

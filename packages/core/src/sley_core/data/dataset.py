@@ -63,20 +63,20 @@ class DataContext:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Samples by index: any index in [0, len) at any time, and from a thread that is not the main one.
+    """Samples by index: any index in [0, len) at any time, also from a thread other than the main one.
 
-    Randomness comes from a generator of its own, best seeded by the index: torch's default one belongs to the forward,
-    which runs at the same time.
-    It may also have `collate(samples) -> batch`; without it samples are stacked along each field's `batch_dim`.
+    Draw random numbers from a generator of the dataset's own, best seeded by the index: torch's default generator
+    belongs to the forward, which runs at the same time. A dataset may also have `collate(samples) -> batch`; without it
+    samples are stacked along each field's `batch_dim`.
     """
 
     @property
     def info(self) -> DataInfo:
-        """The fields; cheap, for it is asked where only the model is of interest."""
+        """The fields of a batch; must be cheap, because it is also asked when only the model is built."""
         ...
 
     def __len__(self) -> int:
-        """Samples in an epoch."""
+        """Returns the number of samples in an epoch."""
         ...
 
     def __getitem__(self, index: int, /) -> Sample: ...
@@ -84,11 +84,11 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in their own order, without a length. Where a finite one ends, the next `iter` is a new epoch.
+    """Samples in their own order, without a length. When a finite stream ends, the next `iter` starts a new epoch.
 
-    Without a state of its own it starts over at each `iter`, and a restored run walks to its place again. With
-    `state() -> Any` and `restore(state)`, or torch's names `state_dict` and `load_state_dict`, the `iter` after a restore
-    goes on from there, and the one after that starts over.
+    A stream without a state of its own starts over at each `iter`, and a restored run reads it up to its position
+    again. With `state() -> Any` and `restore(state)`, or torch's names `state_dict` and `load_state_dict`, the first
+    `iter` after a restore goes on from there, and the next one starts over.
     """
 
     @property
@@ -103,7 +103,7 @@ AnyDataset: TypeAlias = Dataset | Stream
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples can only be walked: no `__len__` and `__getitem__`, or torch's `IterableDataset`.
+    """Returns whether samples can only be iterated: no `__len__` and `__getitem__`, or torch's `IterableDataset`.
 
     An `IterableDataset` inherits a `__getitem__` that only raises, and may have a length.
     """

@@ -38,17 +38,17 @@ Found = tuple[list[File], list[Problem]]
 
 
 def as_error(problems: Iterable[Problem]) -> PlanError:
-    """One error that carries all `problems`."""
+    """Returns one PlanError that carries all `problems`."""
     found = PlanError.many(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
     assert isinstance(found, PlanError)
     return found
 
 
 def find_files(patterns: Sequence[Path], key: KeyPath) -> Found:
-    """The files that paths and patterns name, in their order and sorted within one, each once; and what is wrong.
+    """Returns the files that paths and patterns name, each once, and the problems found.
 
-    A path that is missing, no regular file or empty is a problem, so is a pattern that finds nothing, and so is a file
-    that may not be read. Among the files that a pattern finds, an empty one is no document and no problem.
+    Files are in the order of `patterns`, sorted within one. A problem is a path that is missing, not a regular file or
+    empty, a pattern without a match, and a file that may not be read. An empty file matched by a pattern is skipped.
     """
     files: dict[str, File] = {}
     problems = []
@@ -72,6 +72,7 @@ class _BadPathError(Exception):
 
 
 def _named_by(pattern: Path) -> Iterator[File]:
+    """Yields the files of one path or pattern, sorted; raises `_BadPathError` if there is none."""
     if WILDCARDS.isdisjoint(str(pattern)) or pattern.exists():
         yield _alone(pattern)
         return
@@ -90,6 +91,7 @@ def _named_by(pattern: Path) -> Iterator[File]:
 
 
 def _alone(path: Path) -> File:
+    """Returns the file at a plain path; raises `_BadPathError` if it is missing, empty or not a regular file."""
     if not path.exists():
         raise _BadPathError("data-missing", f"there is no file `{path}`", "a relative path starts at the plan's folder")
     found = path.stat()
@@ -103,7 +105,7 @@ def _alone(path: Path) -> File:
 
 
 def standard_library() -> Found:
-    """The source files of the running Python's standard library, sorted, without its tests and what was installed."""
+    """Returns the source files of the running Python's standard library, sorted, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):
@@ -119,7 +121,7 @@ def standard_library() -> Found:
 
 
 def text_files(config: TextConfig, split: Split) -> Found:
-    """The files in which a split of a `core.text` table lies: of both splits, unless it names `held_out_files`."""
+    """Returns the files that hold a split of a `core.text` table: all files for both splits without `held_out_files`."""
     if config.source is not None and not (split == "held_out" and config.held_out_files):
         return standard_library()
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
@@ -136,7 +138,7 @@ _NUMPY = b"\x93NUMPY"
 
 
 def token_files(config: TokensConfig, split: Split) -> Found:
-    """The files that a `core.tokens` table names for a split; their sizes are whole numbers of tokens."""
+    """Returns the files of a split of a `core.tokens` table; a size that is not a whole number of tokens is a problem."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
     for file in files:
@@ -155,9 +157,13 @@ def _begins_with(path: Path, mark: bytes) -> bool:
         with path.open("rb") as file:
             return file.read(len(mark)) == mark
     except OSError:
-        return False  # for whoever opens it to say
+        return False  # the code that opens it later reports the error
 
 
 def held_out(names: Sequence[str], share: float) -> list[bool]:
-    """For each document whether it is held out: a hash of its name, even over [0, 1), falls below `share`."""
+    """Returns for each document whether it is held out: whether a hash of its name, uniform over [0, 1), is below
+    `share`.
+
+    Depends on names alone, so every rank and every run splits alike.
+    """
     return [int.from_bytes(blake2b(os.fsencode(name), digest_size=8).digest(), "big") < share * 2**64 for name in names]

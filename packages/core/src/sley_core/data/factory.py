@@ -1,8 +1,8 @@
-"""Datasets of one's own: any map-style dataset or stream of dicts of tensors, torch's and Hugging Face's included.
+"""Datasets of your own: any map-style dataset or stream of dicts of tensors, torch's and Hugging Face's included.
 
-What a batch looks like is told by the plan (`fields`, `vocab_size`, `sequence` of `[data]`), else by the dataset's `info`,
-else by its first sample: each key is then a field of that tensor's dtype, samples lie along dim 0, and no field has a
-sequence dim. Each of the three goes its own way: a plan may add a vocabulary to inferred fields.
+The layout of a batch comes from the plan (`fields`, `vocab_size`, `sequence` of `[data]`), else from the dataset's
+`info`, else from its first sample: each key is then a field of that tensor's dtype, samples lie along dim 0, and no
+field has a sequence dim. Each of the three keys is decided separately: a plan may add a vocabulary to inferred fields.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ INVALID = "data-factory"
 
 
 def open_dataset(component: Component, context: DataContext) -> AnyDataset:
-    """The dataset of a plan's `[data]`, with `info` whatever made it; of a factory only the code has run so far.
+    """Builds the dataset of a plan's `[data]` and gives it an `info`; reads no sample yet.
 
-    Raises PlanError for a factory that gives no dataset, or has nothing held out because it does not take `context`.
+    Raises PlanError if a factory does not return a dataset, or does not take `context` though held-out data is wanted.
     """
     dataset = component.build(context)
     if component.record is not None:
@@ -44,7 +44,7 @@ def open_dataset(component: Component, context: DataContext) -> AnyDataset:
 
 
 def samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
-    """What a run writes into its resolved plan: `len(dataset)`, or None for a stream; loads the data.
+    """Returns `len(dataset)`, which a run writes into its resolved plan, or None for a stream; loads the data.
 
     config: the `[data]` table. Raises PlanError "data-changed" if it was pinned to another number.
     """
@@ -62,7 +62,11 @@ def samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
 
 
 def declared(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
-    """`dataset`, with an `info` made of what `config`, itself and its first sample tell. name: the factory's, for errors."""
+    """Wraps `dataset` with an `info` taken from `config`, the dataset and its first sample. name: the factory's, for
+    errors.
+
+    Raises PlanError "data-factory" for an object that is neither a dataset nor a stream that can start over.
+    """
     if is_stream(dataset):
         if not hasattr(dataset, "__iter__"):
             kind = type(dataset).__name__
@@ -78,7 +82,7 @@ def declared(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
 
 
 class _Declared:
-    """Everything that the dataset has, and `info`."""
+    """The dataset with an `info`; other public attributes are the dataset's own."""
 
     def __init__(self, dataset: Any, config: FactoryDataConfig, name: str) -> None:
         self._dataset = dataset
@@ -92,6 +96,7 @@ class _Declared:
 
     @cached_property
     def info(self) -> DataInfo:
+        """The fields and sizes of a batch; reads the first sample if neither the plan nor the dataset gives the fields."""
         config = self._config
         own = getattr(self._dataset, "info", None)
         if config.fields is not None:
@@ -104,6 +109,7 @@ class _Declared:
         return replace(info, vocab_size=vocab_size, sequence=sequence)
 
     def _inferred(self) -> dict[str, Field]:
+        """Returns the fields of the first sample; raises PlanError "data-factory" if that is not a dict of tensors."""
         try:
             first = self._first()
             own = getattr(self._dataset, "collate", None)
@@ -149,6 +155,7 @@ def _invalid(message: str, hint: str | None) -> PlanError:
 
 
 def _require_context(component: Component) -> None:
+    """Raises PlanError "held-out" if the factory does not take `context`, by which it would learn the split."""
     factory = import_factory(component.name, component.path, component.document.folder)
     if "context" not in inspect.signature(factory).parameters:
         raise PlanError(

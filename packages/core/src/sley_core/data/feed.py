@@ -1,4 +1,4 @@
-"""The feed hands a rank its rows of each global batch, and its state is one number that no layout shows in.
+"""The feed gives a rank its rows of each global batch; its state does not depend on the layout.
 
 Samples form one endless sequence: epoch after epoch, each in its own order, none dropped between them. Batch b holds
 the samples [b * G, (b + 1) * G) of that sequence, so a batch may span epochs, and concatenating the rows of all ranks
@@ -26,11 +26,13 @@ from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.plan.factory import cause
 
 CLOSE_TIMEOUT_S = 30.0
-"""How long `close` waits at most: a run that ends must not wait as long as one that goes on."""
+"""The most that `close` waits: a run that ends must not wait as long as one that continues."""
 
 
 @dataclass(frozen=True)
 class _Item:
+    """A prepared batch: this rank's rows, their sample numbers, and the feed's state after it."""
+
     batch: Batch
     samples: tuple[int, ...]
     state: dict[str, Any]
@@ -43,11 +45,12 @@ class Feed:
     batch_size: samples of a **global** batch, over all ranks.
     rows: this rank's rows of the global batch.
     shuffle: whether each epoch of a Dataset has an order of its own.
-    check: looks at each batch and the names of its rows in the feed's thread; what it raises, `next` raises.
+    check: called with each batch and the sample numbers of its rows, in the feed's thread; `next` raises what it
+    raises.
     timeout_s: how long `next` waits for the dataset before it raises RunError.
 
-    After `next`, `wait_s` is how long it waited, and `samples` names the batch's rows: the dataset's index of each, or
-    for a stream its place in the whole sequence. What a dataset raises, `next` raises.
+    After `next`, `wait_s` is how long it waited, and `samples` holds for each row the dataset's index, or for a stream
+    its position in the whole sequence. `next` raises what the dataset raises. No method communicates.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Feed:
         timeout_s: float = 600.0,
         check: Callable[[Batch, Sequence[int]], None] | None = None,
     ) -> None:
+        """Stores the arguments; the thread starts with the first `next`."""
         assert len(rows), rows
         assert rows == range(batch_size)[rows.start : rows.stop], (rows, batch_size)
         self._dataset = dataset
@@ -78,11 +82,14 @@ class Feed:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch; None for a stream. Opens the dataset."""
+        """Samples in an epoch; None for a stream. Asks the dataset for its length, which may load it."""
         return None if is_stream(self._dataset) else len(cast(Dataset, self._dataset))
 
     def next(self) -> Batch:
-        """This rank's rows of the next global batch, on the host."""
+        """Returns this rank's rows of the next global batch, on the host; blocks until the thread has read them.
+
+        One batch is prefetched. Raises RunError "data-timeout" after `timeout_s`.
+        """
         begin = time.perf_counter()
         if self._prefetch is None:
             self._prefetch = PrefetchThread(self._checked(self._items(self._state)))
@@ -92,16 +99,16 @@ class Feed:
         return item.batch
 
     def state(self) -> dict[str, Any]:
-        """The place after the last batch that `next` returned; small, and the same on every rank of every layout."""
+        """Returns the position after the last batch of `next`; small, and the same on every rank of every layout."""
         return deepcopy(self._state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `state` told; `{"samples": 0}` is the beginning."""
+        """Moves to a position that `state` returned; `{"samples": 0}` is the beginning. Ends the thread."""
         self.close()
         self._state = deepcopy(dict(state))
 
     def close(self) -> None:
-        """Ends the thread; what it had prepared is made again by the next `next`."""
+        """Ends the thread and discards the prefetched batch, which a later `next` reads again. Raises RunError on timeout."""
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
             self._prefetch = None
@@ -119,11 +126,13 @@ class Feed:
             yield item
 
     def _items(self, state: Mapping[str, Any]) -> Iterator[_Item]:
+        """Returns the batches from the position `state` on, read as they are iterated."""
         if is_stream(self._dataset):
             return self._walked(cast(Stream, self._dataset), state)
         return self._indexed(cast(Dataset, self._dataset), state["samples"])
 
     def _indexed(self, dataset: Dataset, done: int) -> Iterator[_Item]:
+        """Yields the batches of an indexed dataset after `done` samples, each rank reading only its own rows."""
         collate = collate_of(dataset)
         num_samples = len(dataset)
         if not num_samples:
@@ -131,6 +140,7 @@ class Feed:
 
         @lru_cache(maxsize=2)
         def order(epoch: int) -> Order:
+            """Returns the order of an epoch; two are cached, since a batch may span two epochs."""
             return Order(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
         is_first = True
@@ -144,7 +154,7 @@ class Feed:
             yield _Item(collate(samples), indices, {"samples": done})
 
     def _walked(self, stream: Stream, state: Mapping[str, Any]) -> Iterator[_Item]:
-        """Every rank walks the whole stream and keeps its rows: only so can a stream be the same in all layouts."""
+        """Yields the batches of a stream; each rank reads all of it and keeps its rows, so layouts get equal batches."""
         collate = collate_of(stream)
         samples = walk(stream, state, self._beginning)
         done = state["samples"]
@@ -157,9 +167,10 @@ class Feed:
 
 
 def _read(dataset: Dataset, index: int) -> Sample:
+    """Returns one sample; an error that would end the thread or process silently becomes RunError "data-sample"."""
     try:
         sample = dataset[index]
-    except (StopIteration, SystemExit) as error:  # would end a walk, or this process, and tell nobody
+    except (StopIteration, SystemExit) as error:  # would end the iteration, or this process, silently
         raise RunError("data-sample", f"sample {index} of the data set failed: {cause(error)}") from error
     except Exception as error:
         note_origin(error, f"sample {index} of the data set", dataset)
@@ -169,10 +180,11 @@ def _read(dataset: Dataset, index: int) -> Sample:
 
 @contextmanager
 def _must_not_draw() -> Iterator[None]:
-    """RunError "data-random" if the block draws from torch's default generator.
+    """Raises RunError "data-random" if the block draws from torch's default generator.
 
-    A forward seeds that generator, layer by layer, while this thread reads ahead: draws of one would become draws of the
-    other, and a layer that runs again would not drop what it dropped before. While the first batch is read nothing runs.
+    A forward seeds that generator, layer by layer, while this thread prefetches: each would change the other's draws,
+    and recomputation would use another dropout mask. While the first batch is read nothing else runs, so only that one
+    is checked.
     """
     before = torch.default_generator.get_state()
     yield

@@ -36,6 +36,7 @@ class Order:
         return self._num_samples
 
     def __getitem__(self, place: int) -> int:
+        """Returns the sample at `place`, in constant time on average; raises IndexError outside [0, num_samples)."""
         if not 0 <= place < self._num_samples:
             raise IndexError(place)
         if not self._shuffle:

@@ -21,12 +21,12 @@ BOUNDARIES = {"positions": Field("int64", 0, 1), "cu_seqlens": Field("int32", 0,
 
 
 def token_fields(documents: Documents) -> dict[str, Field]:
-    """The fields of a batch: tokens and labels [b, s]; packed, also positions [b, s] and cu_seqlens [b, n + 1]."""
+    """Returns the fields of a batch: tokens and labels [b, s]; packed, also positions [b, s] and cu_seqlens [b, n + 1]."""
     return TOKENS | BOUNDARIES if documents == "pack" else dict(TOKENS)
 
 
 def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:
-    """Window `index` of the stream; labels that an earlier window has covered are ignored (see `counts.window`)."""
+    """Returns window `index` of the stream; labels that an earlier window has covered are ignored (see `counts.window`)."""
     start, covered = window(index, len(tokens), sequence)
     values = tokens.read(start, start + sequence + 1)
     labels = values[1:].clone()
@@ -35,11 +35,11 @@ def cut_sample(tokens: TokenArray, index: int, sequence: int) -> Sample:
 
 
 def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, max_documents: int) -> Sample:
-    """Window `index` with its boundaries: nothing attends or predicts across a document's end.
+    """Returns window `index` with its document boundaries: nothing attends or predicts across a document's end.
 
     positions: restart at 0 with each document, and with the window, which may begin inside one.
     cu_seqlens: int32 [max_documents + 1], the starts of the window's documents, then `sequence` until the end
-        (documents of no tokens), so that all samples have one shape.
+    (documents of no tokens), so that all samples have one shape.
     """
     start, _ = window(index, len(tokens), sequence)
     sample = cut_sample(tokens, index, sequence)
@@ -54,13 +54,13 @@ def pack_sample(tokens: TokenArray, offsets: Tensor, index: int, sequence: int, 
 
 
 def _starts_after(offsets: Tensor, start: int, stop: int) -> Tensor:
-    """Starts of documents in (start, stop]."""
+    """Returns the starts of documents in (start, stop]."""
     first, last = torch.searchsorted(offsets, torch.tensor([start, stop]), right=True).tolist()
     return offsets[first:last]
 
 
 def max_documents(offsets: Tensor, sequence: int) -> int:
-    """The most documents that any window holds, pieces included."""
+    """Returns the most documents that any window holds, partial ones included."""
     num_tokens = int(offsets[-1])
     most = 0
     for first in range(0, num_windows(num_tokens, sequence), WINDOW_BLOCK):
@@ -73,16 +73,16 @@ def max_documents(offsets: Tensor, sequence: int) -> int:
 
 
 def chunk_ends(offsets: Tensor, sequence: int) -> Tensor:
-    """int64 [num_documents]: samples of the documents up to and including each, when documents are padded."""
+    """Returns int64 [num_documents]: the samples of the documents up to and including each, when documents are padded."""
     num_labels = torch.diff(offsets) - 1
     return ((num_labels + sequence - 1) // sequence).cumsum(0)
 
 
 def pad_sample(tokens: TokenArray, offsets: Tensor, ends: Tensor, index: int, sequence: int) -> Sample:
-    """Piece `index` of the documents, filled up at its end with token 0 and ignored labels.
+    """Returns piece `index` of the documents, filled up at its end with token 0 and ignored labels.
 
-    ends: what `chunk_ends` returns. A pad is a token of every vocabulary, and nothing attends to it under causal
-    attention.
+    ends: what `chunk_ends` returns. Token 0 is in every vocabulary, and under causal attention nothing attends to
+    padding at the end.
     """
     document = int(torch.searchsorted(ends, index, right=True))
     before = int(ends[document - 1]) if document else 0

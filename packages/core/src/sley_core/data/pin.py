@@ -7,7 +7,7 @@ from sley_core.records import Problem
 
 
 def pin_problem(config: DataConfig, num_samples: int) -> Problem | None:
-    """What is wrong if an epoch has `num_samples` samples and the plan says another number, else None."""
+    """Returns the problem if the plan is pinned to another number of samples per epoch than `num_samples`, else None."""
     if config.samples_per_epoch in (None, num_samples):
         return None
     return Problem(

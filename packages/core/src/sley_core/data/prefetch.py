@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 class PrefetchThread(Generic[T]):
-    """The items of `items`, in order, one prepared ahead. `close` stops and joins the thread."""
+    """Gives the items of `items`, in order, with one prepared ahead. `close` stops and joins the thread."""
 
     def __init__(self, items: Iterator[T]) -> None:
+        """Starts the thread, which prepares the first item at once."""
         self._items = items
         self._ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
         self._permits = threading.Semaphore(1)
@@ -33,6 +34,7 @@ class PrefetchThread(Generic[T]):
         self._thread.start()
 
     def _work(self) -> None:
+        """Runs in the thread: puts one item, or the error that ends it, into the queue per permit."""
         try:
             while True:
                 self._permits.acquire()
@@ -43,7 +45,7 @@ class PrefetchThread(Generic[T]):
             self._ready.put(error)
 
     def get(self, timeout_s: float) -> T:
-        """The next item. Raises what making it raised, again at each further call; RunError after `timeout_s`."""
+        """Returns the next item; blocks. Raises what making it raised, at each further call too; RunError after `timeout_s`."""
         if self._error is not None:
             raise self._error
         try:
@@ -61,7 +63,7 @@ class PrefetchThread(Generic[T]):
         return result[0]
 
     def close(self, timeout_s: float) -> None:
-        """Stops the thread after the item it is at. Raises RunError if that takes longer than `timeout_s`."""
+        """Stops the thread after its current item and joins it; raises RunError if that takes longer than `timeout_s`."""
         self._closing = True
         self._permits.release()
         self._thread.join(timeout_s)

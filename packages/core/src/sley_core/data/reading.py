@@ -13,9 +13,9 @@ from sley_core.errors import PlanError
 
 
 def read_documents(files: Sequence[File], config: TextConfig, split: Split) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the documents of a split, in the order of `files`, which are those of `text_files`.
+    """Yields (name, content) of the documents of a split, in the order of `files`, which `text_files` returned.
 
-    Where each file is a document, the other split's files are not opened.
+    If each file is one document, the other split's files are not opened.
     """
     inside = documents_inside(config)
     if inside is None:
@@ -27,9 +27,10 @@ def read_documents(files: Sequence[File], config: TextConfig, split: Split) -> I
 
 
 def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
-    """What finds the documents of a file, (name, content) each; None where the file is one.
+    """Returns a function that yields the documents of a file as (name, content); None if each file is one document.
 
-    It raises PlanError "data-json" with file and line for a line that is no JSON object with a text under `field`.
+    The function raises PlanError "data-json" with file and line for a line that is not a JSON object with text in
+    `field`.
     """
     field, separator = config.field, config.separator
     if field is not None:
@@ -38,7 +39,7 @@ def documents_inside(config: TextConfig) -> Callable[[File], Iterable[tuple[str,
 
 
 def of_split(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
-    """The files of a split, where each file is one document."""
+    """Returns the files of a split, if each file is one document."""
     return list(compress(files, _chosen([file.name for file in files], config, split)))
 
 
@@ -49,14 +50,14 @@ def _chosen(names: Sequence[str], config: TextConfig, split: Split) -> list[bool
 
 
 def _separated(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
-    """The documents of a file, named `file#0`, `file#1`, ...; the separator belongs to none of them."""
+    """Yields the non-empty documents of a file, named `file#0`, `file#1`, ...; the separator belongs to none of them."""
     for number, text in enumerate(file.path.read_bytes().split(separator)):
         if text:
             yield f"{file.name}#{number}", text
 
 
 def _json_lines(file: File, field: str) -> Iterator[tuple[str, bytes]]:
-    """The texts of a file of JSON lines, named by their lines, `file#1`, `file#2`, ...; an empty text is no document."""
+    """Yields the non-empty texts of a file of JSON lines, named by line: `file#1`, `file#2`, ..."""
     with file.path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip() and (text := _text_of(line, file, number, field)):
@@ -64,6 +65,7 @@ def _json_lines(file: File, field: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _text_of(line: bytes, file: File, number: int, field: str) -> bytes:
+    """Returns the text of one line as UTF-8; raises PlanError "data-json" with the line's number if it has none."""
     try:
         found = json.loads(line)
         text = found[field] if isinstance(found, dict) else None

@@ -16,7 +16,7 @@ ALWAYS_READ = 1 << 20
 
 
 def num_samples(config: DataConfig, split: Split = "train") -> int | None:
-    """Samples in an epoch of a split, or None where only loading the data tells, or its files are not in order."""
+    """Returns the samples in an epoch of a split; None if only loading the data would tell, or if its files have problems."""
     if not isinstance(config, TextConfig | TokensConfig):
         return None
     files, problems = text_files(config, split) if isinstance(config, TextConfig) else token_files(config, split)
@@ -24,7 +24,7 @@ def num_samples(config: DataConfig, split: Split = "train") -> int | None:
 
 
 def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequence[File]) -> int | None:
-    """As `num_samples`. files: those of `text_files` or `token_files`, for this split."""
+    """Returns the samples that `files` give, for `num_samples`. files: of `text_files` or `token_files`, for this split."""
     lengths = _lengths(config, split, files) if isinstance(config, TextConfig) else _total(config, files)
     if lengths is None:
         return None
@@ -34,14 +34,14 @@ def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequen
 
 
 def _total(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
-    """Where documents are padded their lengths count, and only the files' content tells those."""
+    """Returns the number of all tokens as one length; None for padded documents, whose lengths are known only from content."""
     if config.documents == "pad" and files:
         return None
     return [sum(file.num_bytes for file in files) // TOKEN_BYTES[config.dtype]]
 
 
 def _lengths(config: TextConfig, split: Split, files: Sequence[File]) -> list[int] | None:
-    """Tokens of each document, or None where only reading a large corpus would tell."""
+    """Returns the tokens of each document, or None if a large corpus would have to be read."""
     if documents_inside(config) is None and config.tokenizer is None:
         return [file.num_bytes for file in of_split(files, config, split)]
     if sum(file.num_bytes for file in files) > ALWAYS_READ:

@@ -1,11 +1,11 @@
-"""Each rank of `sp` gets its slice of every sequence: what a batch's fields declare decides, and positions stay global.
+"""Each rank of `sp` gets its slice of every sequence, cut as the batch's fields declare; positions stay global.
 
     samples of one dp coordinate     [b, s]
                                  ┌─────┼─────┐        cut along each field's `sequence_dim`; a field without one is
-    slices of sp = 3           [b, s/3] ... [b, s/3]  whole in every slice (`cu_seqlens` speaks of the whole sequence)
+    slices of sp = 3           [b, s/3] ... [b, s/3]  full in every slice (`cu_seqlens` refers to the full sequence)
 
-A model that counted its positions from the length of what it sees would count every slice from 0. So where sequences are
-split every batch has a field `positions`: the data's own, or places in the whole sequence.
+A model that counted its positions from the length of its input would count every slice from 0. So with split sequences
+every batch has a field `positions`: the data's own, or the indices in the full sequence.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _ROUNDING = 1e-5
 
 
 def adds_up(parts: Sequence[float], whole: float) -> bool:
-    """Whether the loss weights of `parts` are that of the `whole`; whole numbers, which count samples, exactly."""
+    """Returns whether the loss weights `parts` sum to `whole`: exactly for integers (counts), else within fp32 rounding."""
     counts = all(float(part).is_integer() for part in (*parts, whole))
     return abs(sum(parts) - whole) <= (1e-9 if counts else _ROUNDING) * abs(whole)
 
 
 def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
-    """What a model is told of its data where `num_slices` ranks split each sequence: there is a field `positions`.
+    """Returns the data's info for a model whose sequences are split over `num_slices` ranks: with a field `positions`.
 
-    Raises PlanError "sequence-field" where no field, or not that of the positions, says along which dim sequences lie,
-    and "sequence-does-not-divide".
+    Raises PlanError "sequence-field" if no field, or `positions` itself, declares no sequence dim, and
+    "sequence-does-not-divide".
     """
     if num_slices == 1:
         return info
@@ -57,10 +57,10 @@ def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
 
 
 class Slices:
-    """Cuts whole batches to slice `index` of `num_slices`.
+    """Cuts full batches to slice `index` of `num_slices`.
 
-    fields: what the data declares of a whole batch. loss: where the model ends, the first batch shows whether its weight
-    adds up over slices.
+    fields: as the data declares a full batch. loss: given on the rank that computes it; its weight of the first batch
+    is checked to add up over slices.
     """
 
     def __init__(self, fields: Mapping[str, Field], num_slices: int, index: int, loss: Loss | None = None) -> None:
@@ -71,10 +71,10 @@ class Slices:
         self._unproven = loss
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The slice of `batch`; views, except the positions that it gets.
+        """Returns the slice of `batch`: views, except for `positions` if it has to be added.
 
-        Raises RunError as `cut` does, and "loss-not-additive" for a first batch whose loss weight is not the sum of its
-        slices' weights: such a loss counts something once per slice.
+        Raises RunError as `cut` does, and "loss-not-additive" if the loss weight of the first batch is not the sum of
+        its slices' weights: such a loss counts something once per slice.
         """
         if self.num_slices == 1:
             return batch
@@ -84,6 +84,7 @@ class Slices:
         return self._slice(batch, self.index)
 
     def _slice(self, batch: Mapping[str, Tensor], index: int) -> Batch:
+        """Returns slice `index` of `batch`, with global `positions` [b, s / num_slices] added if the data has none."""
         part = cut(batch, self.fields, index, self.num_slices, dim="sequence")
         if POSITIONS not in part:
             field, value = self.fields[self._sequence], part[self._sequence]
@@ -94,6 +95,7 @@ class Slices:
         return part
 
     def _prove(self, loss: Loss, batch: Mapping[str, Tensor]) -> None:
+        """Raises RunError "loss-not-additive" if the loss weights of the slices do not sum to that of `batch`."""
         whole = loss.weight(batch)
         parts = [loss.weight(self._slice(batch, index)) for index in range(self.num_slices)]
         if not adds_up(parts, whole):
@@ -104,5 +106,5 @@ class Slices:
 
 
 def _sequence_field(fields: Mapping[str, Field]) -> str | None:
-    """The first field that sequence parallelism cuts."""
+    """Returns the first field that sequence parallelism cuts, or None."""
     return next((name for name, field in fields.items() if field.sequence_dim is not None), None)

@@ -33,6 +33,7 @@ class TextDataset(TokenDataset):
 
     @property
     def vocab_size(self) -> int:
+        """256 for bytes, else the tokenizer's size."""
         return NUM_BYTES if self._tokenizer is None else self._tokenizer.vocab_size
 
     @cached_property
@@ -41,7 +42,7 @@ class TextDataset(TokenDataset):
         return None if path is None else Tokenizer(path, self._config.end_of_document)
 
     def load(self) -> tuple[TokenArray, Tensor]:
-        """The split's documents in their order, as one tensor and the offsets of those that are not empty."""
+        """Reads the split's documents, in order; returns their tokens and the offsets of those that are not empty."""
         files, problems = text_files(self._config, self._split)
         if problems:
             raise as_error(problems)
@@ -52,6 +53,7 @@ class TextDataset(TokenDataset):
 
 
 def _join(documents: Iterable[tuple[str, bytes]]) -> tuple[bytearray, list[int]]:
+    """Returns the bytes of all documents joined, and the length of each."""
     ids = bytearray()
     lengths = []
     for _, text in documents:
@@ -61,6 +63,6 @@ def _join(documents: Iterable[tuple[str, bytes]]) -> tuple[bytearray, list[int]]
 
 
 def as_tensor(ids: bytearray | array[int]) -> Tensor:
-    """A view of `ids`: uint8, uint16 or uint32 by the size of its items."""
+    """Returns a view of `ids`: uint8, uint16 or uint32 by the size of its items."""
     dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[memoryview(ids).itemsize]
     return torch.frombuffer(ids, dtype=dtype) if ids else torch.empty(0, dtype=dtype)

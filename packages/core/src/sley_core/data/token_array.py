@@ -1,4 +1,4 @@
-"""Tokens of one or several sources, read as one stream; only what is asked for is copied."""
+"""Tokens of one or several sources, read as one stream; only the requested range is copied."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class TokenArray:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens [start, stop) as int64; the range must lie inside the array."""
+        """Returns tokens [start, stop) as an int64 copy; the range must lie inside the array."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         pieces = list(self._pieces(start, stop))
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         return joined.to(torch.int64)
 
     def _pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Yields views of the parts that together make up [start, stop)."""
         number = bisect_right(self._ends, start)
         while start < stop:
             end = self._ends[number]
@@ -42,7 +43,7 @@ class TokenArray:
             start, number = end, number + 1
 
     def find(self, token: int, *, block: int = 1 << 24) -> Tensor:
-        """Positions of `token` as int64, in ascending order; reads every part, a block of tokens at a time."""
+        """Returns the positions of `token` as int64, ascending; reads every part, `block` tokens at a time."""
         found = []
         for part, end in zip(self._parts, self._ends, strict=True):
             wanted = torch.tensor([token]).to(part.dtype).view(SIGNED[part.dtype])

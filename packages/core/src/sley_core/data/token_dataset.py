@@ -19,7 +19,7 @@ class TokenDataset:
     """Samples of `sequence` tokens with their labels; every label of the data comes exactly once per epoch.
 
     A subclass gives `vocab_size` and `load() -> (tokens, offsets)`, which is called once, by the first `len` or sample;
-    `info` needs neither. offsets may be None where documents are cut.
+    `info` does not call it. `offsets` may be None if documents are cut.
     """
 
     def __init__(self, sequence: int, documents: Documents) -> None:
@@ -28,13 +28,16 @@ class TokenDataset:
 
     @cached_property
     def info(self) -> DataInfo:
+        """The fields, vocabulary and sequence length; does not load the data."""
         return DataInfo(packing.token_fields(self._documents), self.vocab_size, self._sequence)
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids; a subclass gives it."""
         raise NotImplementedError
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
+        """Returns the tokens and the offsets of the documents, int64 [num_documents + 1] or None; a subclass gives it."""
         raise NotImplementedError
 
     @cached_property
@@ -52,6 +55,7 @@ class TokenDataset:
 
     @cached_property
     def _num_samples(self) -> int:
+        """The samples in an epoch; loads the data. Raises PlanError "data-short" if there is none."""
         tokens = self._data[0]
         if self._documents == "pad":
             count = int(self._ends[-1]) if self._ends.numel() else 0
@@ -65,6 +69,7 @@ class TokenDataset:
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
+        """Returns sample `index` with the fields of `packing.token_fields`; raises IndexError outside [0, len)."""
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
         tokens, offsets = self._data
@@ -76,5 +81,6 @@ class TokenDataset:
 
 
 def too_short(num_tokens: int, sequence: int) -> PlanError:
+    """Returns the PlanError "data-short" for data of `num_tokens`."""
     message = f"the data has {num_tokens} tokens; one sample needs {sequence} and a label for the last"
     return PlanError("data-short", message, path=("data", "sequence"), hint="give more text or a smaller `sequence`")

@@ -21,12 +21,13 @@ NAME = "tokenizer.json"
 
 
 class Tokenizer:
-    """Text to token ids, without special tokens but the one that is asked for at the end of each document.
+    """Converts text to token ids, without special tokens except `end_of_document` after each document.
 
-    Raises PluginError if `tokenizers` is not installed, PlanError if the file is no tokenizer or lacks the token.
+    Raises PluginError if `tokenizers` is not installed, PlanError if the file is not a tokenizer or lacks that token.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
+        """Loads `path`, a file or folder; end_of_document: the token appended to each document, None for none."""
         self._implementation = _load(path)
         if not self._implementation.get_vocab(with_added_tokens=True):
             raise PlanError("tokenizer-invalid", f"`{path}` has no vocabulary", path=("data", "tokenizer"))
@@ -48,9 +49,10 @@ class Tokenizer:
         return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], list[int]]:
-        """The ids of all documents end to end, as an array of 2 or 4 byte integers, and the length of each.
+        """Returns the ids of all documents joined, as an array of 2 or 4 byte integers, and the length of each
+        document.
 
-        Raises PlanError naming a document that is not UTF-8.
+        documents: (name, content) pairs. Raises PlanError naming a document that is not UTF-8.
         """
         ids = array("H" if self.vocab_size <= 1 << 16 else "I")
         lengths = []
@@ -65,6 +67,7 @@ class Tokenizer:
 
 
 def _load(path: Path) -> Implementation:
+    """Loads the tokenizer; raises PluginError "tokenizers-missing", or PlanError "tokenizer-missing" or "tokenizer-invalid"."""
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError:
@@ -83,7 +86,7 @@ def _load(path: Path) -> Implementation:
 
 
 def _file(path: Path) -> Path:
-    """The file itself, also of the folder in which `save_pretrained` has put it."""
+    """Returns the path of the tokenizer file, which may be given as the folder of `save_pretrained`."""
     if path.is_dir():
         message, path = f"there is no `{NAME}` in the folder `{path}`", path / NAME
         hint = "`save_pretrained` of a fast tokenizer writes one"
@@ -96,6 +99,7 @@ def _file(path: Path) -> Path:
 
 
 def _text(name: str, content: bytes) -> str:
+    """Returns `content` as text; raises PlanError "data-encoding" with the document's name if it is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:

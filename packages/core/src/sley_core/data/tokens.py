@@ -18,11 +18,11 @@ from sley_core.data.token_dataset import TokenDataset
 
 
 class TokensDataset(TokenDataset):
-    """Samples of raw token files, which together are one stream in the order of the plan; no file is copied.
+    """Samples of raw token files, read as one stream in the order of the plan; the files are mapped, not copied.
 
-    Where documents are cut, opening costs nothing, whatever the size. To pack or pad them the whole stream is read once
-    for its `end_of_document` tokens, which takes about 2 s per GB on one core.
-    Raises PlanError with every file that is missing, empty or of a size that is no whole number of tokens.
+    With cut documents, opening costs nothing, whatever the size. To pack or pad documents the full stream is read once
+    for its `end_of_document` tokens, which takes about 2 s per GB on one core. Raises PlanError with every file that is
+    missing, empty or not a whole number of tokens long.
     """
 
     def __init__(self, config: TokensConfig, context: DataContext) -> None:
@@ -32,10 +32,11 @@ class TokensDataset(TokenDataset):
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids that the plan gives."""
         return self._config.vocab_size
 
     def load(self) -> tuple[TokenArray, Tensor | None]:
-        """The split's files as one stream; the offsets of its documents, if they have an end token."""
+        """Maps the split's files; returns them as one stream, and its documents' offsets or None if they are not needed."""
         files, problems = token_files(self._config, self._split)
         if problems:
             raise as_error(problems)
@@ -47,9 +48,9 @@ class TokensDataset(TokenDataset):
 
 
 def map_tokens(path: Path, dtype: torch.dtype) -> Tensor:
-    """The tokens of a file as a read-only view of it: pages come in when they are read, and writing to it crashes.
+    """Returns the tokens of a file as a read-only view: pages are loaded when they are read, and a write crashes.
 
-    The map is shared and read-only, so that files larger than memory may be mapped: PyTorch's own `from_file` maps
+    The map is shared and read-only, so that files larger than memory can be mapped: PyTorch's own `from_file` maps
     privately and writable, which Linux counts as memory that must exist.
     """
     assert sys.byteorder == "little", "token files are little-endian"

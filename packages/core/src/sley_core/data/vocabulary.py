@@ -1,4 +1,4 @@
-"""Token ids beyond the vocabulary are found on the host, batch by batch, before a device kernel meets them."""
+"""Finds token ids beyond the vocabulary on the host, batch by batch, before a device kernel reads them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sley_core.errors import RunError
 
 
 def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[int] | None = None) -> None:
-    """Raises RunError if a value of a field of token ids is not one; costs one pass over those fields.
+    """Raises RunError "token-out-of-range" for a value that is not a token id; costs one pass over those fields.
 
-    Tokens must lie in [0, vocab_size); of labels, negative ones are ignored by the loss and allowed. Fields whose `ids`
-    is None, and data without a vocabulary, are not looked at; that a batch has its fields is for `cut` to say.
-    samples: what the rows are called in the error (`Feed.samples`); by default their numbers in the batch.
+    Tokens must lie in [0, vocab_size); negative labels are ignored by the loss and allowed. Fields whose `ids` is None,
+    missing fields, and data without a vocabulary are not checked.
+    samples: names of the rows for the error (`Feed.samples`); by default their numbers in the batch.
     """
     if info.vocab_size is None:
         return
@@ -29,6 +29,7 @@ def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[
 
 
 def _error(name: str, value: Tensor, field: Field, vocab_size: int, samples: Sequence[int] | None) -> RunError:
+    """Returns the error for the first bad id in `value`, with its sample and position."""
     wrong = value >= vocab_size
     if field.ids == "token":
         wrong |= value < 0

@@ -1,4 +1,4 @@
-"""Walking a stream: epoch after epoch, from any place, with the stream's own state where it has one."""
+"""Reading a stream epoch after epoch, from any position, with the stream's own state if it has one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ STREAM = "stream"
 
 
 def stream_state(stream: Stream) -> dict[str, Any]:
-    """`{"stream": a copy of the stream's own state}`, or `{}` where it has none."""
+    """Returns `{"stream": a copy of the stream's own state}`, or `{}` if it has none."""
     names = _state_names(stream)
     return {} if names is None else {STREAM: deepcopy(getattr(stream, names[0])())}
 
 
 def walk(stream: Stream, state: Mapping[str, Any], beginning: Mapping[str, Any]) -> Iterator[Sample]:
-    """The samples after the first `state["samples"]`, without end: an epoch that ends is followed by the next.
+    """Yields the samples after the first `state["samples"]`, endlessly: after an epoch ends the next one starts.
 
-    A stream with a state of its own is put back where it was. Any other is walked from its beginning to that place.
-    beginning: what `stream_state` told before the stream was ever walked.
+    A stream with a state of its own is restored to its position. Any other is read from its beginning up to that
+    position. beginning: what `stream_state` returned before the stream was first read.
     """
     names = _state_names(stream)
     if names is not None:
@@ -36,7 +36,10 @@ def walk(stream: Stream, state: Mapping[str, Any], beginning: Mapping[str, Any])
 
 
 def _endless(stream: Stream, *, resumed: bool) -> Iterator[Sample]:
-    """Epochs of `stream`. Only the first of a resumed one may be empty: it was left just before it noticed its end."""
+    """Yields the samples of epoch after epoch; raises PlanError "data-empty" for an empty epoch.
+
+    Only the first epoch of a resumed stream may be empty: its state may lie just before its end.
+    """
     while True:
         empty = True
         for sample in _samples(stream):
@@ -48,9 +51,10 @@ def _endless(stream: Stream, *, resumed: bool) -> Iterator[Sample]:
 
 
 def _samples(stream: Stream) -> Iterator[Sample]:
+    """Yields one epoch; an error of the stream gets a note of its origin, SystemExit becomes RunError."""
     try:
         yield from stream
-    except SystemExit as error:  # would end this process and tell nobody
+    except SystemExit as error:  # would end this process without a message
         raise RunError("data-sample", f"the stream failed: {cause(error)}") from error
     except Exception as error:
         note_origin(error, "the stream of the data set", stream)

@@ -1,6 +1,7 @@
 """Cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is cut.
 
-One rule of labels, in every layout: `ignore_index` and whatever is negative is ignored, the rest are classes or an error.
+Labels mean the same in every layout: `ignore_index` and negative labels are ignored, the others are classes or an
+error.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 
 
 class CrossEntropy(Loss):
-    """The loss `core.cross_entropy`: over any cut of a batch, weights and losses add up to those of the whole.
+    """The loss `core.cross_entropy`: over any cut of a batch, weights and losses sum to those of the full batch.
 
-    Labels are classes, int64 of any shape [...]; the model's output is a tensor of logits [..., classes], or stands for
-    one of which ranks share the classes.
+    Labels are classes, int64 of any shape [...]; the model's output is a tensor of logits [..., classes], or a
+    `SplitLogits`, of which ranks share the classes.
     """
 
     def __init__(self, config: CrossEntropyConfig) -> None:
@@ -36,9 +37,9 @@ class CrossEntropy(Loss):
         self._is_first = not config.copying
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """How many labels of these samples are not ignored; reads the labels alone, on the host.
+        """Returns how many labels of these samples are not ignored; reads the labels alone, on the host.
 
-        Raises RunError "labels-not-shifted" where the first samples' labels are their tokens.
+        Raises RunError "labels-not-shifted" if the labels of the first batch are its tokens.
         """
         labels = self._labels(batch)
         lowest, highest = self._bounds_of(labels)
@@ -51,12 +52,12 @@ class CrossEntropy(Loss):
         return float(torch.count_nonzero((labels >= 0) & (labels != self.config.ignore_index)))
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the cross-entropies, in nats: an fp32 scalar, fp64 for fp64 logits.
+        """Returns the sum of the cross-entropies, in nats: an fp32 scalar, or fp64 for fp64 logits.
 
-        A cut without a label that counts gives 0 with zero gradients, not NaN.
-
-        Raises RunError where the output is no tensor of logits that fits the labels, and "label-out-of-range" for a label
-        that is no class: on a CPU of this micro-batch, elsewhere of any that was weighed, for which no device is asked.
+        If no label counts, it is 0 with zero gradients, not NaN. Raises RunError if the output is not logits that fit
+        the labels, and "label-out-of-range" for a label that is not a class. On a CPU that is a label of this
+        micro-batch; elsewhere of any batch that was weighed, because reading the labels would synchronise with the
+        device.
         """
         labels = self._labels(batch)
         shape: tuple[int, ...] = getattr(output, "shape", ())
@@ -77,7 +78,7 @@ class CrossEntropy(Loss):
         return total
 
     def _bounds_of(self, labels: Tensor) -> tuple[int, int]:
-        """The lowest and the highest label: the former is negative where any is ignored, the latter where all are."""
+        """Returns the lowest and highest label; the lowest is negative if any label is ignored, the highest if all are."""
         ignored = self.config.ignore_index
         if not labels.numel():
             return -1, -1
@@ -87,7 +88,7 @@ class CrossEntropy(Loss):
         return lowest, highest
 
     def _checked(self, labels: Tensor, num_classes: int) -> Tensor:
-        """The labels, with one value for all that are ignored."""
+        """Returns the labels with `ignore_index` for all that are ignored; raises RunError "label-out-of-range"."""
         may_be_ignored = True
         if labels.device.type == "cpu":  # elsewhere asking would wait for the device
             lowest, self._highest = self._bounds_of(labels)
@@ -105,6 +106,7 @@ class CrossEntropy(Loss):
         return labels.masked_fill(labels < 0, self.config.ignore_index) if may_be_ignored else labels
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns the labels of `batch`; raises PlanError "loss-field" if it lacks that field."""
         name = self.config.labels
         if name not in batch:
             fields = ", ".join(f"`{field}`" for field in sorted(batch))
@@ -118,7 +120,8 @@ class CrossEntropy(Loss):
 
 
 def plain_sum(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    """The sum as torch has it, over logits [n, classes] and labels int64 [n]; the softmax is fp32 at least.
+    """Returns torch's own sum of cross-entropies of logits [n, classes] and labels int64 [n]; the softmax is fp32 at
+    least.
 
     The fastest way for few logits, and the oracle of `SumOfCrossEntropies`.
     """
@@ -128,15 +131,16 @@ def plain_sum(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: floa
 
 
 class SumOfCrossEntropies(torch.autograd.Function):
-    """Equals `plain_sum`, but keeps nothing for the backward except what is there anyway.
+    """Computes what `plain_sum` does, but saves only its inputs for the backward.
 
-    Rows are taken a chunk at a time and the backward takes the softmax anew. So beside the logits there are their
-    gradient, in their type, and one chunk; `plain_sum` holds two fp32 copies more, and on a CPU takes twice the time
-    where the logits do not fit its cache (2048 x 32000 in fp32: 500 -> 25 MiB beside the gradient, 430 -> 180 ms).
+    Rows are processed in chunks, and the backward computes the softmax again. So beside the logits there are their
+    gradient, in their dtype, and one chunk; `plain_sum` holds two fp32 copies more, and on a CPU takes twice the time
+    if the logits do not fit its cache (2048 x 32000 in fp32: 500 -> 25 MiB beside the gradient, 430 -> 180 ms).
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """Returns the sum over all rows; saves logits and labels, no softmax."""
         ctx.save_for_backward(logits, labels)
         ctx.ignore_index, ctx.smoothing = ignore_index, smoothing
         total = torch.zeros((), dtype=wide(logits), device=logits.device)
@@ -147,9 +151,10 @@ class SumOfCrossEntropies(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """softmax(logits) minus the target's distribution, times the incoming gradient; 0 for an ignored label."""
+        """Returns softmax(logits) minus the target's distribution, times the incoming gradient; 0 for an ignored label."""
         logits, labels = ctx.saved_tensors
         result = torch.empty_like(logits)
+        # scatter_add_ needs valid indices: an ignored label becomes class 0, and its row's scale 0
         ignored = labels == ctx.ignore_index
         targets = labels.masked_fill(ignored, 0).unsqueeze(-1)
         scale = torch.where(ignored, 0.0, gradient).unsqueeze(-1)
@@ -158,13 +163,14 @@ class SumOfCrossEntropies(torch.autograd.Function):
             part = torch.softmax(logits[rows], dim=-1, dtype=wide(logits))
             if ctx.smoothing:
                 part -= ctx.smoothing / logits.shape[-1]
+            # in place, chunk by chunk: no second tensor of the logits' size besides the gradient
             part.scatter_add_(-1, targets[rows], on_target[rows])
             torch.mul(part, scale[rows], out=result[rows])
         return result, None, None, None
 
 
 def wide(logits: Tensor) -> torch.dtype:
-    """The type of the softmax: fp32, or fp64 for fp64 logits."""
+    """Returns the dtype of the softmax: fp32, or fp64 for fp64 logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -173,14 +179,14 @@ def _chunk_elements(logits: Tensor) -> int:
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows, as many as make one chunk, at least one."""
+    """Yields slices of rows, as many as make one chunk of logits, at least one row each."""
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     for first in range(0, len(logits), num_rows):
         yield slice(first, first + num_rows)
 
 
 def _fitting(output: Any, labels: Tensor) -> Tensor:
-    """The output as logits; raises RunError naming what came instead."""
+    """Returns the output as logits; raises RunError "loss-output" naming what the model returned instead."""
     if not isinstance(output, Tensor):
         raise RunError(
             "loss-output",
@@ -192,6 +198,7 @@ def _fitting(output: Any, labels: Tensor) -> Tensor:
 
 
 def _check_fit(shape: tuple[int, ...], labels: Tensor, dtype: torch.dtype) -> None:
+    """Raises RunError "loss-output" unless the logits are floating-point and have the labels' shape plus a class dim."""
     if not dtype.is_floating_point or shape[:-1] != labels.shape:
         raise RunError(
             "loss-output",

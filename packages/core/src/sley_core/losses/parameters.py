@@ -1,4 +1,4 @@
-"""A loss with parameters of its own is refused: nobody would reduce, count, step or save them."""
+"""Refuses a loss with parameters of its own: nothing would reduce, count, step or save them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEPTH = 4
 
 
 def check_no_parameters(loss: Any) -> None:
-    """Raises PlanError "loss-parameters" with the names of the tensors in reach of `loss` that ask for a gradient."""
+    """Raises PlanError "loss-parameters" naming the tensors reachable from `loss` that require a gradient."""
     found = sorted(dict.fromkeys(_trained(loss, "", DEPTH, set())))
     if not found:
         return
@@ -30,6 +30,7 @@ def check_no_parameters(loss: Any) -> None:
 
 
 def _trained(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[str]:
+    """Yields the dotted names of the tensors that require a gradient, down to `depth` levels below `value`."""
     if id(value) in seen or isinstance(value, (str, bytes, int, float, type)):
         return
     seen.add(id(value))
@@ -44,7 +45,7 @@ def _trained(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[str]
 
 
 def _held(value: Any) -> Iterator[tuple[str, Any]]:
-    """What `value` holds, by the name under which it does."""
+    """Yields what `value` holds, with its name there: attributes, items, closure variables."""
     if isinstance(value, Mapping):
         yield from ((str(key), held) for key, held in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -66,7 +67,7 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_a_module(value: Any, key: str) -> bool:
-    """Whether `key` is where an nn.Module keeps what it has told already."""
+    """Returns whether `key` is an nn.Module's own registry, whose parameters `_trained` has already yielded."""
     return isinstance(value, nn.Module) and key in ("_parameters", "_modules", "_buffers")
 
 

@@ -1,7 +1,7 @@
-"""Finds labels that are the tokens of their own places: with them a model learns to copy, and its loss looks splendid.
+"""Finds labels that are the tokens of their own positions: with them a model learns to copy, at a very low loss.
 
-A loss here compares the output at a place with the label at that place; it shifts nothing. Some libraries' models shift
-labels themselves, so data made for those has `labels = tokens`.
+A loss here compares the output at a position with the label at that position; it shifts nothing. Some libraries' models
+shift labels themselves, so data made for those has `labels = tokens`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ NOT_TOKENS = frozenset({"positions", "cu_seqlens"})
 
 
 def check_shifted(batch: Mapping[str, Tensor], labels_name: str, ignored: int) -> None:
-    """Raises RunError "labels-not-shifted" where that is certain: all labels that count equal another field's integers at
-    their places, and do not equal those one place on, as labels of repeated tokens would."""
+    """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted.
+
+    That is, all labels that count equal another field's integers at their positions, and differ from those one position
+    later, which they would equal too if all tokens were alike. Labels of fewer than 2 dims are not checked.
+    """
     labels = batch[labels_name]
     counts = (labels >= 0) & (labels != ignored)
     if labels.ndim < 2 or int(counts.sum()) < 2:
@@ -39,7 +42,7 @@ def check_shifted(batch: Mapping[str, Tensor], labels_name: str, ignored: int) -
 
 
 def _is_next(labels: Tensor, tokens: Tensor, counts: Tensor, dim: int) -> bool:
-    """Whether labels are as well the tokens one place on along `dim`, which says nothing where there is but one place."""
+    """Returns whether the labels also equal the tokens one position later along `dim`; False for a dim of size 1."""
     length = labels.shape[dim] - 1
     before = [each.narrow(dim, 0, length) for each in (labels, counts)]
     return length > 0 and _equal(before[0], tokens.narrow(dim, 1, length), before[1])

@@ -1,4 +1,4 @@
-"""What a plan's metrics writers lack, found without torch and before any process starts."""
+"""Checks a plan's metrics writers without torch and before any process starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_metrics(plan: Plan) -> Iterable[Problem]:
-    """`core.tensorboard` needs its package, and a writer of core's that is listed twice would write each row twice."""
+    """Yields a problem for `core.tensorboard` without its package, and for a writer of core's that is listed twice."""
     seen: set[str] = set()
     for index, writer in enumerate(plan.metrics):
         if not isinstance(writer.config, JsonlConfig | TensorboardConfig):

@@ -35,7 +35,7 @@ H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024), halved where t
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
-    """The dense FLOP/s of a device in the type `compute` (fp64, fp32, tf32, bf16, fp16), None where it is not known.
+    """Returns the dense FLOP/s of a device in the dtype `compute` (fp64, fp32, tf32, bf16, fp16), None if not known.
 
     device_name: as `torch.cuda.get_device_name` gives it. A MIG slice is a part of a device and not known.
     """
@@ -48,7 +48,7 @@ def peak_flops(device_name: str, compute: str) -> float | None:
 
 
 def device_peak_flops(device: torch.device, compute: str) -> float | None:
-    """The dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU and for what is not known."""
+    """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU and if not known."""
     if device.type != "cuda":
         return None
     if compute == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
@@ -57,7 +57,7 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
 
 
 def flops_per_token(num_matmul_parameters: int, attention_width: int, sequence: int) -> float:
-    """6 N + 6 W S: the FLOPs of one token's forward and backward through a causal model.
+    """Returns 6 N + 6 W S: the FLOPs of one token's forward and backward through a causal model.
 
     Every parameter that multiplies a token costs 2 FLOPs forward and 4 backward. A layer of causal attention, whose
     heads are W = heads x head_dim wide together, takes 2 W FLOPs for its scores and 2 W for its context per position
@@ -71,13 +71,13 @@ def flops_per_token(num_matmul_parameters: int, attention_width: int, sequence: 
 
 
 def model_flops_per_token(layers: Iterable[nn.Module], sequence: int, whole: Mapping[int, int] | None = None) -> float:
-    """`flops_per_token` of any model, from its modules, on meta too.
+    """Returns `flops_per_token` of any model, counted from its modules, which may be on meta.
 
-    A matrix counts where it is the own `weight`, of two dims or more, of a module that is no embedding: linears,
-    convolutions of stride 1, and a tied head, whose weight works once more there. Attention counts where a module
+    A matrix counts if it is the own `weight`, of two dims or more, of a module that is not an embedding: linears,
+    convolutions of stride 1, and a tied head, whose weight multiplies once more there. Attention counts if a module
     declares `attention_width = heads * head_dim`; a model that does not declare it is counted without its attention.
 
-    whole: the elements of parameters that are there as shards, by id.
+    whole: the full number of elements of sharded parameters, by id.
     """
     whole = whole or {}
     num_parameters = 0

@@ -1,4 +1,4 @@
-"""JSON that every reader accepts, and files that are there whole or not at all. Imports no torch."""
+"""JSON that every reader accepts, and files that are written completely or not at all. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """`value` as JSON text; infinities and NaN become null, since JSON has no such numbers.
+    """Returns `value` as JSON text; infinities and NaN become null, since JSON has no such numbers.
 
-    Raises TypeError for what JSON has no form for.
+    Raises TypeError for a type that JSON has no form for.
     """
     return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Puts `value` at `path`, indented: whoever reads it, at any moment, finds the old text or the new one, whole.
+    """Writes `value` to `path`, indented; a reader sees, at any moment, either the old text or the new one, complete.
 
-    Raises OSError, naming the file, where it cannot be written.
+    Raises OSError, naming the file, if it cannot be written.
     """
     write_whole(path, to_json(value, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Puts `text` at `path`, whole or not at all: on a full disk, or if this process is killed, the old file stays.
+    """Writes `text` to `path` atomically: on a full disk, or if this process is killed, the old file stays.
 
-    Raises OSError, naming the file, where it cannot be written.
+    Raises OSError, naming the file, if it cannot be written.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.unlink(missing_ok=True)  # of a process that was killed; or a link, which must not say where this writes
@@ -47,6 +47,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _finite(value: Any) -> Any:
+    """Returns `value` with floats that are not finite replaced by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -17,11 +17,12 @@ NAME = "metrics.jsonl"
 class JsonlWriter(MetricsWriter):
     """The writer `core.jsonl`: every row is in the file when `write` returns, so a killed run keeps its rows.
 
-    Rows are appended to what a file has; nothing is ever cut off. A last line that a power cut left half is ended
-    first, so that it spoils no other. Numbers that are not finite are null.
+    Appends to an existing file and never truncates it. An incomplete last line, as after a power cut, is ended first,
+    so that it corrupts no other. Numbers that are not finite are null.
     """
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
+        """Opens the file for appending; raises RunError "metrics-file" if it cannot."""
         self.path = folder / NAME
         try:
             self._file = self.path.open("a+b", buffering=0)
@@ -35,9 +36,10 @@ class JsonlWriter(MetricsWriter):
             ) from error
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """One line, handed to the system in one piece.
+        """Appends one line in a single system call.
 
-        Raises RunError where it cannot be, as on a full disk, and where the file has been deleted: nobody would find its rows.
+        Raises RunError if that fails, as on a full disk, and if the file has been deleted, so that its rows would be
+        lost.
         """
         line = (to_json(row) + "\n").encode()
         try:

@@ -11,9 +11,9 @@ STATUS = Path("/proc/self/status")
 
 
 def memory_mb(device: torch.device) -> float:
-    """The high-water mark in MiB: of what torch has allocated on a CUDA device, of the resident set on a CPU.
+    """Returns the peak in MiB: of torch's allocations on a CUDA device, of this process's resident set on a CPU.
 
-    The resident set holds everything: torch's libraries (some 200 MiB), threads' stacks, files that are mapped.
+    The resident set includes everything: torch's libraries (some 200 MiB), threads' stacks, mapped files.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -21,9 +21,9 @@ def memory_mb(device: torch.device) -> float:
 
 
 def resident_mb() -> float:
-    """The largest resident set of this process, in MiB.
+    """Returns the largest resident set of this process, in MiB.
 
-    From /proc where there is one: getrusage would answer with the parent's mark where that was higher at the fork.
+    From /proc if there is one: getrusage would report the parent's peak if that was higher at the fork.
     """
     try:
         status = STATUS.read_bytes()

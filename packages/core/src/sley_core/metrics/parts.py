@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def held_bytes(stepper: Stepper) -> dict[str, int]:
-    """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
+    """Returns the bytes that this rank holds for parameters, fp32 masters, gradients and optimizer states."""
     states = stepper.update.optimizer.state.values()
     tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
     return {
@@ -24,7 +24,7 @@ def held_bytes(stepper: Stepper) -> dict[str, int]:
 
 
 def counts_of(plan: Plan, stepper: Stepper) -> dict[str, dict[str, float]]:
-    """What those parts have counted that are `protocols.Counts`, by their names in the plan.
+    """Returns the counts of the run's parts that implement `protocols.Counts`, by their names in the plan.
 
     A name that the plan lists twice is followed by its number.
     """

@@ -1,4 +1,4 @@
-"""What a run comes to, in `summary.json`. Imports no torch."""
+"""The totals of a run, in `summary.json`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class RunFacts:
     samples_per_epoch: int | None = None
 
     def epochs(self, steps: int) -> float | None:
-        """How often `steps` steps see each sample; None for a stream."""
+        """Returns how often `steps` steps see each sample; None for a stream."""
         return steps * self.samples_per_step / self.samples_per_epoch if self.samples_per_epoch else None
 
 
 class RunTotals:
-    """What rows add up to; holds a few numbers, however long the run."""
+    """Sums over the metrics rows of a run; holds a few numbers, however long the run."""
 
     def __init__(self, rows: Iterable[Mapping[str, float | int]] = ()) -> None:
+        """Counts `rows`, the steps so far."""
         self.steps = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -70,12 +71,11 @@ def summary(
     memory: Mapping[str, int] = MappingProxyType({}),
     notes: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The content of `summary.json`: a pure function of what is known and what was counted.
+    """Returns the content of `summary.json`, a pure function of its arguments.
 
-    counts: `Run.counts` of rank 0, by the name in the plan. memory: `Run.memory` of rank 0, in bytes. notes: what went wrong
-    and did not end the run.
-
-    outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null where there was no step, or no evaluation;
+    counts: `Run.counts` of rank 0, by the name in the plan. memory: `Run.memory` of rank 0, in bytes. notes: what went
+    wrong and did not end the run.
+    outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null if there was no step, or no evaluation;
     `tokens_per_s` is over all steps, the first and slow ones too.
     """
     losses = list(totals.losses)
@@ -104,5 +104,5 @@ def summary(
 
 
 def write_summary(folder: Path, content: Mapping[str, Any]) -> None:
-    """Puts `summary.json` into the run's folder, whole or not at all."""
+    """Writes `summary.json` into the run's folder atomically."""
     write_json(folder / NAME, content)

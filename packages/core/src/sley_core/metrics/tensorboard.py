@@ -18,11 +18,11 @@ class TensorboardWriter(MetricsWriter):
         self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=config.flush_s)
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues one point per number but `step`; a thread of TensorBoard's writes them."""
+        """Queues one point per number except `step`; a thread of TensorBoard's writes them."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """On return every point is in the file."""
+        """Closes the writer; on return every point is in the file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""What a step took: its part of a metrics row, from a batch's size and the time that it needed."""
+"""What a step took: its part of a metrics row, from a batch's size and the time of the step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ MEMORY_EVERY_S = 0.5
 class Meter:
     """Counts samples and tokens as the dataset declares them, and measures steps.
 
-    A token is a position of the first field that has a sequence dim; where no field has one, a sample is one token.
-    flops_per_token: see `sley_core.metrics.flops`. peak_flops: FLOP/s of all devices of the run together, None where
-    not known.
+    A token is a position of the first field that has a sequence dim; if no field has one, a sample is one token.
+    flops_per_token: see `sley_core.metrics.flops`. peak_flops: FLOP/s of all devices of the run together, None if not
+    known.
     """
 
     def __init__(
         self, device: torch.device, info: DataInfo, *, flops_per_token: float = 0.0, peak_flops: float | None = None
     ) -> None:
+        """Chooses the field by which samples and tokens are counted."""
         self.device = device
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
@@ -44,7 +45,7 @@ class Meter:
 
     @classmethod
     def of(cls, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
-        """The meter of this run: FLOPs of all layers of the model, peak of all devices."""
+        """Returns the meter of this run: FLOPs of all layers of the full model, peak of all devices."""
         device = parts.world.device.torch_device
         peak = device_peak_flops(device, parts.precision.compute)
         return cls(
@@ -59,19 +60,20 @@ class Meter:
         )
 
     def num_samples(self, batch: Mapping[str, Tensor]) -> int:
-        """How many samples `batch` has."""
+        """Returns how many samples `batch` has."""
         return batch[self._name].shape[self._field.batch_dim]
 
     def num_tokens(self, batch: Mapping[str, Tensor]) -> int:
-        """How many tokens `batch` has, those whose label is ignored too: all are computed."""
+        """Returns how many tokens `batch` has, including those whose label is ignored: all are computed."""
         dim = self._field.sequence_dim
         return self.num_samples(batch) * (1 if dim is None else batch[self._name].shape[dim])
 
     def measure(self, tokens: int, seconds: float, data_wait_s: float) -> dict[str, float | int]:
-        """`tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, and `mfu` where the device's peak is known.
+        """Returns `tokens`, `seconds`, `tokens_per_s`, `data_wait_s`, `memory_mb`, and `mfu` if the device's peak is
+        known.
 
         tokens: of the step, over all ranks. seconds: of the step. data_wait_s: how much of it this rank waited for
-        data. memory_mb: this rank's high-water mark in MiB. mfu: of all devices together, a fraction.
+        data. memory_mb: this rank's peak in MiB. mfu: of all devices together, a fraction.
         """
         tokens_per_s = tokens / seconds
         row = {
@@ -86,7 +88,7 @@ class Meter:
         return row
 
     def _memory_mb(self) -> float:
-        """The high-water mark, at most `MEMORY_EVERY_S` old: the kernel takes a tenth of a millisecond to tell."""
+        """Returns the peak in MiB, at most `MEMORY_EVERY_S` old: the kernel takes a tenth of a millisecond to tell."""
         now = time.monotonic()
         if now - self._measured_at >= MEMORY_EVERY_S:
             self._measured_at = now

@@ -1,7 +1,7 @@
-"""Keeps what plain PyTorch trains as one from becoming two: whatever shares memory with a parameter is its tie, or refused.
+"""Refuses tensors that share a parameter's memory otherwise than as a tie: training would silently separate them.
 
-A parameter's values are made anew where a rank owns it, in memory of its own. One and the same `nn.Parameter` in several
-modules stays one. A view of it, or a list or function that holds it, would go on with other values, without a word.
+A parameter's values are made anew on the rank that owns it, in new memory. One `nn.Parameter` in several modules stays
+one. A view of it, or a list or function that holds it, would silently keep other values.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Registered(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
+        """Whether it is a parameter that requires a gradient."""
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
 
@@ -54,13 +55,13 @@ class RegisteredMemory:
                         raise _shared(*sorted((one, other), key=together.index))
 
     def shared_with(self, ref: Ref) -> Registered | None:
-        """The trained parameter of which `ref` is a view, or a part."""
+        """Returns the trained parameter of which `ref` is a view or part, or None."""
         known = self.by_cell.get(ref.cell, ())
         return next((one for one in known if one.is_trained and overlap(one.ref, ref)), None)
 
 
 def overlap(one: Ref, other: Ref) -> bool:
-    """Whether two views of one cell have a byte in common: columns of one matrix may lie between each other's."""
+    """Returns whether two views of one cell have a byte in common; interleaved columns of one matrix do not."""
     spans = [_span(ref) for ref in (one, other)]
     (first, end), (other_first, other_end) = spans
     if max(first, other_first) >= min(end, other_end):
@@ -75,10 +76,10 @@ def overlap(one: Ref, other: Ref) -> bool:
 def check_held(
     layers: Sequence[Layer], memory: RegisteredMemory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
 ) -> None:
-    """Notes what each layer holds besides, `Layer.held`, which gets its values with the layer.
+    """Stores in `Layer.held` the other meta tensors that each layer holds, which get their values with the layer.
 
-    stand_in: the parameter on meta that is trained in the place of one that the factory made.
-    Raises PlanError "model-init", with the place, for a parameter, and for what shares the memory of one.
+    stand_in: returns the meta parameter that replaces one that the factory made. Raises PlanError "model-init", with
+    the attribute, for a held parameter, and for a tensor that shares memory with a trained one.
     """
     registered = {id(module) for layer in layers for module in layer.module.modules()}
     for layer in layers:
@@ -89,6 +90,10 @@ def check_held(
 def _held(
     found: Iterable[HeldTensor], memory: RegisteredMemory, journal: Journal, stand_in: Callable[[Tensor], Tensor | None]
 ) -> Iterator[Leftover]:
+    """Yields the held tensors that a run must give values; raises PlanError for parameters and their views.
+
+    A real tensor is brought up to date instead; a meta tensor that was never written is left alone.
+    """
     for where, tensor, in_module in found:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             continue
@@ -108,7 +113,7 @@ def _held(
 
 
 def _span(ref: Ref) -> tuple[int, int]:
-    """The bytes from the first to behind the last."""
+    """Returns the offsets of the view's first byte and of the byte after its last."""
     item = ref.dtype.itemsize
     if not prod(ref.size):
         return 0, 0
@@ -122,6 +127,7 @@ def _bytes(marks: Tensor, ref: Ref, at: int) -> Tensor:
 
 
 def _shared(one: Registered, other: Registered) -> PlanError:
+    """Returns the error for two registered tensors that share memory."""
     kinds = ["parameter" if isinstance(each.tensor, nn.Parameter) else "buffer" for each in (one, other)]
     if kinds == ["parameter", "parameter"]:
         message = f"the parameters {one.name!r} and {other.name!r} share their memory, but are two parameters"
@@ -133,6 +139,7 @@ def _shared(one: Registered, other: Registered) -> PlanError:
 
 
 def _kept(where: str, name: str) -> PlanError:
+    """Returns the error for a parameter held by something other than a module."""
     message = (
         f"`{where}` holds the parameter {name!r}, but not as a module's parameter: a run would train another tensor"
     )

@@ -1,7 +1,7 @@
 """Causal attention that keeps packed documents apart; the one place where tokens of a sequence meet.
 
 A sequence-parallel attention replaces this module and wraps it: it turns sequence shards into head shards, calls it
-with the whole sequence of a few heads, and turns the context back.
+with the full sequence of a few heads, and turns the context back.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v over the earlier positions of the same document."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The context [b, s, h, d].
+        """Returns the context [b, s, h, d], in the dtype of q.
 
         q: [b, s, h, d]. k, v: [b, s, h_kv, d], where h is a multiple of h_kv.
-        cu_seqlens: [b, n + 1] integers: where each row's documents begin, 0 first, then padded with s. None: one
-            document per row.
+        cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s. None: one
+        document per row.
         """
         if cu_seqlens is not None and _HAS_VARLEN and q.is_cuda and q.dtype in _HALF:
             return _by_document(q, k, v, cu_seqlens)
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 def document_mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
-    """Who may look at whom, [b, 1, s, s] bool: earlier or equal positions of the same document.
+    """Returns which position may attend to which, [b, 1, s, s] bool: earlier or equal positions of the same document.
 
     Built once per micro-batch, not once per layer (`once_per_field`).
     """
@@ -65,6 +65,7 @@ def document_mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
 
 
 def _mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
+    """Computes the mask of `document_mask`, on the device of `cu_seqlens`."""
     positions = torch.arange(num_positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(
         cu_seqlens.contiguous(), positions.expand(len(cu_seqlens), -1).contiguous(), right=True
@@ -74,7 +75,7 @@ def _mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The same through torch's varlen kernel, which computes no pair of positions from two documents."""
+    """Computes the attention with torch's varlen kernel, which skips pairs of positions from two documents."""
     batch, num_positions = q.shape[:2]
     bounds = once_per_field(cu_seqlens, ("varlen", num_positions), lambda: _flat_bounds(cu_seqlens, num_positions))
     context: Tensor = _VARLEN(
@@ -92,7 +93,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _flat_bounds(cu_seqlens: Tensor, num_positions: int) -> Tensor:
-    """Document bounds of all rows laid end to end, [b n + 1] int32; padding becomes documents of no length."""
+    """Returns the document bounds of all rows joined, [b n + 1] int32; padding becomes documents of no length."""
     rows = torch.arange(len(cu_seqlens), device=cu_seqlens.device)[:, None] * num_positions
     end = rows.new_tensor([len(cu_seqlens) * num_positions])
     return torch.cat([(cu_seqlens[:, :-1] + rows).flatten(), end]).to(torch.int32)

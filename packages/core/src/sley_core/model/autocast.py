@@ -28,7 +28,10 @@ _NARROWED |= {"scaled_dot_product_attention"} | {
 
 
 def check_autocast(name: str, args: Any, kwargs: Any) -> None:
-    """Raises PlanError "model-init" for a function of parameters that autocast would have narrowed, had they memory."""
+    """Raises PlanError "model-init" for a function of parameters that autocast would have narrowed, had they memory.
+
+    It looks at fp32 tensors on meta; without autocast it does nothing.
+    """
     if name not in _NARROWED or not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return
     if any(

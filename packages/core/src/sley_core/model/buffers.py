@@ -16,10 +16,10 @@ from sley_core.model.layers import MODEL, Layer
 
 
 class BufferWatch:
-    """Remembers the buffers of layers as they are now: `written` names those with other values since.
+    """Remembers the values of layers' buffers; `written` names the buffers that have changed since.
 
-    It keeps a copy of every buffer, so watch the first steps and drop it. Versions of tensors would be cheaper, but
-    torch's own batch norm writes its running statistics without counting them up.
+    It keeps a copy of every buffer, so watch the first steps and drop it. Tensor versions would be cheaper, but torch's
+    own batch norm writes its running statistics without incrementing them.
     """
 
     def __init__(self, layers: Iterable[Layer], per_rank: Sequence[str] = ()) -> None:
@@ -29,15 +29,15 @@ class BufferWatch:
         self.look()
 
     def look(self) -> None:
-        """Buffers are as they should be now: somebody loaded them."""
+        """Takes the current values as the ones to compare with, for instance after loading buffers."""
         self._before = {name: buffer.clone() for name, _, buffer in self._buffers()}
 
     def written(self) -> list[str]:
-        """Qualified names of the buffers that training changed, in the order of the model."""
+        """Returns the qualified names of the changed buffers, in the order of the model; synchronises with the device."""
         return [name for name, _, buffer in self._buffers() if self._is_written(name, buffer)]
 
     def check(self) -> None:
-        """PlanError "model-buffer-written" with one diagnostic per buffer that was written."""
+        """Raises PlanError "model-buffer-written" with one diagnostic per buffer that was written."""
         found = [
             Diagnostic(
                 "model-buffer-written",
@@ -53,6 +53,7 @@ class BufferWatch:
             raise PlanError.many(found)
 
     def _is_written(self, name: str, buffer: Tensor) -> bool:
+        """Returns whether the buffer differs from its remembered value; False for one that may differ per rank."""
         if any(fnmatchcase(name, pattern) for pattern in self._per_rank):
             return False
         before = self._before.get(name)

@@ -1,8 +1,8 @@
 """Builds a model on every rank without memory for its parameters: names, shapes, ties, and buffers with values.
 
-Parameters are moved to the meta device in the moment in which a module registers them, through torch's public hook for
-that; ties keep their identity. What the factory writes to them is remembered (`record`), and `materialize` writes it
-again where a rank needs it. `with torch.device("meta")` would lose all of that, and the values of buffers.
+A parameter is moved to the meta device at the moment a module registers it, through torch's public hook; ties keep
+their identity. What the factory writes to it is recorded (`record`), and `materialize` replays it where a rank needs
+it. `with torch.device("meta")` would lose all of that, and the values of buffers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
-    """The model of a plan: parameters on meta, buffers on the host, each layer knowing its fields and its first values.
+    """Builds the model of a plan: parameters on meta, buffers on the host, each layer with its fields and recorded
+    values.
 
-    Equal on all ranks, as long as the model's code draws from torch's default generator alone, which is seeded by `seed`
-    and afterwards left as it was.
-    Raises PlanError: what a factory's call raises, and "model-factory", "model-field", "model-init", "model-buffer";
-    PluginError "plugin-failed" where a record's code fails.
+    Equal on all ranks if the model's code draws from torch's default generator alone, which is seeded by `seed` and
+    restored afterwards. Does not communicate. Raises PlanError: what a factory's call raises, and "model-factory",
+    "model-field", "model-init", "model-buffer", "model-hook"; PluginError "plugin-failed" if a record's code fails.
     """
     with torch.random.fork_rng(devices=[]), recorded() as building:
         torch.default_generator.manual_seed(derive(seed, "build"))
@@ -57,11 +57,11 @@ def build_on_meta(component: Component, data: DataInfo, seed: int) -> Model:
 
 
 _stand_ins = WeakIdKeyDictionary()
-"""The parameters on meta of all builds: for the values of an earlier one it is too late."""
+"""The build to which each parameter on meta belongs: a model may not use those of an earlier build."""
 
 
 class Building:
-    """The parameters that were registered, and what was written to them."""
+    """The parameters that a factory registered, and the record of what was written to them."""
 
     def __init__(self) -> None:
         self.journal = Journal()
@@ -70,7 +70,7 @@ class Building:
         self._token = object()
 
     def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter on meta that stands for `parameter` wherever it is registered; the same memory for the journal."""
+        """Returns the meta parameter that replaces `parameter` in modules; for the journal both are the same memory."""
         if parameter not in self.meta_of:
             self.meta_of[parameter] = like(parameter, self.journal.twin(parameter.data))
             _stand_ins[self.meta_of[parameter]] = self._token
@@ -79,7 +79,12 @@ class Building:
         return meta
 
     def finish(self, model: Model) -> None:
-        """All parameters of `model` are on meta, all buffers have their values, each layer knows what was `written`."""
+        """Completes `model`: all parameters on meta, all buffers with values, and each layer's `written` and `held`
+        filled.
+
+        Raises PlanError for memory that a parameter shares otherwise than as a tie, and for values that cannot be
+        replayed.
+        """
         registered = [
             Registered(name, tensor, self.journal.ref(tensor))
             for layer in model.layers
@@ -100,7 +105,7 @@ class Building:
         model.built = self.made
 
     def _settled(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers by name, the former on meta."""
+        """Yields the layer's parameters, now on meta, and buffers by name; fills `layer.written`."""
         layer.written = {}
         for prefix, module in layer.module.named_modules(prefix=layer.name):
             for name, parameter in list(module._parameters.items()):
@@ -119,7 +124,7 @@ class Building:
                     yield f"{prefix}.{name}", buffer
 
     def _check_computed(self, model: Model) -> None:
-        """What was computed from parameters is not what `init_weights` will make of them."""
+        """Raises PlanError "model-init" for a held tensor computed from parameters that `init_weights` will change."""
         for layer in model.layers if model.init_weights is not None else ():
             for held in layer.held:
                 if held.ref is not None and self._depends_on_parameters(held.ref, model):
@@ -130,7 +135,11 @@ class Building:
                     raise PlanError("model-init", message, path=MODEL, hint=hint)
 
     def _with_values(self, buffer: Tensor, name: str, model: Model) -> Tensor:
-        """A buffer that was computed from parameters, or written on meta, is computed; one without values is refused."""
+        """Returns the buffer with values, computing one that was written on meta.
+
+        Raises PlanError "model-buffer" for a buffer without values, and for one computed from parameters that
+        `init_weights` changes.
+        """
         if not buffer.is_meta:
             self.journal.refresh(buffer)
             return buffer
@@ -148,12 +157,17 @@ class Building:
         return value
 
     def _depends_on_parameters(self, ref: Ref, model: Model) -> bool:
+        """Returns whether the value of `ref` was computed from a parameter of `model`."""
         cells = {
             self.journal.cell(one) for layer in model.layers for one in layer.module.parameters() if not is_lazy(one)
         }
         return any(cell in cells for step in needed([ref]) for cell in step.reads)
 
     def _check_plain(self, name: str, parameter: nn.Parameter) -> None:
+        """Raises PlanError for a parameter that cannot be replayed: a subclass, sparse, or of another build.
+
+        A hook on its accumulated gradient is "model-hook": the run installs its own there.
+        """
         if is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
             kind = type(parameter).__name__
             why, hint = f"it is a {kind}, not a plain dense tensor", "give the module a plain tensor"
@@ -172,7 +186,7 @@ class Building:
 
 @contextmanager
 def recorded() -> Iterator[Building]:
-    """As `parameters_on_meta`, and what is written to parameters is remembered."""
+    """Inside the context, as `parameters_on_meta`, and records what is written to parameters."""
     building = Building()
     with parameters_on_meta(building.to_meta), warnings.catch_warnings():
         # load_state_dict, of parameters on meta
@@ -183,14 +197,15 @@ def recorded() -> Iterator[Building]:
 
 @contextmanager
 def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = None) -> Iterator[None]:
-    """Inside, every parameter that this thread registers is on meta; one registered twice is one meta parameter.
+    """Inside the context, moves every parameter that this thread registers to meta; a tie stays one meta parameter.
 
-    to_meta: makes it, once for each. torch's hook is global, hence the look at the thread.
+    to_meta: makes the meta parameter, called once for each. torch's hook is global, so other threads are filtered out.
     """
     meta_of = WeakIdKeyDictionary()
     builder = threading.get_ident()
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Returns the meta parameter to register in place of `parameter`; None leaves it as it is."""
         if threading.get_ident() != builder or parameter is None or is_lazy(parameter):
             return None
         with unwatched():
@@ -214,7 +229,7 @@ def _refused_buffer(message: str, hint: str) -> PlanError:
 
 
 def check_built(model: Model) -> None:
-    """Every parameter is a floating-point tensor on meta and every buffer has values; else PlanError."""
+    """Raises PlanError for a lazy or integer parameter; asserts that parameters are on meta and buffers are not."""
     for layer in model.layers:
         for name, parameter in layer.module.named_parameters(layer.name):
             if is_lazy(parameter):

@@ -1,7 +1,7 @@
-"""Conversions and constructors, as plain PyTorch does them where parameters are not on meta.
+"""Conversions and constructors with the results of plain PyTorch, whose parameters are not on meta.
 
-torch asks in its own code, which nobody watches, where a tensor is: `.cpu()` of a parameter is that parameter, not a copy of
-something on meta, and what is written to it is written to the parameter; `w.new_tensor([1.0])` has values.
+torch's C++ code, which is not recorded, checks a tensor's real device. In plain PyTorch `.cpu()` of a host parameter is
+that parameter, not a copy, and a write to it writes the parameter; `w.new_tensor([1.0])` has values.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PARTS = (slice, type(...), type(None), Tensor, Sequence)  # a list with one of 
 
 
 class Conversions:
-    """What stands for torch's functions, for the tensors of a journal."""
+    """Replaces torch functions for the tensors of a journal, with the results of plain PyTorch."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
     def convert(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`tensor.to(...)` and its kin; `tensor` itself where plain PyTorch would return that."""
+        """Does `tensor.to(...)` and the like; returns `tensor` itself if plain PyTorch would."""
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if all(self._shown(one) == one.device for one in given):
             return func(*args, **kwargs)
@@ -38,7 +38,7 @@ class Conversions:
         return self._to(args[0], **self._asked(func.__name__, args[0], list(args[1:]), dict(kwargs)))
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`torch.tensor(data, ...)` and its kin."""
+        """Does `torch.tensor(data, ...)`, `as_tensor` and `asarray`, also for data with tensors on meta."""
         kwargs = dict(kwargs)
         data = args[0] if args else kwargs.pop("obj" if func is torch.asarray else "data", _UNSAID)
         if isinstance(data, Tensor) and self._shown(data) != data.device:
@@ -59,7 +59,7 @@ class Conversions:
         return func(tree_map_only(Tensor, self._value, data), *args[1:], **kwargs)
 
     def new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`tensor.new_tensor(data)`, `tensor.new(data)`: of the type and in the place of `tensor`."""
+        """Does `tensor.new_tensor(data)` and `tensor.new(data)`: with the dtype and shown device of `tensor`."""
         kwargs, like, rest = dict(kwargs), args[0], args[1:]
         data = rest[0] if rest else kwargs.pop("data", _UNSAID)
         has_data = func.__name__ == "new_tensor" or (
@@ -73,7 +73,7 @@ class Conversions:
         return self.make(torch.tensor, (data,), kwargs)
 
     def index(self, given: Any) -> Any:
-        """An index as tensors, where torch would make them of lists and arrays in the place of the tensor that is indexed."""
+        """Returns an index with lists and arrays as host tensors, which torch would make on the indexed tensor's device."""
         if isinstance(given, tuple):
             return tuple(map(self._index_of_one_dim, given))
         if isinstance(given, list) and any(isinstance(one, _PARTS) for one in given):
@@ -88,7 +88,7 @@ class Conversions:
         return found if found.dtype in (torch.bool, torch.uint8) else found.long()
 
     def _asked(self, name: str, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by their names in `_to`."""
+        """Returns the arguments of a conversion by the names of `_to`'s parameters."""
         if name == "cpu":
             return {"device": "cpu", **kwargs, **dict(zip(["memory_format"], rest, strict=False))}
         if name == "cuda":
@@ -124,6 +124,7 @@ class Conversions:
         copy: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
+        """Converts as `Tensor.to`, judging by the shown device whether a copy is needed."""
         shown, dtype = self._shown(tensor), dtype or tensor.dtype
         place = shown if device is None else torch.device(device)
         is_there = place.type == shown.type and place.index in (None, shown.index or 0)

@@ -1,7 +1,7 @@
-"""What every layer of a forward needs and only one must compute: values that follow from a batch field.
+"""Caches values that follow from a batch field, which every layer of a forward needs and only the first must compute.
 
 A mask from `cu_seqlens`, rotary tables from `positions`: the layers are called one by one with the same field, so the
-first to ask computes and the others find it.
+first one computes the value and the others find it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _COMPUTED: Any = WeakIdKeyDictionary()  # field -> {(version of the field, what)
 
 
 def once_per_field(field: Tensor, what: Hashable, compute: Callable[[], T]) -> T:
-    """`compute()`, or what it returned for the same field before; it must depend on `field` and `what` alone.
+    """Returns `compute()`, or its cached result for the same field; it must depend on `field` and `what` alone.
 
-    The memory lasts as long as the tensor object does, so it ends with its micro-batch, and it knows the tensor's
-    version, so a field that is written to is computed anew. Recomputation is given the same tensor object and finds the
-    value; were it given a copy, it would compute an equal one. `compute` runs without gradients. A compiled layer
-    computes inside its graph instead. In inference mode, whose tensors have no version and may not meet a graph later,
-    every call computes.
+    The cache entry lives as long as the tensor object, so it ends with its micro-batch. It depends on the tensor's
+    version, so a field that is written to is computed anew. Recomputation gets the same tensor object and finds the
+    value; with a copy it would compute an equal one. `compute` runs without gradients. A compiled layer computes inside
+    its graph instead. In inference mode, whose tensors have no version and may not enter a graph later, every call
+    computes.
     """
     if torch.compiler.is_compiling() or field.is_inference() or torch.is_inference_mode_enabled():
         return compute()

@@ -34,7 +34,7 @@ HEAD = "head.output.weight"
 
 
 def names(config: LlamaConfig) -> Iterator[tuple[str, str]]:
-    """(our name, Hugging Face's) for every parameter of the model; a tied head comes last, with the embedding's."""
+    """Yields (our name, Hugging Face's) for every parameter of the model; a tied head comes last, with the embedding's."""
     for ours, theirs in _OUTER.items():
         if ours != HEAD:
             yield ours, theirs
@@ -45,10 +45,10 @@ def names(config: LlamaConfig) -> Iterator[tuple[str, str]]:
 
 
 def to_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Our weights by Hugging Face's names; the tensors are the same objects.
+    """Returns our weights by Hugging Face's names; the tensors are the same objects.
 
-    state: by qualified name (`blocks.0.attention.query.weight`); a tied head may be missing.
-    Raises RunError "weights-mismatch" where a weight is missing or unknown.
+    state: full weights by qualified name (`blocks.0.attention.query.weight`); a tied head may be missing. Raises
+    RunError "weights-mismatch" if a weight is missing or unknown.
     """
     known = dict(names(config))
     _check(state, known, optional={HEAD} if config.tie_embeddings else set())
@@ -56,10 +56,10 @@ def to_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[st
 
 
 def from_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Hugging Face's weights by our names; a tied head has the embedding's tensor under its own name too.
+    """Returns Hugging Face's weights by our names; a tied head has the embedding's tensor under its own name too.
 
-    state: as in safetensors files, or as `LlamaForCausalLM.state_dict()`, which repeats a tied head.
-    Raises RunError "weights-mismatch" where a weight is missing or unknown.
+    state: as in safetensors files, or as `LlamaForCausalLM.state_dict()`, which repeats a tied head. Raises RunError
+    "weights-mismatch" if a weight is missing or unknown.
     """
     known = dict(names(config))
     repeated = {_OUTER[HEAD]} if config.tie_embeddings else set()
@@ -70,7 +70,7 @@ def from_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[
 
 
 def config_to_hugging_face(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """The `config.json` that belongs to `to_hugging_face`; transformers' `LlamaConfig(**it)` takes it as well."""
+    """Returns the `config.json` that belongs to `to_hugging_face`; transformers' `LlamaConfig(**it)` takes it as well."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -96,6 +96,7 @@ def _is_tied(name: str, config: LlamaConfig) -> bool:
 
 
 def _check(state: Mapping[str, Any], known: Mapping[str, str], optional: set[str]) -> None:
+    """Raises RunError "weights-mismatch" if names of `known` are missing from `state` or it has others."""
     missing = [name for name in known if name not in state and name not in optional]
     unknown = [name for name in state if name not in known]
     if missing or unknown:

@@ -1,8 +1,8 @@
-"""Knows of every tensor that a factory touches to which memory it belongs, and what was written there.
+"""Records for every tensor that a factory touches to which memory it belongs, and what was written there.
 
-A parameter on meta and the real tensor that it was made of are one `Cell`: a write to either is a write to both, as in plain
-PyTorch. Real memory is made to follow when it is read. Memory that others can write to unseen, because they made it (numpy,
-a file) or were given it (`.numpy()`), is looked at again whenever it is used.
+A meta parameter and the real tensor that it was made from are one `Cell`: a write to either counts as a write to both,
+as in plain PyTorch. Real memory is brought up to date when it is read. Memory that unseen code may write to, because it
+made it (numpy, a file) or was given it (`.numpy()`), is compared again whenever it is used.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ HOST = torch.device("cpu")
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside, operations are torch's own, whatever modes are on."""
+    """Inside the context, operations run unrecorded, whatever torch modes are on."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 class Journal:
-    """The cells of all tensors that were seen, by the address of their memory.
+    """The cells of all tensors that were seen, by the address of their storage.
 
-    lock: who looks something up and then notes it holds this, for threads of the factory's that work at the same time.
-    is_closed: the factory is done, and nothing is noted any more.
+    lock: hold it for a lookup and the note that depends on it; threads of the factory work at the same time.
+    is_closed: the factory has returned, and nothing is recorded any more.
     """
 
     def __init__(self) -> None:
+        """Starts an empty journal; `_cells` is swept of freed memory once it has more than `_sweep_at` entries."""
         self._cells: dict[int, Cell] = {}
         self._sweep_at = 10_000
         self._keeper = Keeper()
@@ -48,14 +49,14 @@ class Journal:
         self.is_closed = False
 
     def close(self) -> None:
-        """The factory is done: threads of its that go on are watched no more, and what was lent or kept goes."""
+        """Ends recording, also in threads of the factory that still run, and frees lent and kept memory."""
         with self.lock:
             self.is_closed = True
             self._lent.clear()
             self._keeper.close()
 
     def cell(self, tensor: Tensor) -> Cell:
-        """The cell of a tensor's memory; what nobody saw before came from outside."""
+        """Returns the cell of a tensor's memory; memory seen for the first time is taken as given from outside."""
         storage = tensor.untyped_storage()
         cell = self._cells.get(storage._cdata)
         if cell is None:
@@ -68,19 +69,20 @@ class Journal:
         return cell
 
     def made(self, tensor: Tensor, shown: torch.device | None = None) -> Ref:
-        """A new cell for the memory of a tensor that an operation has just made, `shown` as on that device."""
+        """Registers the memory of an operation's new result and returns its view; `shown` is the device that code sees."""
         self._new(tensor, shown or tensor.device)
         return self.ref(tensor)
 
     def shown(self, tensor: Tensor) -> torch.device:
-        """Where plain PyTorch would have the tensor, which may be on meta."""
+        """Returns the device on which plain PyTorch would have the tensor, which may be meta."""
         return self.cell(tensor).shown if tensor.is_meta else tensor.device
 
     def ref(self, tensor: Tensor) -> Ref:
+        """Returns the tensor as a view of its cell."""
         return Ref.of(tensor, self.cell(tensor))
 
     def twin(self, tensor: Tensor) -> Tensor:
-        """A tensor on meta that is, for this journal, the same memory."""
+        """Returns a tensor on meta that is the same memory for this journal; a meta tensor is returned itself."""
         if tensor.is_meta:
             return tensor
         self.look(tensor, writes=False)
@@ -91,7 +93,7 @@ class Journal:
         return Ref.of(tensor, cell).over(cell.twin)
 
     def realised(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor on meta as they are now, a copy."""
+        """Returns a copy of a meta tensor's current values, recorded as its clone."""
         ref = self.ref(tensor)
         value = self._keeper.value(ref)
         made = self.made(value)
@@ -101,9 +103,9 @@ class Journal:
         return value
 
     def lend(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
-        """The values of a tensor on meta as they are now, in memory that those of the same cell share until it is written.
+        """Returns the current values of a meta tensor; tensors of one cell share that memory until the cell is written.
 
-        keep: as long as the factory runs, for somebody who takes no more than the address.
+        keep: holds the memory until the factory ends, for a caller that takes only its address.
         """
         cell = self.cell(tensor)
         number, known = cell.steps[-1].number, cell.lent
@@ -117,9 +119,9 @@ class Journal:
         return Ref.of(tensor, cell).over(storage)
 
     def look(self, tensor: Tensor, *, writes: bool) -> None:
-        """Before an operation on a real tensor: the memory has what was written to it on meta, and what was written unseen.
+        """Brings a real tensor's memory up to date before an operation uses it, with writes on meta and unseen writes.
 
-        writes: the operation is about to write it; who read it before keeps what it read.
+        writes: the operation is about to write it, so earlier readers get a copy of what they read.
         """
         cell = self.cell(tensor)
         if cell.is_stale:
@@ -131,7 +133,7 @@ class Journal:
             cell.given.own()
 
     def refresh(self, tensor: Tensor) -> None:
-        """The real memory gets what was written to it on meta."""
+        """Copies into the real memory what was written to it on meta, if anything."""
         with torch._C.DisableTorchFunction():  # lazy ones, which have a type of their own, refuse to be asked
             cell, storage = self.cell(tensor), tensor.untyped_storage()
         if not cell.is_stale:
@@ -147,7 +149,7 @@ class Journal:
             self.take_as_it_is(tensor)
 
     def take_as_it_is(self, tensor: Tensor) -> None:
-        """What the real memory holds now came from outside."""
+        """Records the real memory's current content as given from outside, in place of its history."""
         cell = self.cell(tensor)
         cell.is_watched, cell.held = True, tensor.untyped_storage()
         if cell.given is not None and not cell.given.is_read:
@@ -155,13 +157,16 @@ class Journal:
         cell.steps.append(Given.of(cell, tensor.untyped_storage()))
 
     def expose(self, tensor: Tensor) -> None:
-        """From now on code that nobody sees may write to the real tensor."""
+        """Marks the real tensor as memory that unseen code may write to from now on."""
         self.look(tensor, writes=False)
         if not self.cell(tensor).is_watched:
             self.take_as_it_is(tensor)
 
     def note(self, step: Step, made: list[Cell], written: list[Tensor]) -> None:
-        """Adds `step` to the history of the cells that it made or wrote; unseen writers leave no history to add it to."""
+        """Appends `step` to the history of the cells that it made or wrote.
+
+        Watched real memory is recorded as given again instead, because its history may miss unseen writes.
+        """
         for cell in step.reads:
             if cell.given is not None:
                 cell.given.is_read = True
@@ -176,13 +181,14 @@ class Journal:
                 cell.is_stale = True
 
     def settle(self, tensor: Tensor) -> None:
-        """The last look at the real memory, if it is watched, that a tensor on meta stands for."""
+        """Compares the real memory behind a meta tensor a last time, if it is watched, and lets go of it."""
         cell = self.cell(tensor)
         if cell.held is not None:
             self.look(bytes_of(cell.held), writes=False)
             cell.held = None
 
     def _new(self, tensor: Tensor, shown: torch.device) -> Cell:
+        """Registers a new cell for a tensor's storage; a cell on meta is replayed on the host."""
         storage = tensor.untyped_storage()
         cell = Cell(storage.nbytes(), HOST if tensor.is_meta else tensor.device, shown)
         if not tensor.is_meta:
@@ -191,6 +197,7 @@ class Journal:
         return cell
 
     def _know(self, cell: Cell, storage: torch.UntypedStorage) -> None:
+        """Maps a storage's address to `cell`, and now and then drops the cells of which all memory is freed."""
         cell.keys.append(_weak(storage))
         self._cells[storage._cdata] = cell
         if len(self._cells) > self._sweep_at:

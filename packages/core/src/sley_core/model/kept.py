@@ -1,6 +1,6 @@
-"""Values that a factory has looked at, kept while it runs: code that looks again does not wait for all that was done before.
+"""Keeps values that a factory has read while it runs, so that reading again does not replay everything before.
 
-`for i in range(1000): weight[i].mul_(x); weight.norm().item()` would run 1000 * 1000 / 2 steps without.
+Without it, `for i in range(1000): weight[i].mul_(x); weight.norm().item()` would run 1000 * 1000 / 2 steps.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ KEPT_BYTES = 2**25
 
 @dataclass(eq=False, kw_only=True)
 class Kept(Step):
-    """What a cell held at the end of a replay, after all that was written to it by then."""
+    """The value of a cell at the end of a replay, which replaces all its earlier steps."""
 
     cell: Cell
     storage: torch.UntypedStorage
 
     def run(self, memory: ReplayMemory) -> None:
+        """Shares the kept memory with the replay."""
         memory.share(self.cell, self.storage)
 
 
 class Keeper:
-    """Replays, and keeps what came out of it, the latest `limit` bytes."""
+    """Replays values and keeps the results, the latest `limit` bytes."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._limit = limit
@@ -37,7 +38,7 @@ class Keeper:
 
     @torch.no_grad()
     def value(self, ref: Ref) -> Tensor:
-        """As `replay([ref])`."""
+        """Returns the current value of `ref`, as `replay([ref])`, from kept values where possible."""
         steps = needed([ref], from_kept=True)
         memory = ReplayMemory()
         for step in sorted(steps, key=lambda step: step.number):
@@ -51,7 +52,7 @@ class Keeper:
         return memory.value(ref)
 
     def close(self) -> None:
-        """Keeps nothing any more."""
+        """Frees all kept values and keeps no more."""
         self._limit = -1
         self._drop()
 
@@ -61,7 +62,7 @@ class Keeper:
         cell.kept = kept
 
     def _drop(self) -> None:
-        """The oldest go first, and the largest only after it."""
+        """Frees the oldest values until `limit` plus the largest value suffices."""
         sizes = {cell: cell.nbytes for cell in self._kept}
         allowed = self._limit + max(sizes.values(), default=0) if self._limit >= 0 else -1
         total = sum(sizes.values())

@@ -35,9 +35,11 @@ MODEL: KeyPath = ("model",)
 
 @dataclass(frozen=True, eq=False)
 class Leftover:
-    """A tensor on meta that a layer holds at `where`, as neither parameter nor buffer, and what the factory wrote to it.
+    """A tensor on meta that a layer holds at `where` other than as a parameter or buffer, for instance as a plain
+    attribute.
 
-    ref: None for a result that autograd made of parameters: no step would make it anew.
+    ref: what the factory wrote to it; None for a tensor with a `grad_fn`, computed from parameters: no replay makes it
+    again.
     """
 
     where: str
@@ -47,10 +49,11 @@ class Leftover:
 
 @dataclass(eq=False)
 class Layer:
-    """One layer. `module` may be replaced (by a communicator's, by a compiled one); `name` never changes.
+    """One named layer of the model. A communicator or `torch.compile` may replace `module`; `name` never changes.
 
-    fields: the names of the batch fields that the module is called with, once `with_fields` has looked. written: by id of
-    its parameters on meta, what the factory gave them, until they are materialised. held: what it holds besides.
+    fields: the batch fields that the module is called with, set by `with_fields`. written: until the parameters are
+    materialized, what the factory gave them, by id of the meta parameter. held: other tensors on meta that the layer
+    holds.
     """
 
     name: str
@@ -61,13 +64,13 @@ class Layer:
 
 
 class Model:
-    """The layers of a model in order, and what else a factory may say about it.
+    """The layers of a model in order, with the initialiser and the buffer rules that a factory may add.
 
-    layers: modules, or (name, module) pairs, or an `nn.Sequential` or mapping; unnamed ones are named by their place.
-    init_weights: called with every module, after which its first values count; without it what the factory wrote does, and
-        a module's own `reset_parameters` where it wrote nothing.
+    layers: modules, (name, module) pairs, an `nn.Sequential` or a mapping; an unnamed layer is named by its index.
+    init_weights: called with every module; its values win. Without it a parameter keeps what the factory wrote, and a
+    module's own `reset_parameters` fills the parameters to which the factory wrote nothing.
     per_rank_buffers: patterns (`"*.running_mean"`) of buffers that training may write, which then differ from rank to
-        rank. All other buffers must stay as they were built.
+    rank. All other buffers must stay as they were built.
     Raises PlanError "model-factory".
     """
 
@@ -84,7 +87,7 @@ class Model:
         return iter(self.layers)
 
     def num_parameters(self) -> tuple[int, int]:
-        """The elements of all parameters, of those that are trained; one that several modules share counts once."""
+        """Returns the elements of all parameters and those of the trained ones; a tied parameter counts once."""
         every = {parameter for layer in self.layers for parameter in layer.module.parameters()}
         return sum(each.numel() for each in every), sum(each.numel() for each in every if each.requires_grad)
 
@@ -92,16 +95,17 @@ class Model:
         return len(self.layers)
 
     def __getitem__(self, name: str) -> Layer:
-        """The layer called `name`."""
+        """Returns the layer called `name`; raises StopIteration if there is none."""
         return next(layer for layer in self.layers if layer.name == name)
 
 
 def as_model(returned: Any) -> Model:
-    """What a factory returned, as a `Model`; PlanError "model-factory" says what is wrong with it."""
+    """Returns what a factory returned as a `Model`; raises PlanError "model-factory" if it is not a list of layers."""
     return returned if isinstance(returned, Model) else Model(returned)
 
 
 def _named(layers: Any) -> Iterator[Layer]:
+    """Yields one `Layer` for each module or (name, module) pair; raises PlanError "model-factory" for anything else."""
     for at, item in enumerate(_items(layers)):
         name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(at), item)
         if not isinstance(module, nn.Module):
@@ -112,6 +116,7 @@ def _named(layers: Any) -> Iterator[Layer]:
 
 
 def _items(layers: Any) -> Iterable[Any]:
+    """Returns the modules or (name, module) pairs of any container that a factory may return."""
     if isinstance(layers, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         # named_children would leave out the second of two equal modules without a word
         named = layers.named_modules(remove_duplicate=False)
@@ -124,6 +129,7 @@ def _items(layers: Any) -> Iterable[Any]:
 
 
 def _check_unique(layers: Sequence[Layer]) -> None:
+    """Raises PlanError "model-factory" for no layers, one module as two layers, and repeated layer or parameter names."""
     if not layers:
         raise _unusable("the model's factory returned no layers")
     modules: dict[int, str] = {}
@@ -153,6 +159,7 @@ def _described(value: Any) -> str:
 
 
 def _unusable(message: str) -> PlanError:
+    """Returns the PlanError "model-factory" for a return value that is not a list of layers."""
     return PlanError(
         "model-factory",
         message,
@@ -162,10 +169,12 @@ def _unusable(message: str) -> PlanError:
 
 
 def with_fields(model: Model, data: DataInfo) -> Model:
-    """The same model, each layer knowing the fields it is called with; nothing is called yet.
+    """Sets the batch fields that each layer is called with, from the signature of its `forward`; returns the same
+    model.
 
-    A parameter without a default must be a field of the data; one with a default is passed if the data has it;
-    `**kwargs` takes every field. All misfits are in one PlanError "model-field".
+    A parameter without a default must be a field of the data; one with a default is passed if the data has that field;
+    `**kwargs` takes every field. No layer is called. Raises one PlanError with a "model-field" diagnostic for each
+    mismatch.
     """
     problems: list[Diagnostic] = []
     for at, layer in enumerate(model.layers):
@@ -176,6 +185,10 @@ def with_fields(model: Model, data: DataInfo) -> Model:
 
 
 def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnostic]) -> Iterator[str]:
+    """Yields the names of the batch fields that `layer.forward` takes; appends to `problems` what does not fit.
+
+    The first parameter of every layer but the first is the previous layer's output, not a field.
+    """
     try:
         # what torch.compile wraps takes anything, and hands it on
         module = getattr(layer.module, "_orig_mod", layer.module)
@@ -215,9 +228,9 @@ def _misfit(layer: Layer, what: str, hint: str) -> Diagnostic:
 
 
 def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A new parameter over `data`, with the old one's `requires_grad`, its hooks, and whatever a user hung on it."""
+    """Returns a new parameter over `data` with the `requires_grad`, hooks and Python attributes of `parameter`."""
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     if parameter._backward_hooks:
-        new._backward_hooks = parameter._backward_hooks  # the same dict: who holds a handle may still take a hook away
+        new._backward_hooks = parameter._backward_hooks  # the same dict: `handle.remove()` still works
     return new

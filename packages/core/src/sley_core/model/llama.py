@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def layers(config: LlamaConfig, data: DataInfo) -> Model:
-    """The layers `embed`, `blocks.0` ... and `head`.
+    """Builds the layers `embed`, `blocks.0` ... and `head`.
 
-    The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and `cu_seqlens` [b, n + 1] where the data
-    has them. Raises PlanError "model-vocabulary" where the vocabulary is unknown or smaller than the data's.
+    The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data
+    has them. Raises PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's.
     """
     vocab_size = _vocab_size(config, data)
     embed = Embed(vocab_size, config.hidden)
@@ -43,6 +43,7 @@ def layers(config: LlamaConfig, data: DataInfo) -> Model:
 
 
 def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
+    """Returns the plan's vocabulary size, else the data's; raises PlanError "model-vocabulary"."""
     path = ("model", "vocab_size")
     if config.vocab_size is None:
         if data.vocab_size is None:
@@ -73,13 +74,14 @@ class _Normal:
 
 
 class Embed(nn.Module):
-    """A row of the table for each token: [b, s] -> [b, s, hidden]."""
+    """Looks up a row of the table for each token: [b, s] -> [b, s, hidden]."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings [b, s, hidden] of token ids [b, s]."""
         embedded: Tensor = self.tokens(tokens)
         return embedded
 
@@ -95,6 +97,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config.hidden, config.ffn_hidden)
 
     def forward(self, hidden: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Returns [b, s, hidden]; positions: [b, s], cu_seqlens: [b, n + 1] document bounds, as `Attention` takes them."""
         hidden = hidden + self.attention(self.attention_norm(hidden), positions, cu_seqlens)
         out: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
         return out
@@ -109,6 +112,7 @@ class Head(nn.Module):
         self.output = nn.Linear(config.hidden, vocab_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [b, s, v], in the dtype of `hidden` and the weight."""
         logits: Tensor = self.output(self.norm(hidden))
         return logits
 
@@ -117,6 +121,7 @@ class SelfAttention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
     def __init__(self, config: LlamaConfig) -> None:
+        """Creates the projections; key and value have `kv_heads` heads."""
         super().__init__()
         self.head_dim = config.head_dim
         self.attention_width = config.heads * config.head_dim  # counted by `model_flops_per_token`
@@ -128,6 +133,7 @@ class SelfAttention(nn.Module):
         self.core = Attention()
 
     def forward(self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns [b, s, hidden] for x [b, s, hidden]; attends only within documents if `cu_seqlens` is given."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
@@ -138,9 +144,9 @@ class SelfAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turns pairs of channels by an angle that grows with the position (Su et al. 2021), in Hugging Face's pairing.
+    """Rotates pairs of channels by an angle that grows with the position (Su et al. 2021), in Hugging Face's pairing.
 
-    Channel i of the first half is turned with channel i of the second by position / theta^(2 i / head_dim).
+    Channel i of the first half is rotated with channel i of the second by position / theta^(2 i / head_dim).
     """
 
     frequencies: Tensor
@@ -152,7 +158,10 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", 1.0 / theta**exponents, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """q, k: [b, s, heads, d]. positions: [b, s] integers; None counts each row from 0."""
+        """Returns q and k, rotated, in their shapes and dtypes.
+
+        q, k: [b, s, heads, d]. positions: [b, s] integers; None counts each row from 0.
+        """
         if positions is None:
             cos, sin = self._tables(torch.arange(q.shape[1], device=q.device)[None])
         else:
@@ -161,7 +170,7 @@ class Rotary(nn.Module):
         return _turned(q, cos, sin), _turned(k, cos, sin)
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [b, s, 1, d / 2]."""
+        """Returns cos and sin, fp32 [b, s, 1, d / 2]."""
         angles = (positions[:, :, None].float() * self.frequencies.float())[:, :, None]
         return angles.cos(), angles.sin()
 
@@ -181,5 +190,6 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(ffn_hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns [b, s, hidden] for x [b, s, hidden]."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out

@@ -1,18 +1,19 @@
 """Gives the parameters of the layers that a rank owns their first values, which are the same in every layout.
 
-What the model's factory put into a parameter is its first value: constructors, `nn.init`, `load_state_dict`, files, whatever
-wrote last. It was remembered when the model was built (`record`), and is written again here, one layer after another, on
-the host in the type that the factory gave it, then cut, cast and moved. So the values do not depend on the device or on
-which layers this rank owns, and no rank holds the whole model.
+A parameter's first value is the last thing that the model's factory wrote to it: by constructors, `nn.init`,
+`load_state_dict` or from files. It was recorded when the model was built (`record`) and is replayed here, one layer
+after another, on the host in the dtype that the factory gave it, then cut, cast and moved. So the values do not depend
+on the device or on which layers this rank owns, and no rank holds the full model.
 
-Two things come after that, module by module from the innermost outwards, under a seed of the run's and the module's name:
+Two things follow, module by module from the innermost outwards, under a seed made of the run's seed and the module's
+name:
 
-1. a module with a parameter to which nobody gave a value (`torch.empty`, `torch.device("meta")`), in itself or inside, runs
-   its `reset_parameters()` (or `_reset_parameters()`, as torch's attention calls it), which changes nothing else in it;
-2. the model's `init_weights(module, name)`, if there is one, has the last word over every module.
+1. a module with a parameter without a value (`torch.empty`, `torch.device("meta")`), its own or a submodule's, runs its
+`reset_parameters()` (or `_reset_parameters()`, as torch's attention calls it), which changes only such parameters;
+2. the model's `init_weights(module, name)`, if there is one, is called for every module; its values win.
 
-What is NaN or without a value then is refused by name. A parameter that several modules hold (a tie) has the values that the
-first of them gives it; a submodule that several layers hold belongs to the first of them.
+A parameter that is NaN or without a value after that is an error that names it. A parameter that several modules hold
+(a tie) has the values of the first of them; a submodule that several layers hold belongs to the first of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _Moved: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place that holds a parameter, and the meta parameter that was built there."""
+    """A module attribute that holds a parameter, and the meta parameter that was built there."""
 
     module: nn.Module
     attribute: str
@@ -54,14 +55,17 @@ def materialize(
     owned: Collection[str] | None = None,
     cut: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Every parameter of the owned layers is real, `dtype`, on `device`, initialised, and tied as it was built.
+    """Makes every parameter of the owned layers real: `dtype`, on `device`, initialised, cut, and tied as it was built.
 
-    layers: all layers of the model, as `build_on_meta` gave them, owned or not: they say who shares what.
-    owned: names of the layers to materialise, None for all; the others stay on meta. cut: by id of a parameter on meta, what
-        this rank keeps of its values.
-    Buffers of owned layers are moved to `device`; a floating-point one is widened to `dtype` but never narrowed.
-    A rank that does not own the first holder of a tied parameter draws that layer too, for the moment.
-    Raises PlanError "model-init" with the name of a parameter that nobody initialises.
+    layers: all layers of the model, as `build_on_meta` gave them, owned or not, since any of them may share a
+    parameter.
+    owned: names of the layers to materialize, None for all; the others stay on meta.
+    cut: by id of a meta parameter, a function from its full value on the host to the shard that this rank keeps.
+    Replaces parameters in the modules in place and frees what was recorded for all layers; does not communicate.
+    Buffers of owned layers are moved to `device`; a floating-point buffer is widened to `dtype` but never narrowed. A
+    rank that does not own the first holder of a tied parameter initialises that layer too, for a moment, and discards
+    it.
+    Raises PlanError "model-init" with the name of a parameter that nothing initialises.
     """
     owned = {layer.name for layer in layers} if owned is None else set(owned)
     drawing = _Drawing(layers, seed, init_weights)
@@ -71,12 +75,12 @@ def materialize(
     drawn = [layer for layer in layers if layer.name in owned or drawing.is_needed_by(layer.name, owned)]
     for layer in layers:
         if layer not in drawn:
-            layer.written, layer.held = {}, []  # what they refer to goes
+            layer.written, layer.held = {}, []  # frees the recorded steps
     for layer in drawn:
         values = drawing.draw(layer)
         for slot in drawing.slots[layer.name]:
             if layer.name not in owned:
-                # A module that an owned layer before it has too keeps what that layer got.
+                # A module that an earlier, owned layer also holds keeps that layer's parameter.
                 known = final.get(id(slot.meta)) if id(slot.module) in real else None
                 setattr(slot.module, slot.attribute, slot.meta if known is None else known)
                 continue
@@ -93,9 +97,10 @@ def materialize(
 
 
 class _Drawing:
-    """Draws single layers of a model, knowing which layer each parameter and each module belongs to."""
+    """Computes the first values of single layers; knows to which layer each parameter and module belongs."""
 
     def __init__(self, layers: Sequence[Layer], seed: int, init_weights: InitWeights | None) -> None:
+        """Assigns each parameter and module to the first layer that holds it, and notes which later layers share it."""
         self.seed = seed
         self.init_weights = init_weights
         self.slots = {layer.name: _slots(layer) for layer in layers}
@@ -108,20 +113,21 @@ class _Drawing:
                 # what a method may write besides parameters, which count for themselves
                 writable = _reset(module) is not None or init_weights is not None
                 self._belongs(module, layer.name, matters=writable and any(True for _ in module.buffers(recurse=False)))
-        self.blank: set[int] = set()  # ids of the layer's parameters that nobody gave a value
+        self.blank: set[int] = set()  # ids of the layer's parameters without a value
         self.shared: dict[int, Tensor] = {}  # host values of parameters that a later layer needs again
 
     def _belongs(self, thing: nn.Parameter | nn.Module, name: str, matters: bool) -> None:
+        """Assigns `thing` to layer `name` if it is the first; else notes `name` as a sharer, if `matters`."""
         home = self.home.setdefault(id(thing), name)
         if matters and home != name:
             self.sharers[home].add(name)
 
     def is_needed_by(self, name: str, owned: Collection[str]) -> bool:
-        """Whether an owned layer, or one that must be drawn for it, shares something that belongs to layer `name`."""
+        """Returns whether an owned layer depends on layer `name`, directly or through a layer that must be drawn for it."""
         return any(sharer in owned or self.is_needed_by(sharer, owned) for sharer in self.sharers[name])
 
     def draw(self, layer: Layer) -> dict[int, Tensor]:
-        """Values of the layer's parameters on the host, by id of the meta parameter; they also stand in its slots."""
+        """Returns the full host values of the layer's parameters by id of the meta parameter; its slots then hold real ones."""
         slots = self.slots[layer.name]
         own: dict[int, nn.Parameter] = {}
         self.blank.clear()
@@ -148,7 +154,9 @@ class _Drawing:
         return values
 
     def _first_value(self, layer: Layer, slot: _Slot) -> Tensor | None:
-        """What an earlier layer or the factory gave it; None where nobody did."""
+        """Returns the value from an earlier layer or the factory, on the host; None if there is none. Raises PlanError
+        "model-init".
+        """
         key = id(slot.meta)
         if self.home[key] != layer.name and key in self.shared:
             return self.shared[key].clone()
@@ -165,6 +173,7 @@ class _Drawing:
         raise PlanError("model-init", message, path=MODEL, hint="give each parameter a tensor of its own")
 
     def _initialise(self, layer: Layer) -> None:
+        """Runs the initialisers of the layer's own modules, innermost first; leaves torch's generator unchanged."""
         if not self.blank and self.init_weights is None:
             return
         done: set[int] = set()
@@ -174,7 +183,11 @@ class _Drawing:
                     self._initialise_module(module, name, done)
 
     def _initialise_module(self, module: nn.Module, name: str, done: set[int]) -> None:
-        """done: ids of the parameters that have their values; this module's methods change them in vain."""
+        """Runs `reset_parameters` and `init_weights` for one module under the module's own seed.
+
+        done: ids of the parameters that a submodule or another holder has initialised; they keep their values. Adds the
+        module's.
+        """
         direct = list(module.parameters(recurse=False))
         tied = [(parameter, parameter.clone()) for parameter in direct if id(parameter) in done]
         torch.default_generator.manual_seed(derive(self.seed, "init", name))
@@ -190,9 +203,10 @@ class _Drawing:
         done.update(id(parameter) for parameter in direct)
 
     def _reset(self, module: nn.Module) -> None:
-        """Runs the module's own method, which gives values to what has none.
+        """Runs the module's own initialiser, and restores the parameters that already had a value.
 
-        Before `init_weights` it is run for every module, because what that draws would be other numbers if it were not.
+        With `init_weights` it runs for every module, because both draw from one generator and skipping it would shift
+        the numbers.
         """
         reset = _reset(module)
         if reset is None or not (self.init_weights or any(id(one) in self.blank for one in module.parameters())):
@@ -203,12 +217,16 @@ class _Drawing:
             parameter.copy_(value)
 
     def _keep_shared(self, layer: Layer, values: dict[int, Tensor]) -> None:
+        """Keeps the values of parameters that a later layer holds as well."""
         later = {id(slot.meta) for name in self.sharers[layer.name] for slot in self.slots[name]}
         self.shared.update((key, value) for key, value in values.items() if key in later)
 
 
 def _fill_held(layer: Layer) -> None:
-    """What the layer holds besides has its values, on the host or where the factory put it: it is the same object still."""
+    """Gives the other tensors that the layer holds their values, on the device where the factory put them.
+
+    The tensor objects stay the same (`swap_tensors`), because code outside the modules refers to them.
+    """
     filled = [held for held in layer.held if held.ref is not None and held.tensor.is_meta]
     try:
         values = replay([held.ref for held in filled if held.ref is not None])
@@ -224,6 +242,7 @@ def _fill_held(layer: Layer) -> None:
 
 
 def _slots(layer: Layer) -> list[_Slot]:
+    """Returns every place in the layer that holds a parameter; a tied one has several."""
     return [
         _Slot(module, attribute, f"{name}.{attribute}", parameter)
         for name, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False)
@@ -232,7 +251,7 @@ def _slots(layer: Layer) -> list[_Slot]:
 
 
 def _inside_out(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, children before their parent, siblings in the order in which they were registered."""
+    """Yields every module once with its name: children before their parent, siblings in the order of registration."""
     seen.add(id(module))
     for child_name, child in module.named_children():
         if id(child) not in seen:
@@ -241,11 +260,16 @@ def _inside_out(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[
 
 
 def _reset(module: nn.Module) -> Callable[[], None] | None:
+    """Returns the module's `reset_parameters` or `_reset_parameters`, or None if it has neither."""
     method: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return method if callable(method) else None
 
 
 def _check_written(slot: _Slot, value: Tensor, *, is_blank: bool) -> None:
+    """Raises PlanError "model-init", with a hint that fits the cause, if `value` contains NaN.
+
+    is_blank: the factory wrote nothing to the parameter, so its module should have.
+    """
     if not torch.isnan(value).any():
         return
     kind = type(slot.module).__name__
@@ -260,7 +284,10 @@ def _check_written(slot: _Slot, value: Tensor, *, is_blank: bool) -> None:
 
 
 def _move_buffers(layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, _Moved]) -> None:
-    """moved: by id of the buffer as it was, which is kept so that no other gets its id; shared ones stay shared."""
+    """Moves the layer's buffers to `device`, floating-point ones widened to `dtype`; shared buffers stay shared.
+
+    moved: (old, new) buffer by id of the old one, across layers; the old one is kept so that its id is not reused.
+    """
     for module in layer.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in moved:

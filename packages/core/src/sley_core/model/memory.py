@@ -1,4 +1,4 @@
-"""What a replay has written so far: for each cell the memory that stands for it."""
+"""The memory that a replay has written so far, by cell."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ if TYPE_CHECKING:
 
 
 class ReplayMemory:
-    """What a replay has written so far."""
+    """The memory that a replay has written so far, by cell. Shared memory is never written, but copied first."""
 
     def __init__(self) -> None:
         self._storages: dict[Cell, torch.UntypedStorage] = {}
         self._shared: set[Cell] = set()
 
     def allocate(self, cell: Cell) -> torch.UntypedStorage:
-        """Memory of the cell's size, with anything in it."""
+        """Returns new uninitialised memory for the cell, on its device."""
         self._storages[cell] = torch.empty(cell.nbytes, dtype=torch.uint8, device=cell.device).untyped_storage()
         self._shared.discard(cell)
         return self._storages[cell]
 
     def share(self, cell: Cell, storage: torch.UntypedStorage) -> None:
+        """Uses `storage`, which other code owns, as the cell's memory until the cell is written."""
         self._storages[cell] = storage
         self._shared.add(cell)
 
     def storages(self) -> Iterable[tuple[Cell, torch.UntypedStorage]]:
-        """What it has, by cell."""
+        """Returns the cells and their memory."""
         return self._storages.items()
 
     def make_own(self, cell: Cell) -> None:
-        """The cell may be written."""
+        """Prepares the cell for a write: copies shared memory, and allocates missing memory."""
         if cell not in self._storages:
             self.allocate(cell)
         elif cell in self._shared:
@@ -44,7 +45,10 @@ class ReplayMemory:
             self._shared.discard(cell)
 
     def take(self, ref: Ref, tensor: Tensor) -> None:
-        """A result becomes memory of its own, laid out as it was when it was recorded."""
+        """Makes an operation's result the memory of `ref`'s cell, in the layout that was recorded.
+
+        The result's own memory is reused if its layout is the same, else it is copied.
+        """
         storage = tensor.untyped_storage()
         as_before = (tensor.storage_offset(), tensor.stride()) == (ref.offset, ref.stride)
         if tuple(tensor.shape) != ref.size:  # another kernel's (empty statistics of an evaluation): nothing to read
@@ -57,13 +61,14 @@ class ReplayMemory:
             self.view(ref).copy_(tensor)
 
     def view(self, ref: Ref) -> Tensor:
+        """Returns `ref` as a tensor in this memory; memory that no step wrote is allocated uninitialised."""
         storage = self._storages.get(ref.cell)
         if storage is None:  # only its shape matters, or it is about to be overwritten
             storage = self.allocate(ref.cell)
         return ref.over(storage)
 
     def value(self, ref: Ref) -> Tensor:
-        """The tensor in memory that nobody else has."""
+        """Returns the tensor in memory that nothing else uses, copied if necessary."""
         found = self.view(ref)
         if not ref.is_plain:
             return found.resolve_conj().resolve_neg()  # a copy

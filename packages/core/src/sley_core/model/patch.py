@@ -2,8 +2,8 @@
 
     module(x) ──> the latest patch ──> ... ──> the first patch ──> the module's own forward
 
-A run is one of several that may patch a module, and closes when it likes; so a patch can be undone whether or not another lies
-over it, and what is left is as if it had never been installed.
+Several runs may patch one module and close in any order; so a patch can be undone whether or not another lies over it,
+and leaves no trace.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 
 
 class ForwardPatch:
-    """Makes `module(...)` call `forward` until `undo`; installed as soon as it is made.
+    """Makes `module(...)` call `forward`, from its construction until `undo`.
 
-    The latest patch of a module is the one that is called; `module.forward`, asked for before, is what lies below it and may be
-    called from it. Patches are undone in any order, and after the last the module's `__dict__` is what it was before the first.
-    A forward that a program has put over a patch stays, and what it finds below is the module without the patch.
-    A copy or pickle of the module has the forward that the module has without patches.
+    The latest patch of a module is called; `module.forward`, read before patching, is what lies below it and may be
+    called from it. Patches are undone in any order, and after the last the module's `__dict__` is what it was before
+    the first. A forward that a program has assigned over a patch stays, and then finds below it the module without the
+    patch. A copy or pickle of the module has the forward of the module without patches.
     """
 
     __slots__ = ("_below", "_forward", "module")
@@ -37,17 +37,17 @@ class ForwardPatch:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward below this patch; `inspect.signature` finds the module's own signature by it."""
+        """The forward below this patch; `inspect.signature` finds the module's own signature through it."""
         if self._below is not None:
             return self._below
         own: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return own
 
     def undo(self) -> None:
-        """Takes the patch away, wherever it lies; does nothing the second time."""
+        """Removes the patch, also from below others; does nothing the second time."""
         if self._forward is None:
             return
-        self._forward = None  # whoever kept the patch itself, and calls it, comes to what lies below
+        self._forward = None  # code that kept the patch object and calls it reaches what lies below
         held = vars(self.module)
         above = held.get("forward")
         if above is not self:

@@ -1,7 +1,8 @@
-"""Finds the tensors that a layer holds besides its parameters and buffers: in attributes, lists, functions, classes, hooks.
+"""Finds the tensors that a layer holds besides its parameters and buffers: in attributes, lists, functions, classes,
+hooks.
 
-A run puts other tensors in the place of parameters that a module registered. What else holds them, or something made of
-them, is not told by any module, so it is looked for where it can lie, and named by the attribute through which it was found.
+A run replaces the parameters that a module registered. No module lists the other places that hold them, or tensors made
+from them, so these are searched, and named by the attribute through which they were found.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class HeldTensor(NamedTuple):
 
 
 def held_tensors(layer: Layer, registered: set[int]) -> Iterator[HeldTensor]:
-    """What `layer` holds, by the first of its places. registered: ids of the modules of all layers, whose own that is."""
+    """Yields the tensors that `layer` holds, each under the first place found. registered: ids of all layers' modules."""
     seen: set[int] = set()
     for where, root in _roots(layer):
         for tensor, in_module in _behind(root, seen, registered):
@@ -42,6 +43,7 @@ def held_tensors(layer: Layer, registered: set[int]) -> Iterator[HeldTensor]:
 
 
 def _roots(layer: Layer) -> Iterator[tuple[str, Any]]:
+    """Yields the places to search, with their names: module and parameter attributes, hooks, and class attributes."""
     kinds: dict[type, None] = {}
     for prefix, module in layer.module.named_modules(prefix=layer.name):
         for name, value in vars(module).items():
@@ -61,7 +63,7 @@ def _roots(layer: Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _is_kept_up(module: nn.Module, name: str) -> bool:
-    """Whether torch itself writes the attribute anew when a parameter of the module is replaced, or before each forward."""
+    """Returns whether torch itself updates the attribute when a parameter is replaced, or before each forward."""
     return (isinstance(module, nn.RNNBase) and name == "_flat_weights") or f"{name}_orig" in module._parameters
 
 
@@ -70,6 +72,7 @@ def _is_torchs(one: Any) -> bool:
 
 
 def _behind(root: Any, seen: set[int], registered: set[int]) -> Iterator[tuple[Tensor, bool]]:
+    """Yields the tensors reachable from `root` through at most `MOST` objects; True: a parameter of an unregistered module."""
     ahead = [root]
     looked_at = 0
     while ahead and looked_at < MOST:
@@ -93,7 +96,7 @@ def _behind(root: Any, seen: set[int], registered: set[int]) -> Iterator[tuple[T
 
 
 def _of_function(function: FunctionType) -> list[Any]:
-    """What it closes over, its defaults, and the tensors, containers and functions that it knows by a global name."""
+    """Returns what a function closes over, its defaults, and the tensors, containers and functions it uses as globals."""
     found = [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
     known = (function.__globals__.get(name) for name in function.__code__.co_names)
     return found + [one for one in known if isinstance(one, Tensor | list | tuple | dict | set | FunctionType)]

@@ -1,8 +1,8 @@
-"""Watches a factory at work: what it writes to parameters that have no memory is remembered, to be written again later.
+"""Records what a factory writes to parameters without memory, so that it can be replayed later where a rank needs it.
 
-Inside `Recorder`, operations on real tensors run as ever and are remembered as the origin of what they make; those on
-tensors on meta are remembered, and only their shapes are computed. Where code looks at numbers that are not there
-(`.item()`, a mask as an index) they are computed for it.
+Inside `Recorder`, operations on real tensors run as usual and are recorded as the origin of their results. Operations
+on meta tensors are recorded, and only their shapes are computed. If code needs actual numbers (`.item()`, a mask as an
+index), they are computed for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WRITES_UNSAID = {
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers in `journal` what a thread's operations write. Enter it in that thread, together with `Surface`."""
+    """Records in `journal` what one thread's operations write. Enter it in that thread, together with `Surface`."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,6 +43,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Runs one operation and records it; passes it through after the factory has ended and for tensor subclasses."""
         kwargs = kwargs or {}
         if self.journal.is_closed:
             return func(*args, **kwargs)
@@ -53,9 +54,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Operation:
-    """One operation, as the dispatcher gives it."""
+    """One operation with the arguments that the dispatcher gives it."""
 
     def __init__(self, journal: Journal, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Collects the tensors that the operation reads and writes, and whether it draws random numbers."""
         self.journal = journal
         self.func = func
         self.args = args
@@ -67,6 +69,7 @@ class _Operation:
         self.generator: torch.Generator | None = kwargs.get("generator")
 
     def run(self) -> Any:
+        """Runs the operation on real memory, on meta or on copies with values, records it, and returns its result."""
         if self.name == "set_" and any(tensor.is_meta for tensor in self.inputs):
             return self.func(*tree_map_only(Tensor, self.journal.twin, self.args), **self.kwargs)
         if self._stays_real():
@@ -79,6 +82,7 @@ class _Operation:
         return self._run_with_values()
 
     def _stays_real(self) -> bool:
+        """Returns whether neither inputs nor the requested device are meta, so the operation can run as it is."""
         device = self.kwargs.get("device")
         if self.name in _FROM_SHAPES and device is not None:
             return torch.device(device).type != "meta"
@@ -87,6 +91,10 @@ class _Operation:
         )
 
     def _run_real(self, args: Any, kwargs: Any) -> Any:
+        """Runs the operation on real tensors and records it as the origin of its results.
+
+        First brings real memory up to date with what was written to its meta twin.
+        """
         for tensor in self.inputs:
             if not tensor.is_meta:
                 self.journal.look(tensor, writes=any(tensor is each for each in self.written))
@@ -99,6 +107,7 @@ class _Operation:
         return found
 
     def _run_on_meta(self) -> Any:
+        """Runs the operation on the meta twins of its inputs: records it and computes only the shapes of the results."""
         refs = self._refs()
         args, kwargs = tree_map_only(Tensor, self.journal.twin, (self.args, self.kwargs))
         if "device" in kwargs:
@@ -110,7 +119,7 @@ class _Operation:
         return found
 
     def _run_with_values(self) -> Any:
-        """On copies that have numbers; what it writes is remembered, and its results are real."""
+        """Runs an operation that needs numbers on copies with values; records what it writes and returns real results."""
         refs = self._refs()
         values = {id(tensor): self.journal.realised(tensor) for tensor in self.inputs if tensor.is_meta}
         for tensor in self.inputs:
@@ -125,6 +134,10 @@ class _Operation:
         return result
 
     def _refs(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the arguments with each tensor as a view of its cell, as a `Call` step stores them for a replay.
+
+        A meta device becomes the host, and the generator is left out: its state is stored as the seed.
+        """
         args, kwargs = tree_map_only(Tensor, self.journal.ref, (self.args, self.kwargs))
         kwargs.pop("generator", None)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
@@ -132,6 +145,11 @@ class _Operation:
         return args, kwargs
 
     def _note(self, refs: tuple[Any, dict[str, Any]], found: Any, seed: int | Tensor | None) -> None:
+        """Records the operation as a step of the cells that it made or wrote; nothing if it neither made nor wrote
+        memory.
+
+        refs: the arguments before it ran. found: its result. seed: what a replay draws its random numbers from.
+        """
         journal = self.journal
         known = {tensor.untyped_storage()._cdata for tensor in self.inputs}
         outputs = tensors_of(found)
@@ -165,12 +183,12 @@ class _Operation:
         journal.note(step, made, self.written)
 
     def _lacks(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether an operation without tensors has an argument `name`, which was left out."""
+        """Returns whether an operation without tensor inputs has an argument `name` that the caller left out."""
         names = [argument.name for argument in self.func._schema.arguments]
         return not self.inputs and name in names and kwargs.get(name) is None and names.index(name) >= len(args)
 
     def _shown(self, made: Tensor) -> torch.device:
-        """The device that code sees of a result on meta: where its inputs are seen, or what was asked for."""
+        """Returns the device that code sees for a result: the requested one, else the device shown for an input."""
         if not made.is_meta:
             return made.device
         if self.kwargs.get("device") is not None:
@@ -178,11 +196,13 @@ class _Operation:
         return next((shown for one in self.inputs if (shown := self.journal.shown(one)) != META), META)
 
     def _overwritten(self, args: Any) -> list[Cell]:
+        """Returns the target's cell if the operation overwrites all of it, so that its earlier steps no longer matter."""
         if self.name in _OVERWRITES and isinstance(args[0], Ref) and args[0].is_whole:
             return [args[0].cell]
         return []
 
     def _written(self) -> list[Tensor]:
+        """Returns the tensors that the operation writes, by its schema and by `_WRITES_UNSAID`."""
         unsaid = _WRITES_UNSAID.get(self.name, ())
         if unsaid and not self._argument("training", True):
             unsaid = ()
@@ -194,19 +214,23 @@ class _Operation:
         return found
 
     def _argument(self, name: str, default: Any = None) -> Any:
-        """What was given for the schema's argument `name`."""
+        """Returns the value given for the schema's argument `name`, else `default`."""
         for at, argument in enumerate(self.func._schema.arguments):
             if argument.name == name and at < len(self.args):
                 return self.args[at]
         return self.kwargs.get(name, default)
 
     def _seed(self) -> int | Tensor:
-        """What the numbers will be drawn from. A generator of the user's own goes on as if they had been drawn now."""
+        """Returns the seed that a replay draws from: a new one, or the state of the user's generator.
+
+        The user's generator is advanced as if the numbers had been drawn now, which later draws from it depend on.
+        """
         if self.generator is None:
             return draw_seed()
         state = self.generator.get_state()
 
         def blank(one: Tensor) -> Tensor:
+            """Returns uninitialised host memory in place of a meta tensor, for the draw that only advances the generator."""
             return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype) if one.is_meta else one
 
         args, kwargs = tree_map_only(Tensor, blank, (self.args, self.kwargs))
@@ -217,5 +241,5 @@ class _Operation:
 
 
 def draw_seed() -> int:
-    """A seed, which takes torch's default generator one step on."""
+    """Draws a seed from torch's default generator, which advances by one draw."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -1,6 +1,7 @@
-"""Pickles, files and copies of what a factory has made: they get values, for what has no memory.
+"""Pickling, saving to files and copying inside a factory: tensors on meta are given their values for it.
 
-torch's `__reduce_ex__` hands out memory as it is, which on meta is none: a file without numbers, or the end of the process.
+torch's `__reduce_ex__` hands out a tensor's memory as it is. A meta tensor has none: the file would have no numbers, or
+the process would crash.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ _READ_BY_ADDRESS = {("safetensors.torch", "_to_ndarray"), ("safetensors.torch", 
 
 @contextmanager
 def saved_with_values(journal: Journal) -> Iterator[None]:
-    """Inside, a tensor on meta is pickled with the values that it has by then, and `copy.copy` is the same memory."""
+    """Inside the context, a tensor on meta is pickled with its values at that time, and `copy.copy` shares its memory.
+
+    Patches `torch.Tensor` for the whole process until the context ends.
+    """
     reduce, doing = _TENSOR._reduce_ex_internal, threading.local()
 
     def reduced(self: Tensor, proto: int) -> Any:
+        """Pickles a tensor on meta as a real tensor with the same values; other tensors as torch does."""
         with journal.lock, unwatched():
             if self.is_meta and journal.shown(self) != META and not getattr(doing, "copies", False):
                 real = journal.lend(self.detach())
@@ -36,6 +41,7 @@ def saved_with_values(journal: Journal) -> Iterator[None]:
         return reduce(self, proto)
 
     def copied(self: Tensor) -> Any:
+        """Copies the tensor object as `copy.copy` does, without giving values to its memory."""
         doing.copies = True
         try:
             made = self.__reduce_ex__(4)  # type: ignore[no-untyped-call]
@@ -53,7 +59,10 @@ def saved_with_values(journal: Journal) -> Iterator[None]:
 
 
 def deep_copied(journal: Journal, tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
-    """A plain tensor on meta and its values; those that were views of one memory are views of one copy."""
+    """Returns a real copy of a plain tensor on meta; tensors that shared memory share the memory of one copy.
+
+    memo: as `copy.deepcopy` passes it; it also records which memory has been copied.
+    """
     if id(tensor) in memo:
         known: Tensor = memo[id(tensor)]
         return known
@@ -70,7 +79,7 @@ def deep_copied(journal: Journal, tensor: Tensor, memo: dict[Any, Any]) -> Tenso
 
 
 def reads_by_address() -> bool:
-    """Whether somebody above reads memory at the address that a tensor says, as safetensors does when it writes a file."""
+    """Returns whether a caller reads memory at the address that `data_ptr` gives it, as safetensors does to write a file."""
     frame: Any = sys._getframe(1)
     for _ in range(8):
         if frame is None:

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """A seed in [0, 2**63) that depends on `seed` and on every part, its type and its place; the same in every version.
+    """Returns a seed in [0, 2**63) from `seed` and every part, its type and its position; the same in every version.
 
     SHA-256 of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc"), and 1 and "1", differ.
     Python's own `hash` is salted per process.

@@ -32,22 +32,22 @@ from sley_core.model.storage import SMALL_BYTES, blank, bytes_of, looks
 
 
 class ChangedError(Exception):
-    """Memory that was given by reference was written by code that nobody saw (numpy, another thread) since it was read."""
+    """Memory that the factory gave by reference was written by unseen code (numpy, another thread) after it was read."""
 
 
 class UnseenError(Exception):
-    """Numbers are needed that were made on meta, where there are none."""
+    """Numbers are needed of a tensor that was made on meta while nothing was recorded; it has none."""
 
 
 @dataclass(eq=False)
 class Cell:
-    """One piece of memory of `nbytes` on `device`.
+    """One piece of memory (a storage) of `nbytes` on `device`, with the steps that wrote to it, in order.
 
-    shown: the device that code sees: where plain PyTorch would have it. steps: what wrote to it, in order. keys: hold its
-    addresses, so that no other memory gets them. twin: the same memory on meta, for what is real. real: the real memory.
-    is_stale: that lacks what was written through the twin. is_watched: others may write to it unseen, and it is
-    `held` to be looked at again. kept: stands for all of `steps` before it.
-    lent: its values after the step of that number, in memory that code was given.
+    shown: the device that code sees: where plain PyTorch would have it. keys: weak references that keep its addresses
+    from being reused. twin: the same memory on meta, for a real one. real: the real memory. is_stale: the real memory
+    lacks what was written through the twin. is_watched: unseen code may write to it; `held` keeps it alive to be
+    compared again. kept: a saved value that replaces all `steps` before it. lent: a step's number and real memory that
+    code was given with the values after it.
     """
 
     nbytes: int
@@ -65,12 +65,12 @@ class Cell:
 
     @property
     def given(self) -> Given | None:
-        """The last step, if that says that the memory came from outside."""
+        """The last step if it is a `Given`, i.e. the memory came from outside; else None."""
         last = self.steps[-1] if self.steps else None
         return last if isinstance(last, Given) else None
 
     def history(self, before: int, *, from_kept: bool = False) -> Iterator[Step]:
-        """The steps before number `before` that its value depends on, the latest first; from_kept: no older than `kept`."""
+        """Yields the steps before number `before` that its value needs, latest first; from_kept: none older than `kept`."""
         for at in range(bisect_left(self.steps, before, key=lambda step: step.number) - 1, -1, -1):
             if from_kept and self.kept is not None and self.steps[at].number < self.kept.number < before:
                 yield self.kept
@@ -94,6 +94,7 @@ class Ref:
 
     @classmethod
     def of(cls, tensor: Tensor, cell: Cell) -> Ref:
+        """Returns the view of `cell` that `tensor` is."""
         bits = (tensor.is_conj(), tensor.is_neg())
         return cls(cell, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride(), *bits)
 
@@ -103,7 +104,7 @@ class Ref:
         return not (self.is_conj or self.is_neg)
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same view of `storage`."""
+        """Returns the same view of `storage`."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         torch._C._set_conj(tensor, self.is_conj)
@@ -112,7 +113,7 @@ class Ref:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every element of the cell is in it, once."""
+        """Whether the view covers every element of the cell exactly once."""
         if prod(self.size) * self.dtype.itemsize != self.cell.nbytes:
             return False
         expected = 1
@@ -128,7 +129,7 @@ _numbers = count()
 
 @dataclass(eq=False, kw_only=True)
 class Step:
-    """Something that wrote to cells. overwrites: those of which nothing older is left. reads: what it needs besides."""
+    """An operation that wrote to cells. overwrites: cells whose older steps no longer matter. reads: other cells it needs."""
 
     number: int = field(default_factory=lambda: next(_numbers))
     reads: Sequence[Cell] = ()
@@ -136,14 +137,15 @@ class Step:
     is_copy: bool = False  # makes no values, only hands them on
 
     def run(self, memory: ReplayMemory) -> None:
+        """Does the operation again in `memory`."""
         raise NotImplementedError
 
 
 @dataclass(eq=False, kw_only=True)
 class Blank(Step):
-    """Memory without values: NaN where there is such a number, so that what nobody writes is noticed.
+    """Memory without values: NaN if its dtype has NaN, so that a parameter that is never written is noticed.
 
-    is_unseen: it was made on meta where nobody looked, and what it was made of, if anything, is not known.
+    is_unseen: it was made on meta while nothing was recorded, so its origin is not known.
     """
 
     cell: Cell
@@ -152,6 +154,7 @@ class Blank(Step):
     is_unseen: bool = False
 
     def run(self, memory: ReplayMemory) -> None:
+        """Allocates the cell, blank; raises UnseenError for integers of unknown origin, which have no NaN."""
         if self.is_unseen and not (self.dtype.is_floating_point or self.dtype.is_complex):
             raise UnseenError(
                 f"a {self.dtype} tensor on meta, made where nobody watches, has no values, but they are used"
@@ -161,7 +164,7 @@ class Blank(Step):
 
 @dataclass(eq=False, kw_only=True)
 class Given(Step):
-    """Memory that came from outside: copied if it is small, else by reference; a file that is mapped stays on disk."""
+    """Memory that came from outside: copied if it is small, else held by reference; a mapped file stays on disk."""
 
     cell: Cell
     storage: torch.UntypedStorage
@@ -172,17 +175,19 @@ class Given(Step):
 
     @classmethod
     def of(cls, cell: Cell, storage: torch.UntypedStorage) -> Given:
+        """Returns the step for `storage` as it is now, copied up to `SMALL_BYTES`."""
         given = cls(cell=cell, storage=storage, looks=looks(storage), overwrites=[cell])
         if cell.nbytes <= SMALL_BYTES:
             given.own()
         return given
 
     def own(self) -> None:
-        """From now on it has a copy, and whoever writes to the memory does not change it."""
+        """Copies the memory, once; later writes to the original no longer change it."""
         if not self.is_own:
             self.storage, self.is_own = bytes_of(self.storage).clone().untyped_storage(), True
 
     def run(self, memory: ReplayMemory) -> None:
+        """Shares the memory with the replay; raises ChangedError if unseen code has changed it."""
         if self.is_lost or not (self.is_own or torch.equal(self.looks, looks(self.storage))):
             raise ChangedError(
                 "memory that the factory gave was written again by code that nobody saw, and is read now"
@@ -192,9 +197,9 @@ class Given(Step):
 
 @dataclass(eq=False, kw_only=True)
 class Call(Step):
-    """An operation of torch. results: for each of its tensors the new memory that it made, None where it made none.
+    """A torch operation. results: per output tensor a view of the memory it made, None if it made none.
 
-    seed: of the numbers that it draws, or the generator's state before it did; None where it draws none.
+    seed: of its random numbers, or the generator's state before it drew them; None if it draws none.
     """
 
     func: Any
@@ -206,6 +211,7 @@ class Call(Step):
     own_generator: bool = False
 
     def run(self, memory: ReplayMemory) -> None:
+        """Calls the operation on the replayed inputs, with its recorded random state; stores the results."""
         for cell in self.writes:
             memory.make_own(cell)
         args, kwargs = tree_map_only(Ref, memory.view, (self.args, self.kwargs))
@@ -223,7 +229,7 @@ class Call(Step):
 
 @torch.no_grad()
 def replay(refs: Iterable[Ref]) -> list[Tensor]:
-    """The values of `refs` as they are now, each in memory of its own. Raises ChangedError, and what an operation raises."""
+    """Returns the current values of `refs`. Raises ChangedError, UnseenError, and what an operation raises."""
     refs = list(refs)
     memory = ReplayMemory()
     for step in sorted(needed(refs), key=lambda step: step.number):
@@ -237,11 +243,12 @@ def replay(refs: Iterable[Ref]) -> list[Tensor]:
 
 
 def needed(refs: Iterable[Ref], *, from_kept: bool = False) -> set[Step]:
-    """The steps that the values of `refs` depend on. from_kept: with what is `kept` of cells in place of older ones."""
+    """Returns the steps that the values of `refs` depend on. from_kept: a cell's `kept` value replaces its older steps."""
     found: set[Step] = set()
     ahead: list[tuple[int, Step]] = []
 
     def want(cell: Cell, before: int) -> None:
+        """Adds the steps of `cell` before number `before` to the result and the queue."""
         for step in cell.history(before, from_kept=from_kept):
             if step not in found:
                 found.add(step)
@@ -257,19 +264,19 @@ def needed(refs: Iterable[Ref], *, from_kept: bool = False) -> set[Step]:
 
 
 def is_blank(ref: Ref) -> bool:
-    """Whether nobody ever gave it a value."""
+    """Returns whether the memory was never given a value."""
     return all(step.is_copy for step in needed([ref]))
 
 
 def tensors_of(found: Any) -> list[Tensor]:
-    """The tensors of what an operation returned, in order."""
+    """Returns the tensors in an operation's result, in order."""
     if isinstance(found, Tensor):
         return [found]
     return [one for each in found for one in tensors_of(each)] if isinstance(found, list | tuple) else []
 
 
 class seeded:  # noqa: N801  # a context, in lower case as torch.no_grad
-    """Inside, torch's default generator begins at `seed` (a seed or a state; None: as it is); afterwards it is as it was."""
+    """Inside, torch's default generator starts at `seed` (a seed or a state; None: unchanged); then it is restored."""
 
     def __init__(self, seed: int | Tensor | None) -> None:
         self.seed = seed

@@ -1,4 +1,4 @@
-"""Memory as bytes, and how to see cheaply that somebody wrote to it."""
+"""Memory as bytes, and a cheap check for whether it was written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _SAMPLES = 16
 
 
 def looks(storage: torch.UntypedStorage) -> Tensor:
-    """Of `storage`, so that another one means that it was written: its bytes if it is small, a checksum of memory that is not
-    torch's own (numpy's, to which code may write unseen), and of the rest, mapped files too, a few bytes spread over it."""
+    """Returns a fingerprint of `storage`: if it differs later, the memory was written.
+
+    All bytes if it is small; a checksum of memory that is not torch's own (numpy's, which unseen code may write); a few
+    bytes spread over anything else, mapped files too, so that some writes go unnoticed.
+    """
     every = bytes_of(storage)
     if storage.nbytes() <= SMALL_BYTES:
         return every.cpu().clone()
@@ -26,12 +29,12 @@ def looks(storage: torch.UntypedStorage) -> Tensor:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of `storage`, as uint8."""
+    """Returns a uint8 view of all of `storage`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def blank(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-    """Makes all of `storage` NaN where `dtype` has such a number, else zero."""
+    """Fills all of `storage` with NaN if `dtype` has NaN, else with zero."""
     every = bytes_of(storage)
     if (dtype.is_floating_point or dtype.is_complex) and every.numel() % dtype.itemsize == 0:
         every.view(dtype).fill_(torch.nan)

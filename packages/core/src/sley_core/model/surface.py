@@ -1,7 +1,7 @@
-"""What a factory does to parameters that does not pass torch's dispatcher, where `Recorder` watches.
+"""Handles what a factory does to parameters without torch's dispatcher, which is all that `Recorder` sees.
 
-`.data = `, whatever hands out memory or reads it as a whole, loops of Python, and the question where a parameter is: code
-that is told "on meta", as torch's own `nn.init`, does nothing there.
+Assigning `.data`, exposing or reading memory, Python loops over elements, and asking for a parameter's device: code
+that is told "meta", as torch's own `nn.init`, does nothing there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLACES: dict[Any, Callable[[torch.device], Any]] = {
 
 
 class Surface(TorchFunctionMode):
-    """What does not pass the dispatcher: `.data = `, and whatever hands out memory or reads it as a whole."""
+    """Intercepts calls that do not reach the dispatcher: `.data = `, and all that exposes or reads a tensor's memory."""
 
     def __init__(self, journal: Journal, registered: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
@@ -49,6 +49,11 @@ class Surface(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Runs one torch function as plain PyTorch would on a tensor with memory, though the parameter is on meta.
+
+        For a real tensor that was registered, hooks go to the meta parameter that replaces it, and `requires_grad_` to
+        both.
+        """
         kwargs = kwargs or {}
         if self.journal.is_closed:
             return func(*args, **kwargs)
@@ -93,6 +98,7 @@ class Surface(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
+        """Assigns `.data` or `.requires_grad` to the tensor and to the meta parameter that replaces it."""
         attribute, twin = getattr(func, "__self__", None), self.registered(tensor)
         if attribute is torch.Tensor.data and isinstance(value, Tensor):
             _check_bits(tensor if twin is None else twin, value)
@@ -106,6 +112,7 @@ class Surface(TorchFunctionMode):
         func(tensor, value)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function that reads values, such as `.numpy()`, on a copy with values; a numpy result is read-only."""
         with self.journal.lock, unwatched():
             found = func(self.journal.realised(args[0].detach()), *args[1:], **kwargs)
         if hasattr(found, "setflags"):
@@ -113,7 +120,7 @@ class Surface(TorchFunctionMode):
         return found
 
     def _by_element(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """torch's loops in Python, which write to memory that nobody else sees."""
+        """Runs `apply_`, `map_` or `map2_` on copies with values and copies the result back, so that the write is recorded."""
         target: Tensor = args[0]
         with self.journal.lock, unwatched(), torch.no_grad():
             real = [self.journal.realised(one.detach()) if one.is_meta else one.detach().clone() for one in args[:-1]]
@@ -123,7 +130,7 @@ class Surface(TorchFunctionMode):
 
 
 def _check_bits(parameter: Tensor, value: Tensor) -> None:
-    """torch refuses such a `.data` on meta, where plain PyTorch takes it on the host."""
+    """Raises PlanError for a conjugated or negated `.data`, which torch refuses on meta, unlike plain PyTorch on the host."""
     if parameter.is_meta and (value.is_conj(), value.is_neg()) != (parameter.is_conj(), parameter.is_neg()):
         shape = list(parameter.shape)
         message = f"a parameter of shape {shape} was given a view of conjugates or negatives as `.data`"
@@ -133,15 +140,16 @@ def _check_bits(parameter: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def whole_functions(journal: Journal) -> Iterator[None]:
-    """Inside, `nn.init.trunc_normal_` is one operation: it looks at what it drew and draws again, as often as it takes.
+    """Inside the context, records `nn.init.trunc_normal_` as one operation, and gives pickled tensors their values.
 
-    What is pickled has values.
+    Its separate operations could not be replayed: it reads what it drew and draws again as often as necessary.
     """
     original: Any = torch.nn.init._no_grad_trunc_normal_
 
     def truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
+        """Records the call for a tensor on meta, advancing the user's generator; else calls the original."""
         with journal.lock, unwatched():
             ref = journal.ref(tensor) if tensor.is_meta and journal.shown(tensor) != META else None
             if ref is not None:

@@ -1,6 +1,6 @@
-"""Watches a factory: the thread that runs it, and those that it starts or gives work to.
+"""Watches a factory: the thread that runs it, and the threads that it starts or submits work to.
 
-torch's modes are a thread's own, and code that reads checkpoints writes to parameters in pools of threads.
+torch's modes apply to one thread, but code that loads checkpoints often writes to parameters from a thread pool.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _POOL: Any = ThreadPoolExecutor
 
 @contextmanager
 def watched(journal: Journal, registered: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Inside, what this thread does is remembered, and what threads do that it starts, or gives work to by an executor.
+    """Inside the context, records what this thread does, and threads that it starts or submits executor work to.
 
-    registered: the parameter on meta that stands for a real one. Threads that go on afterwards are watched no more.
+    registered: returns the meta parameter that replaces a real one, or None. Patches `Thread.start` and
+    `ThreadPoolExecutor.submit` for the whole process until the context ends; threads that live longer are no longer
+    recorded.
     """
     here = threading.local()
 
     def inside(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `run` with this thread recorded; directly if it is recorded already or the factory has ended."""
         if getattr(here, "is_watched", False) or journal.is_closed:
             return run(*args, **kwargs)
         here.is_watched = True
@@ -43,11 +46,13 @@ def watched(journal: Journal, registered: Callable[[Tensor], Tensor | None]) -> 
     start, submit = _THREAD.start, _POOL.submit
 
     def started(thread: Any) -> None:
+        """Replaces `Thread.start`: a thread started by a recorded thread is recorded too."""
         if getattr(here, "is_watched", False):
             thread.run = partial(inside, thread.run)
         start(thread)
 
     def submitted(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Replaces `ThreadPoolExecutor.submit`: work submitted by a recorded thread is recorded too."""
         work = partial(inside, function) if getattr(here, "is_watched", False) else function
         return submit(pool, work, *args, **kwargs)
 

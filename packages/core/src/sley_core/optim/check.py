@@ -1,4 +1,4 @@
-"""What is wrong with a plan's learning rate, found without torch."""
+"""Checks a plan's learning rate without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_learning_rate(plan: Plan) -> Iterable[Problem]:
-    """The parts of `core.warmup_stable_decay` must fit into the run's steps; every other curve of core's always does."""
+    """Yields a problem if the parts of `core.warmup_stable_decay` do not fit into the run; core's other curves always do."""
     config = plan.learning_rate.config
     if isinstance(config, WarmupStableDecayConfig):
         try:

@@ -23,7 +23,7 @@ _NO_OPTIONS = GroupConfig(match="*")
 
 
 class Grouped(Protocol):
-    """What a parameter must tell to be put into a group; an entry of the parameter book does.
+    """What a parameter must provide to be put into a group; an entry of the parameter book does.
 
     decays: whether the optimizer's own decay applies, i.e. it is a matrix and belongs to no norm.
     """
@@ -37,10 +37,10 @@ class Grouped(Protocol):
 
 
 def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
-    """The names that the plan freezes. `names` are those of the whole model, whatever part of it this rank owns.
+    """Returns the names that the plan freezes. `names`: of the full model, whatever part of it this rank owns.
 
-    aliases: the other names of tied weights, which no group can go by, and the name of each.
-    Raises PlanError "group-unmatched" for every group that no name falls to, with close names, and "all-frozen" where
+    aliases: the other names of tied weights, which groups cannot match, with the name to use instead.
+    Raises PlanError "group-unmatched" for every group that no name falls to, with close names, and "all-frozen" if
     nothing is left to train.
     """
     every = list(names)
@@ -60,11 +60,11 @@ def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, 
 
 
 def parameter_groups(entries: Iterable[Grouped], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the entries.
+    """Returns torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the entries.
 
     A group's own `weight_decay` is taken as written; else a parameter that does not decay has 0. `initial_lr` keeps the
     full rate that `scale_learning_rate` scales. Without entries there is one empty group, which torch.optim accepts.
-    Frozen entries do not belong here (see `frozen`); one that a program unfreezes later has the optimizer's options.
+    Leave frozen entries out (see `frozen`); one that a program unfreezes later has the optimizer's options.
     """
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for entry in entries:
@@ -83,12 +83,13 @@ def parameter_groups(entries: Iterable[Grouped], config: OptimizerConfig) -> lis
 
 
 def scale_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Every group's rate becomes `factor` times its full rate."""
+    """Sets every group's rate to `factor` times its full rate (`initial_lr`)."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
 def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
+    """Returns the index of the first group whose pattern matches `name`, or None."""
     for index, group in enumerate(groups):
         if fnmatchcase(name, group.match):
             return index
@@ -98,6 +99,7 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
 def _unmatched(
     index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
 ) -> Diagnostic:
+    """Returns the diagnostic of group `index`, which gets no parameter, with the reason: an earlier group, a tie, or a typo."""
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
     matches = [name for name in names if fnmatchcase(name, pattern)]

@@ -12,13 +12,17 @@ import torch
 
 
 def with_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """`optimizer`, which steps them as torch's other forms do: they get a group of their own, with the same options."""
+    """Makes a fused SGD accept parameters whose first gradient comes late; returns the same `optimizer`.
+
+    A step hook moves them into a group of their own, with the same options. Other optimizers need nothing.
+    """
     if isinstance(optimizer, torch.optim.SGD):
         optimizer.register_step_pre_hook(_split_groups)
     return optimizer
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -> None:
+    """Moves parameters with a gradient but no momentum yet into a new group, if others of their group have momentum."""
     for group in list(optimizer.param_groups):
         if not (group.get("fused") and group["momentum"]):
             continue

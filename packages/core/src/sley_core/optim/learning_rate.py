@@ -32,24 +32,24 @@ SHAPES: dict[str, Shape] = {
 
 
 def constant(config: ConstantConfig, _num_steps: int) -> Factor:
-    """1 after the warm-up."""
+    """Returns a factor of 1 after the warm-up."""
     return lambda step: _warmup(step, config.warmup_steps)
 
 
 def linear(config: LinearConfig, num_steps: int) -> Factor:
-    """A straight line from 1 to `min_ratio`."""
+    """Returns a factor that falls in a straight line from 1 to `min_ratio`."""
     return _from_the_top("linear", config, num_steps)
 
 
 def cosine(config: CosineConfig, num_steps: int) -> Factor:
-    """Half a cosine from 1 to `min_ratio`."""
+    """Returns a factor that falls along half a cosine from 1 to `min_ratio`."""
     return _from_the_top("cosine", config, num_steps)
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
-    """1 until the last `decay_steps` of the run, then down to `min_ratio`.
+    """Returns a factor of 1 until the last `decay_steps` of the run, then falling to `min_ratio`.
 
-    Raises PlanError where the warm-up and the fall do not both fit into the run.
+    Raises PlanError "learning-rate-steps" if warm-up and decay do not both fit into the run.
     """
     decay_steps = config.decay_steps or math.ceil(num_steps / 10)
     if config.warmup_steps + decay_steps > num_steps:
@@ -64,15 +64,17 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Fact
 
 
 def _from_the_top(shape: str, config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
+    """Returns a factor that falls from the end of the warm-up on, by default until the run's last step."""
     last_full = max(config.warmup_steps - 1, 0)
     decay_steps = config.decay_steps or max(num_steps - 1 - last_full, 1)
     return _fall(SHAPES[shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
 
 
 def _fall(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min_ratio: float) -> Factor:
-    """Warm-up, 1 up to the step `last_full`, then along `shape` to `min_ratio` within `decay_steps`."""
+    """Returns a factor: warm-up, 1 up to the step `last_full`, then along `shape` to `min_ratio` within `decay_steps`."""
 
     def factor(step: int) -> float:
+        """Returns the share of the full rate at `step`."""
         if step <= last_full:
             return _warmup(step, warmup_steps)
         if step >= last_full + decay_steps:

@@ -1,6 +1,7 @@
-"""What an update of one element depends on, as far as a plan tells; without importing the optimizer.
+"""What the update of one element depends on, as far as a plan tells; does not import the optimizer.
 
-A layout that leaves a part of a matrix to a rank, or a part of the model, trains another model where the update looks further.
+A layout that gives a rank only a part of each matrix, or of the model, would change the result if an update looks
+further.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ PER_MATRIX = frozenset({"Adafactor", "Muon"})
 
 
 def scope_of(optimizer: Component) -> Scope | Literal["unknown"]:
-    """What the record declares, or the factory's table; else what is known of torch.optim's own classes."""
+    """Returns the scope that the record or the factory's table declares; else that of torch.optim's own classes.
+
+    "unknown" for another class without a declaration.
+    """
     if isinstance(optimizer.record, OptimizerRecord):
         return optimizer.record.scope
     config = optimizer.config

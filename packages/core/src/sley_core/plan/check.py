@@ -1,4 +1,4 @@
-"""What is wrong with a valid plan in a world of a given size, found without torch and before any process starts."""
+"""Checks a valid plan for a world of a given size, without torch and before any process starts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MOST_FORWARDS = 1_000_000
 
 
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
-    """All problems of `plan` with `world` ranks, sorted by place; empty if it can run.
+    """Returns all problems of `plan` with `world` ranks, sorted by place; empty if it can run. Starts no process.
 
-    Codes: "layout", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused",
-    "loss-scale-range", "beyond-the-run", "optimizer-layout", those of `check_handlers`, and those of the plugins'
-    `sley_check_plan`, which are asked only where the sizes fit. Raises PluginError if one of these hooks fails.
+    Codes: "layout", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused", "loss-scale-range",
+    "beyond-the-run", "optimizer-layout", and more of this module's, those of `check_handlers`, and those of the
+    plugins' `sley_check_plan`, which are called only if the sizes fit. Raises PluginError if one of these hooks fails.
     """
     problems = [*_precision(plan), *_beyond(plan), *_pipeline_is_there(plan), *_weights(plan), *_sequence(plan)]
     found: list[Diagnostic] = []
@@ -52,7 +52,7 @@ def _pipeline_is_there(plan: Plan) -> Iterator[Problem]:
 
 
 def _weights(plan: Plan) -> Iterator[Problem]:
-    """Somebody gathers what is sharded, and nothing reads it without being asked."""
+    """Yields a problem if weights are sharded but nothing gathers them, or a compiled layer would read them."""
     if plan.parallel.wp == 1:
         return
     if plan.weights is None:
@@ -66,7 +66,7 @@ def _weights(plan: Plan) -> Iterator[Problem]:
 
 
 def _schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """What is wrong with the pipeline's lists for this many stages and micro-batches."""
+    """Returns what is wrong with the pipeline's action lists for this many stages and micro-batches, by lowering them."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported where there is a schedule: a plan without one is checked sooner.
@@ -91,7 +91,7 @@ def _too_long(plan: Plan, parts: int, micros: int) -> Diagnostic:
 
 
 def _sequence(plan: Plan) -> Iterator[Problem]:
-    """Somebody lets tokens of different slices meet, and slices are equal."""
+    """Yields a problem if sequences are split but no attention works across slices, or slices are not equal."""
     size = plan.parallel.sp
     if size == 1:
         return
@@ -119,6 +119,7 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
 
 
 def _precision(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for a dtype of gradients, a loss scale or an accumulation that does not fit."""
     compute, gradients = plan.precision.compute, plan.precision.gradients
     if gradients != ACCUMULATION[compute]:
         message = (
@@ -135,6 +136,7 @@ def _precision(plan: Plan) -> Iterator[Problem]:
 
 
 def _loss_scale(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for a loss scale without fp16, or with a minimum above its initial value."""
     scale = plan.precision.loss_scale
     path: KeyPath = ("precision", "loss_scale")
     if scale is None:
@@ -148,7 +150,10 @@ def _loss_scale(plan: Plan) -> Iterator[Problem]:
 
 
 def _beyond(plan: Plan) -> Iterator[Problem]:
-    """An interval of evaluations may be longer than the run, which evaluates at its end in any case."""
+    """Yields a problem for a step to draw or profile that the run does not have.
+
+    An interval of evaluations may be longer than the run, which evaluates at its end in any case.
+    """
     if plan.timeline is not None and plan.timeline.step > plan.run.steps:
         message = f"the run has {plan.run.steps} steps, so step {plan.timeline.step} cannot be drawn"
         yield Problem(("timeline", "step"), message, f"the last step is {plan.run.steps}", "beyond-the-run")
@@ -165,6 +170,7 @@ def _beyond(plan: Plan) -> Iterator[Problem]:
 
 
 def _batch(plan: Plan, topology: Topology) -> Iterator[Problem]:
+    """Yields a problem, with sizes that fit, if global_size is not a multiple of dp x micro_size."""
     size, micro = plan.batch.global_size, plan.batch.micro_size
     unit = topology.dp * micro
     if size % unit == 0:
@@ -180,7 +186,7 @@ def _batch(plan: Plan, topology: Topology) -> Iterator[Problem]:
 
 
 def _divisors(number: int) -> list[int]:
-    """The divisors up to a thousand: nobody wants a larger micro-batch proposed."""
+    """Returns the divisors up to a thousand; a larger micro-batch is not worth proposing."""
     return [divisor for divisor in range(1, min(number, 1000) + 1) if number % divisor == 0]
 
 
@@ -188,7 +194,7 @@ LOOKS = {"per_matrix": "looks at whole matrices", "global": "looks at all gradie
 
 
 def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
-    """An optimizer that looks at more than one element needs the whole of what it looks at on one rank."""
+    """Yields a problem if the optimizer needs full matrices or the full model and a rank has only a part."""
     scope = scope_of(plan.optimizer)
     by = _divider(plan, topology) if scope != "elementwise" else None
     if by is None and scope in ("global", "unknown") and topology.pp > 1:
@@ -204,7 +210,7 @@ def _optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
 
 
 def _divider(plan: Plan, topology: Topology) -> str | None:
-    """What leaves a part of each matrix to a rank, if anything does."""
+    """Returns in words what leaves a rank only a part of each matrix, or None."""
     sharders = [one.name for one in plan.gradient_handlers if _leaves_shards(one.record)]
     if topology.wp > 1:
         return f"`wp = {topology.wp}` leaves a part of each to a rank"

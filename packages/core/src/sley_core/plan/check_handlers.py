@@ -1,4 +1,4 @@
-"""Whether a plan's gradient handlers do every job that correctness needs exactly once, and in an order that can work."""
+"""Checks that a plan's gradient handlers do every necessary job exactly once, in an order that works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Handlers = Sequence[tuple[int, str, GradientHandlerRecord]]
 
 
 def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
-    """Codes: "handler-missing", "handler-twice", "handler-conflict" (two for one job), "handler-order"."""
+    """Yields the problems of the plan's gradient handlers; each job that correctness needs must be done exactly once.
+
+    Codes: "handler-missing", "handler-twice", "handler-conflict" (two for one job), "handler-order".
+    """
     handlers: Handlers = [
         (number, one.name, one.record)
         for number, one in enumerate(plan.gradient_handlers)
@@ -39,6 +42,7 @@ def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
 
 
 def _twice(handlers: Handlers) -> Iterator[Problem]:
+    """Yields a problem for a handler listed twice, and for a second handler of a job that must be done once."""
     seen: dict[str, int] = {}
     first: dict[Role, str] = {}
     for number, name, record in handlers:
@@ -55,6 +59,7 @@ def _twice(handlers: Handlers) -> Iterator[Problem]:
 
 
 def _order(handlers: Handlers) -> Iterator[Problem]:
+    """Yields a problem for each pair of handlers in an order that a record's `before` or `after` forbids."""
     for number, name, record in handlers:
         for other_number, other, other_record in handlers:
             if other_number < number and other_record.role in record.before:

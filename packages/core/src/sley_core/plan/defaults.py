@@ -1,7 +1,7 @@
-"""The records that a plan takes where it names none: what the layout needs, and what the schedule's record says.
+"""The records that a plan uses if it names none: what the layout needs, and what the schedule's record says.
 
-A table whose default hangs on the schedule (`ComponentTable.known`) takes what the schedule's record names, else the only
-record of its kind that the plan's plugins have. Plugins that the plan does not name are not asked: they are not imported.
+A table whose default depends on the schedule (`ComponentTable.known`) takes what the schedule's record names, else the
+only record of its kind that the plan's plugins have. Plugins that the plan does not name are not imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sley_core.table import Table
 
 
 def default_of(spec: ComponentTable, schedule: Component | None, plugins: Iterable[Plugin]) -> str | None:
-    """The record of a table that is left out or has no `use`; None where one must be named.
+    """Returns the record of a table that is left out or has no `use`; None if the plan must name one.
 
     schedule: the plan's, if it has one. plugins: those that the plan names.
     """
@@ -30,7 +30,7 @@ def default_of(spec: ComponentTable, schedule: Component | None, plugins: Iterab
 
 
 def default_list(key: str, tables: Mapping[str, Table | None], schedule: Component | None) -> tuple[str, ...]:
-    """The records of a list that is left out: a reducer where ranks may hold the same weight, and a handler of ties."""
+    """Returns the records of a list that is left out: a reducer if ranks may hold the same weight, and a handler of ties."""
     if key == "metrics":
         return ("core.jsonl",)
     parallel: Any = tables["parallel"]
@@ -43,7 +43,7 @@ def default_list(key: str, tables: Mapping[str, Table | None], schedule: Compone
 
 
 def is_named_by(schedule: Component, name: str) -> bool:
-    """Whether the schedule's record names the record `name` for a table that is left out."""
+    """Returns whether the schedule's record names the record `name` for a table that is left out."""
     record = schedule.record
     return isinstance(record, ScheduleRecord) and name in (record.link, record.partition, record.ties)
 
@@ -51,7 +51,7 @@ def is_named_by(schedule: Component, name: str) -> bool:
 def without_default(
     spec: ComponentTable, schedule: Component, plugins: Iterable[Plugin], loader: Loader
 ) -> tuple[str, str]:
-    """Message and hint for a table that is left out and for which neither the schedule nor the plan's plugins decide."""
+    """Returns message and hint for a left-out table that neither the schedule nor the plan's plugins decide."""
     found = _offered(spec, plugins)
     message = f"the plan needs a table {spec.header} with `use`: `{schedule.name}` names no {words(spec.kind)}"
     if found:

@@ -1,7 +1,7 @@
-"""What the keys of a table mean: the docstrings below its fields, read from its source when somebody asks.
+"""Descriptions of a table's keys: the docstrings below its fields, read from its source when they are needed.
 
-pydantic can do this (`use_attribute_docstrings`), but does so for every table whenever its module is imported, which was
-an eighth of the time of `train-cli check`.
+pydantic can do this (`use_attribute_docstrings`), but does so for every table whenever its module is imported, which
+was an eighth of the time of `train-cli check`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sley_core.table import Table
 
 
 def description(model: type[Table], key: str) -> str | None:
-    """What `key` of `model` means: the field's own `description`, or else the docstring below it, or below a base's."""
+    """Returns what `key` of `model` means: the field's own `description`, else the docstring below it or below a base's."""
     info = model.model_fields.get(key)
     if info is None or info.description:
         return info and info.description
@@ -25,7 +25,7 @@ def description(model: type[Table], key: str) -> str | None:
 
 
 def describe_all() -> None:
-    """Gives the fields of every table that there is their descriptions, for a JSON Schema that is made next."""
+    """Sets the descriptions of the fields of every imported table, for a JSON Schema that is made next."""
     # In the order in which they were defined: a table within another comes before it, and is built into it.
     for model in _tables(Table):
         missing = [key for key, info in model.model_fields.items() if not info.description]
@@ -43,7 +43,7 @@ def _tables(model: type[Table]) -> Iterator[type[Table]]:
 
 @cache
 def _docstrings(model: type) -> Mapping[str, str]:
-    """Of the fields that the body of this class itself has; none where there is no source."""
+    """Returns the docstrings of the fields that this class itself defines; none if there is no source."""
     if not issubclass(model, Table):
         return {}
     try:

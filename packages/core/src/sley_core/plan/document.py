@@ -1,6 +1,6 @@
 """A plan as it was given: its tables as plain data, and the place in the file or on the command line of every key.
 
-Everything after this works on the data; whoever finds something wrong at a key path asks the document for the place.
+Everything after this works on the data; code that finds a problem at a key path asks the document for the place.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Override:
 
     @property
     def place(self) -> Place:
+        """The text on the command line."""
         return Place(f"--set #{self.number}", column=1, length=len(self.text))
 
 
@@ -59,7 +60,7 @@ class Document:
     overrides: tuple[Override, ...] = ()
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """Where the user wrote the value at `path`; None where nobody did."""
+        """Returns where the user wrote the value at `path`; None if it is not in the document."""
         if not _has(self.tables, path):
             return None
         override = self._override(path)
@@ -71,13 +72,13 @@ class Document:
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
     ) -> Diagnostic:
-        """A problem at `path`, placed at its key or value, or at the closest table around it that was written."""
+        """Returns a diagnostic at `path`, placed at its key or value, or at the closest table around it that was written."""
         place, line = self.place(path, at)
         hint = printable(hint) if hint else None
         return Diagnostic(code, printable(message), path=path, place=place, source_line=line, hint=hint)
 
     def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
-        """The place of `path` or of the closest table around it, and the text that is there."""
+        """Returns the place of `path`, or of the closest table around it, and the text there."""
         for length in range(len(path), 0, -1):
             near = path[:length]
             override = self._override(near)
@@ -90,21 +91,21 @@ class Document:
         return Place(self.file), None
 
     def located(self, diagnostic: Diagnostic) -> Diagnostic:
-        """The diagnostic with a place, if it has a path and no place yet."""
+        """Returns the diagnostic with a place, if it has a path and no place yet."""
         if diagnostic.place or not diagnostic.path:
             return diagnostic
         place, line = self.place(diagnostic.path)
         return replace(diagnostic, place=place, source_line=line)
 
     def line(self, number: int) -> str | None:
-        """The text of a line, counted from 1, as it can be shown: each character is one column wide."""
+        """Returns the text of a line, counted from 1, for display: each character is one column wide."""
         return printable(self.lines[number - 1].replace("\t", " ")) if 0 < number <= len(self.lines) else None
 
     def _in_file(self, span: TextSpan) -> Place:
         return Place(self.file, *span)
 
     def _override(self, path: KeyPath) -> Override | None:
-        """The last override that set `path`, something around it, or (where the file has no such table) inside it."""
+        """Returns the last override that set `path`, something around it, or (if the file has no such table) inside it."""
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
@@ -117,9 +118,10 @@ _OVERRIDE = re.compile(r"--set #([0-9]+)")
 
 
 def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """Sorted as a reader meets them: the file from top to bottom, then each `--set` as numbered; equal ones once."""
+    """Returns the diagnostics without duplicates, as a reader meets them: the file top to bottom, then each `--set`."""
 
     def order(diagnostic: Diagnostic) -> tuple[bool, int, int, int]:
+        """Returns the sort key of a diagnostic: the file before overrides, then line and column."""
         place = diagnostic.place or Place("")
         override = _OVERRIDE.fullmatch(place.file)
         return (bool(override), int(override[1]) if override else 0, place.line, place.column)
@@ -132,7 +134,7 @@ MOST_PROBLEMS = 100
 
 
 def first_of(wrong: Sequence[Found], told: Callable[[Found], Diagnostic], owner: str) -> list[Diagnostic]:
-    """What is `told` of as many as a person reads, and behind the last of them how many more `owner` has."""
+    """Returns the diagnostics of the first `MOST_PROBLEMS` of `wrong`, and one that says how many more `owner` has."""
     found = [told(each) for each in wrong[:MOST_PROBLEMS]]
     if len(wrong) > MOST_PROBLEMS:
         message = f"and {len(wrong) - MOST_PROBLEMS:,} more problems of {owner}"
@@ -141,14 +143,14 @@ def first_of(wrong: Sequence[Found], told: Callable[[Found], Diagnostic], owner:
 
 
 def locate(error: SleyError, document: Document) -> SleyError:
-    """The same error, its diagnostics with the places of `document`."""
+    """Gives the diagnostics of `error` their places in `document`; returns the same error."""
     error.diagnostics = tuple(document.located(diagnostic) for diagnostic in error.diagnostics)
     error.args = ("\n".join(str(diagnostic) for diagnostic in error.diagnostics),)
     return error
 
 
 def plain(value: Any) -> Any:
-    """A value as TOML has it: tables as dicts without absent keys, arrays as lists."""
+    """Returns a value as TOML has it: tables as dicts without absent keys, arrays as lists."""
     if isinstance(value, Table):
         return plain(value.model_dump(exclude_none=True))
     if isinstance(value, Mapping):
@@ -159,6 +161,7 @@ def plain(value: Any) -> Any:
 
 
 def _has(tables: Any, path: KeyPath) -> bool:
+    """Returns whether there is a value at `path`."""
     for part in path:
         if isinstance(tables, dict) and part in tables:
             tables = tables[str(part)]

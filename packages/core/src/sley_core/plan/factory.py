@@ -17,9 +17,9 @@ from sley_core.plan.words import suggestion
 def call_factory(
     name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:
-    """What the code `name` returns for `options`, and for those of `given` that its signature names.
+    """Imports and calls the code `name` with `options`, and with those of `given` that its signature names.
 
-    path: the table, for the place of an error. folder: where modules are looked for too, from now on.
+    path: the table, for the place of an error. folder: stays on `sys.path` from now on.
     Raises PlanError: "factory-import", "factory-options" (it does not take them), "factory-failed" (it raised).
     """
     function = import_factory(name, path, folder)
@@ -46,7 +46,10 @@ def call_factory(
 
 
 def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:
-    """The callable that `"package.module:attribute"` names; `folder` is on `sys.path` from now on."""
+    """Imports the callable that `"package.module:attribute"` names; `folder` stays on `sys.path` from now on.
+
+    Raises PlanError "factory-import".
+    """
     if folder and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     module_name, _, attribute = name.partition(":")
@@ -71,7 +74,7 @@ def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..
 
 
 def cause(error: BaseException) -> str:
-    """Kind, first line and innermost place outside the installation of an error that someone else's code raised."""
+    """Returns in words the type, first line and innermost user code location of an error that user code raised."""
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

@@ -36,7 +36,7 @@ NOT_A_FAULT = "default_factory_not_called"
 def faults(
     error: ValidationError, model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document, owner: str
 ) -> list[Diagnostic]:
-    """The diagnostics of one table: `given` lies at `path` of the document and was meant to be a `model`.
+    """Returns the diagnostics of one table, one per key: `given` lies at `path` and was meant to be a `model`.
 
     owner: what the table is, for messages: "[batch]" or "`core.adamw`".
     """
@@ -50,7 +50,7 @@ def faults(
 
 
 def unknown_key(key: str, known: Iterable[str], path: KeyPath, document: Document, owner: str) -> Diagnostic:
-    """The diagnostic of a key that `owner` does not have."""
+    """Returns the diagnostic of a key that `owner` does not have, with the closest known key."""
     choices = sorted(known)
     listed = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
     message = f"`{key}` is not a key of {owner}"
@@ -66,6 +66,7 @@ def _diagnostic(
     document: Document,
     owner: str,
 ) -> Diagnostic:
+    """Returns one diagnostic for all pydantic errors `found` at the key path `inner` of a table."""
     kinds = {fault["type"] for fault in found}
     whole = (*path, *inner)
     if "extra_forbidden" in kinds:
@@ -103,6 +104,7 @@ def _code(kinds: set[str], value: Any) -> str:
 
 
 def _hint(code: str, expected: str, value: Any) -> str | None:
+    """Returns a suggestion for a string that is a wrong value, or a number or boolean in quotes; else None."""
     if not isinstance(value, str):
         return None
     if code == "wrong-value":
@@ -130,7 +132,7 @@ def _description(model: type[Table], inner: KeyPath) -> str | None:
 
 
 def _key_path(location: tuple[str | int, ...], kind: str, given: Any) -> KeyPath:
-    """The parts of `location` that are keys and numbers of `given`; what is left are names of union arms."""
+    """Returns the parts of `location` that are keys and indices of `given`, without names of union arms."""
     path: KeyPath = ()
     here: Any = given
     for position, part in enumerate(location):

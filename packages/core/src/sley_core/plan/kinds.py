@@ -91,6 +91,7 @@ class ComponentTable:
 
     @property
     def header(self) -> str:
+        """The table's header in a plan: `[key]`, or `[[key]]` for a list."""
         return f"[[{self.key}]]" if self.many else f"[{self.key}]"
 
 
@@ -162,11 +163,11 @@ COMPONENTS = (
 
 
 def words(kind: RecordKind) -> str:
-    """A kind in the singular, for messages: "gradient handler"."""
+    """Returns a kind in the singular, for messages: "gradient handler"."""
     return WORDS.get(kind, kind.replace("_", " ").removesuffix("s").replace("policie", "policy"))
 
 
 def a_word(kind: RecordKind) -> str:
-    """With its article: "an optimizer"."""
+    """Returns a kind in the singular with its article: "an optimizer"."""
     word = words(kind)
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"

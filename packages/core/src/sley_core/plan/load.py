@@ -1,4 +1,4 @@
-"""The ways to a plan: from a file, a text, or tables that a program made."""
+"""Loads a plan from a file, a text, or tables that a program made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sley_core.plan.resolve import resolve
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
-    """The plan in the file `path`, with each `key.path=VALUE` of `overrides` set after it.
+    """Loads the plan in the file `path`, with each `key.path=VALUE` of `overrides` applied in order.
 
     Raises PlanError with all problems, sorted by place, or PluginError if a plugin is among them. Imports no torch.
     """
@@ -32,7 +32,7 @@ def plan_from_text(
     *,
     loader: Loader | None = None,
 ) -> Plan:
-    """The plan in `text`; messages call it `file`, relative paths start at `folder`."""
+    """Loads the plan in `text`; messages call it `file`, relative paths start at `folder`. Raises as `load_plan`."""
     return resolve(read_text(text, file, folder, overrides), loader or Loader())
 
 
@@ -43,15 +43,15 @@ def plan_from_dict(
     *,
     loader: Loader | None = None,
 ) -> Plan:
-    """The plan in plain data, as TOML would give it; None leaves a key out."""
+    """Loads the plan in plain data, as TOML would give it; None leaves a key out. Raises as `load_plan`."""
     return resolve(read_tables(tables, folder, overrides), loader or Loader())
 
 
 def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
-    """The plan with some values changed: what a run found out, such as the number of its samples.
+    """Returns a plan with some values changed: what a run found out, such as the number of its samples.
 
-    Checked like any other, with the plugins that are loaded already; everything else keeps its place and origin,
-    and the origin of these is "core".
+    Checked like any other, with the plugins that are loaded already. The changed values get the origin "core"; all
+    others keep their place and origin.
     """
     tables = deepcopy(plan.document.tables)
     for path, value in values.items():

@@ -1,7 +1,7 @@
-"""Where each key of a TOML document stands.
+"""The position of each key of a TOML document.
 
-tomli gives line and column of a syntax error and nothing else. `index` scans a document that tomli has already accepted,
-so it need not judge anything: it only has to tell keys, headers and values apart.
+tomli gives line and column of a syntax error and nothing else. `index` scans a document that tomli has already
+accepted, so it need not validate: it only has to tell keys, headers and values apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Spot(NamedTuple):
 
 
 def index(text: str) -> dict[KeyPath, Spot]:
-    """The spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
+    """Returns the spots of every key, table and array item of `text`, which tomli must accept; line ends are "\\n".
 
     A table that only longer keys imply (`a` in `[a.b]`) is located at its part of the first of them.
     """
@@ -61,6 +61,7 @@ class _Scanner:
         self.lengths: dict[KeyPath, int] = {}  # of arrays of tables, as far as they have been read
 
     def document(self) -> None:
+        """Scans the full text and fills `spots`."""
         table: KeyPath = ()
         while self.skip(_GAP):
             if self.text[self.at] == "[":
@@ -69,6 +70,7 @@ class _Scanner:
                 self.key_and_value(table)
 
     def header(self) -> KeyPath:
+        """Scans a table header; returns the path of its table, with the item's number for `[[key]]`."""
         start = self.at
         double = self.text.startswith("[[", start)
         self.at += 2 if double else 1
@@ -92,6 +94,7 @@ class _Scanner:
         return path
 
     def key_and_value(self, table: KeyPath) -> None:
+        """Scans `key = value` in the table at `table` and notes their spots."""
         path = table
         parts = self.key()
         for name, span in parts:
@@ -102,7 +105,7 @@ class _Scanner:
         self.spots[path] = Spot(parts[-1][1], self.value(path))
 
     def key(self) -> list[tuple[str, TextSpan]]:
-        """The parts of a dotted key; leaves the scanner at what follows it."""
+        """Returns the parts of a dotted key; leaves the scanner at what follows it."""
         parts = []
         while True:
             self.skip(_BLANK)
@@ -118,6 +121,7 @@ class _Scanner:
             self.at += 1
 
     def value(self, path: KeyPath) -> TextSpan:
+        """Scans the value at `path`, with all that it contains, and returns its span."""
         start = self.at
         match self.text[start]:
             case "[":
@@ -133,6 +137,7 @@ class _Scanner:
         return self.span(start, self.at)
 
     def array(self, path: KeyPath) -> None:
+        """Scans an array and notes the spot of each item."""
         self.at += 1
         item = 0
         while self.skip(_GAP) and self.text[self.at] != "]":
@@ -142,20 +147,21 @@ class _Scanner:
         self.at += 1
 
     def inline_table(self, path: KeyPath) -> None:
+        """Scans an inline table and notes the spots of its keys."""
         self.at += 1
         while self.skip(_GAP) and self.text[self.at] != "}":
             self.key_and_value(path)
         self.at += 1
 
     def skip(self, pattern: re.Pattern[str]) -> bool:
-        """Move past `pattern`; whether there is text left."""
+        """Moves past `pattern` if it matches here; returns whether there is text left."""
         match = pattern.match(self.text, self.at)
         if match:
             self.at = match.end()
         return self.at < len(self.text)
 
     def span(self, start: int, end: int) -> TextSpan:
-        """The characters from `start` to `end`, or to the end of the first line."""
+        """Returns the characters from `start` to `end`, or to the end of the first line."""
         line = bisect_right(self.line_starts, start)
         begin = self.line_starts[line - 1]
         newline = self.text.find("\n", start, end)

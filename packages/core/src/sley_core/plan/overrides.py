@@ -15,10 +15,10 @@ _QUOTE = "VALUE is TOML; a string needs quotes, which the shell takes away: --se
 
 
 def apply(tables: dict[str, Any], text: str) -> KeyPath:
-    """Set in `tables` what `text` says, making the tables on the way; the path that was set.
+    """Sets in `tables` the value that `text` gives, creating tables on the path; returns the path that was set.
 
-    A number counts in an array; the number behind its last item appends one.
-    Raises PlanError "set-invalid", without a place.
+    A number is an index into an array; the number after its last item appends one. Raises PlanError "set-invalid",
+    without a place.
     """
     if not is_utf8(text):
         raise PlanError("set-invalid", f"`{printable(text)}` is not UTF-8")
@@ -44,7 +44,7 @@ def apply(tables: dict[str, Any], text: str) -> KeyPath:
 
 
 def _step(here: Any, part: str, path: KeyPath) -> str | int:
-    """The key or number that `part` means in the table or array `here`; makes room for one more item."""
+    """Returns the key or index that `part` means in the table or array `here`; appends an empty item if it is the next."""
     if isinstance(here, dict):
         return part
     if not part.isdecimal() or int(part) > len(here):
@@ -56,13 +56,14 @@ def _step(here: Any, part: str, path: KeyPath) -> str | int:
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """Around the first equals sign outside quotes."""
+    """Returns the texts around the first equals sign outside quotes, and the sign or ""."""
     match = re.match(r"((?:[^=\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*')*)(=?)", text)
     assert match, text
     return match[1].strip(), match[2], text[match.end() :].strip()
 
 
 def _key(name: str) -> list[str]:
+    """Returns the parts of a dotted key, quoted as in TOML; raises PlanError "set-invalid"."""
     try:
         nested: Any = tomli.loads(f"{name} = 0") if "\n" not in name else {}
     except (tomli.TOMLDecodeError, RecursionError):
@@ -77,6 +78,7 @@ def _key(name: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
+    """Returns the TOML value of `text`, or `text` itself if it is a bare word; raises PlanError "set-invalid"."""
     try:
         found = tomli.loads(f"value = {text}")
         if found.keys() == {"value"}:

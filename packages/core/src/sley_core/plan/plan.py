@@ -1,4 +1,4 @@
-"""The resolved plan: every value that a run uses, where it came from, and the records that will build its parts."""
+"""The resolved plan: every value that a run uses, where it came from, and the records that build its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sley_core.topology import Topology
 
 @dataclass(frozen=True)
 class Component:
-    """A table whose content a record or a factory decides, ready to be built.
+    """One table that a record or a factory decides, ready to be built.
 
     name: `core.adamw`, or the path of the factory.
     record: None for a factory, whose path and options are in `config`.
@@ -49,10 +49,11 @@ class Component:
 
     @property
     def kind(self) -> RecordKind:
+        """The kind of record that the table takes."""
         return self.table.kind
 
     def load(self) -> None:
-        """Imports the code that `build` calls; raises what that raises."""
+        """Imports the code that `build` calls, and raises what the import raises."""
         try:
             if self.record:
                 assert self.plugin, self.name
@@ -64,9 +65,10 @@ class Component:
             raise
 
     def build(self, *args: Any) -> Any:
-        """The live object: `record.build(config, *args)`, or what the factory returns for its options.
+        """Builds the live object: `record.build(config, *args)`, or what the factory returns for its options.
 
-        Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported, placed in the plan.
+        Raises PlanError for the user's code, PluginError for a plugin's that cannot be imported,
+        placed in the plan.
         """
         try:
             if self.record:
@@ -84,7 +86,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Plan:
-    """A valid plan with every default written in. Equal plans run alike; where values came from does not count.
+    """A valid plan with every default written in. Equal plans run alike; the origin of values does not count.
 
     plugins: those that the plan names, by name, core first, then in order of appearance.
     """
@@ -117,7 +119,7 @@ class Plan:
     origins: Mapping[KeyPath, Origin] = field(compare=False, repr=False)
 
     def build_named(self, kind: RecordKind, name: str, *args: Any) -> Any:
-        """The live object of the record `name` with its defaults: what a field of a table refers to.
+        """Builds the record `name` with its defaults: for a field of a table that refers to a record.
 
         Raises PluginError for a plugin's code that cannot be imported.
         """
@@ -127,45 +129,45 @@ class Plan:
 
     @property
     def folder(self) -> Path | None:
-        """Where relative paths start and factories are looked for; None for a plan that never was a file."""
+        """Folder in which relative paths start and factories are looked for; None for a plan that was never a file."""
         return self.document.folder
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The whole plan as plain data, as TOML has it."""
+        """The full plan as plain data, as TOML has it."""
         return to_tables(self)
 
     def to_toml(self) -> str:
-        """The whole plan as text that loads again to an equal plan."""
+        """Returns the full plan as text that loads again to an equal plan."""
         return to_toml(self)
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal plans, in every process and on every machine."""
+        """Hash that is equal for equal plans, in every process and on every machine."""
         return digest(self)
 
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
-        """Call a hook of each plugin in the plan's order; yields the plugin and what it returned, unless None.
+        """Calls a hook of each plugin in the plan's order; yields the plugin and what it returned, unless None.
 
-        Raises PluginError, naming the plugin, for whatever the hook raises.
+        Raises PluginError, naming the plugin, for whatever the hook raises. Hooks run only as the iterator is consumed.
         """
         for plugin in self.plugins.values():
             for result in plugin.call(hook, **arguments):
                 yield plugin, result
 
     def world(self, available: int | None = None) -> int:
-        """How many ranks the plan wants: what `dp` fixes, else `available`, else the fewest that the layout allows."""
+        """Returns how many ranks the plan wants: what `dp` fixes, else `available`, else the fewest that the layout allows."""
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
         return available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_micros(self, topology: Topology) -> int:
-        """Micro-batches per rank and step; `check_plan` refuses a batch that does not divide."""
+        """Returns the micro-batches per rank and step; `check_plan` refuses a batch that does not divide."""
         return self.batch.global_size // (topology.dp * self.batch.micro_size)
 
     def topology(self, world: int) -> Topology:
-        """The layout of `world` ranks; PlanError "layout" if they do not divide so."""
+        """Returns the layout of `world` ranks; raises PlanError "layout" if they do not divide into it."""
         sizes = self.parallel
         try:
             return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
@@ -174,16 +176,16 @@ class Plan:
             raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world))]) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
-        """A problem at `path`, with its place in the plan's file."""
+        """Returns a diagnostic at `path`, with its place in the plan's file."""
         return self.document.diagnostic(code, message, path, hint)
 
     def located(self, error: SleyError) -> SleyError:
-        """The same error; diagnostics that have a path and no place get theirs: `raise plan.located(error)`."""
+        """Gives diagnostics that have a path and no place their place; returns the same error: `raise plan.located(error)`."""
         return locate(error, self.document)
 
 
 def _odd_axis(sizes: ParallelTable, equation: str) -> str:
-    """The axis to blame for an equation of `Topology.of` that fails."""
+    """Returns the axis to blame for a failed equation of `Topology.of`."""
     if "wdp" in equation:
         return "wp"
     if sizes.dp != "auto":
@@ -192,6 +194,7 @@ def _odd_axis(sizes: ParallelTable, equation: str) -> str:
 
 
 def _fitting(sizes: ParallelTable, world: int) -> str:
+    """Returns a hint with the world sizes closest to `world` that the layout allows."""
     if sizes.dp != "auto":
         fixed = sizes.pp * sizes.dp * sizes.sp
         return f'this plan fixes the world to {fixed} ranks; `dp = "auto"` takes what the world leaves over'

@@ -1,4 +1,4 @@
-"""From a file or a text to a `Document`, with `--set` applied; every way in which that can fail has its own code."""
+"""Reads a file or a text to a `Document` and applies `--set`; every failure has its own code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGEST = 2**63
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """The document of the plan at `path`.
+    """Returns the document of the plan at `path`.
 
     Raises PlanError: "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "too-deep",
     "out-of-range" (an integer beyond 64 bits), and "set-invalid" for an override that cannot be applied.
@@ -56,8 +56,10 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def read_bounded(path: str | Path) -> bytes:
-    """The content of a file that a person writes. Raises OSError, also for one of more than `MOST_BYTES`, and for a pipe in
-    which nothing comes for `PATIENCE_S`: what never ends is not read to its end."""
+    """Returns the content of a file that a person wrote; blocks for `PATIENCE_S` at most on an empty pipe.
+
+    Raises OSError, also for more than `MOST_BYTES`, so that endless input is not read for ever.
+    """
     # Not blocking: to open a pipe that nobody writes would wait for ever.
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -67,6 +69,7 @@ def read_bounded(path: str | Path) -> bytes:
 
 
 def _read_open(file: int, name: str) -> bytes:
+    """Reads an open file, which may be a non-blocking pipe, to its end. Raises OSError."""
     mode = os.fstat(file).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", name)
@@ -89,7 +92,7 @@ def _read_open(file: int, name: str) -> bytes:
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """The document of a plan's text; `file` is the name that messages show."""
+    """Returns the document of a plan's text; `file` is the name that messages show. Raises PlanError as `read_file` does."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
@@ -114,13 +117,14 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
-    """The document of tables that a program made; they are copied."""
+    """Returns the document of tables that a program made; they are copied."""
     copied = plain(tables)
     _refuse_deep(copied, "<tables>")
     return _overridden(Document("<tables>", folder and folder.absolute(), copied), overrides)
 
 
 def _overridden(document: Document, texts: Sequence[str]) -> Document:
+    """Returns the document with the overrides applied in order; raises one PlanError for all that are invalid."""
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):
@@ -143,7 +147,7 @@ def _overridden(document: Document, texts: Sequence[str]) -> Document:
 
 
 def _refuse_deep(tables: Any, file: str, lines: Sequence[str] = ()) -> None:
-    """Without recursion, so that what comes after may recurse."""
+    """Raises PlanError "too-deep". Iterates instead of recursing, so that later code may recurse."""
     # Each with the key of the plan that it lies in.
     level = [(str(key), value) for key, value in tables.items() if isinstance(value, dict | list)]
     for _ in range(DEEPEST):
@@ -159,9 +163,11 @@ def _refuse_deep(tables: Any, file: str, lines: Sequence[str] = ()) -> None:
 
 
 def _refuse_large(document: Document) -> None:
+    """Raises PlanError "out-of-range" for every integer beyond 64 bits."""
     large: list[tuple[KeyPath, int]] = []
 
     def walk(value: Any, path: KeyPath) -> None:
+        """Collects the integers beyond 64 bits in `value`."""
         if isinstance(value, dict):
             for key, inner in value.items():
                 walk(inner, (*path, key))
@@ -172,6 +178,7 @@ def _refuse_large(document: Document) -> None:
             large.append((path, value))
 
     def told(found: tuple[KeyPath, int]) -> Diagnostic:
+        """Returns the diagnostic of one such integer."""
         message = f"`{dotted(found[0])}` must be an integer of 64 bits, not {shown(found[1])}"
         return document.diagnostic("out-of-range", message, found[0])
 
@@ -181,6 +188,7 @@ def _refuse_large(document: Document) -> None:
 
 
 def _decoded(content: bytes, name: str) -> str:
+    """Returns the content as text; raises PlanError "plan-not-utf8" with line and column."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -196,6 +204,7 @@ def _decoded(content: bytes, name: str) -> str:
 
 
 def _near(path: Path) -> str | None:
+    """Returns a hint for a missing file: the plans in its folder, if there are any; None if the folder cannot be read."""
     try:
         plans = sorted(file.name for file in path.absolute().parent.glob("*.toml"))
     except (OSError, ValueError):

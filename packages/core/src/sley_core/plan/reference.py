@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
-    """The keys of `model`, and below a key that takes tables the keys of these."""
+    """Yields the keys of `model`, and the keys of tables inside it, with dotted names."""
     for name, info in model.model_fields.items():
         yield Row(
             f"{prefix}{name}", takes(info.annotation, info.metadata), _default(info), description(model, name) or ""
@@ -62,7 +62,7 @@ def rows(model: type[Table], prefix: str = "") -> Iterator[Row]:
 
 
 def reference() -> str:
-    """The page."""
+    """Returns the text of docs/plan.md."""
     parts = [INTRODUCTION]
     for name, model in {**TABLES, **OPTIONAL}.items():
         optional = " (may be left out)" if name in OPTIONAL else ""
@@ -79,6 +79,7 @@ def reference() -> str:
 
 
 def _choice(spec: ComponentTable) -> str:
+    """Returns the sentence that says what `use` and `factory` take and what the default is."""
     names = f"`use` names {a_word(spec.kind)}" + (", or `factory` your own code" if spec.factory else "")
     if spec.default:
         return f'{names}; left out, `use = "{spec.default}"`.'
@@ -99,6 +100,7 @@ def _table(found: Iterator[Row]) -> str:
 
 
 def _default(info: FieldInfo) -> str:
+    """Returns a field's default as the page shows it."""
     if info.is_required():
         return "(required)"
     if info.default_factory is not None:

@@ -1,4 +1,4 @@
-"""The records that the fields of a table name, beside its `use`: the pool of a communicator, the partition of a pipeline."""
+"""The records that fields of a table name beside its `use`: the pool of a communicator, the partition of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Reference(NamedTuple):
 
 
 def references(table: Table) -> Iterator[Reference]:
-    """Every record reference in `table`, in the order of its model's fields."""
+    """Yields every record reference in `table`, in the order of its model's fields."""
     for name, info in type(table).model_fields.items():
         yield from _within(info.annotation, info.metadata, getattr(table, name), (name,))
 
 
 def _within(annotation: Any, metadata: Sequence[Any], value: Any, path: KeyPath) -> Iterator[Reference]:
+    """Yields the references inside `value`, whose type is `annotation`, at any depth."""
     marks = [item for item in metadata if isinstance(item, RecordReference)]
     if marks and isinstance(value, str):
         yield Reference(path, marks[-1].kind, value)

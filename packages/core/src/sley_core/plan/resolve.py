@@ -1,6 +1,6 @@
-"""From a document to a `Plan`: loads the plugins it names, checks every table, writes the defaults in.
+"""Resolves a document to a `Plan`: loads the plugins it names, checks every table, writes the defaults in.
 
-All problems are collected; only where a plugin is missing can what it would have said not be known.
+All problems are collected; only if a plugin is missing are the problems unknown that its tables may have.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table 
 
 
 def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath] = ()) -> Plan:
-    """The plan that `document` describes; the user did not write what lies at `found_by_core`, a run found it.
+    """Returns the plan that `document` describes. A run, not the user, wrote the values at `found_by_core`.
 
-    Raises PlanError with all that is wrong with it, sorted by place; PluginError if a plugin is among that.
+    Raises PlanError with all problems, sorted by place; PluginError if a plugin is among them.
     """
     resolver = _Resolver(document, loader)
     tables = {name: resolver.table(name, model) for name, model in TABLES.items()}
@@ -65,7 +65,7 @@ class _Resolver:
         self._plugin("core", ())
 
     def table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
-        """Core's table `name`; a table without a required key may be left out."""
+        """Returns core's table `name`; one without a required key may be left out. None if it has a problem."""
         required = [key for key, info in model.model_fields.items() if info.is_required()]
         if name not in self.tables and required:
             keys = ", ".join(f"`{key}`" for key in required)
@@ -74,18 +74,18 @@ class _Resolver:
         return self._validated(model, self.tables.get(name, {}), (name,), f"[{name}]")
 
     def optional(self, name: str, model: type[AnyTable]) -> AnyTable | None:
-        """Core's table `name`, or None where the plan has none."""
+        """Returns core's table `name`, or None if the plan has none."""
         return self.table(name, model) if name in self.tables else None
 
     def timeline(self, run: Table | None) -> Table | None:
-        """The table `timeline` of a pipeline whose plan has none."""
+        """Returns a default `timeline` table for a pipeline whose plan has none."""
         if not isinstance(run, RunTable) or "pipeline" not in self.tables or "timeline" in self.tables:
             return None
         self.written_in.add(("timeline", "step"))
         return TimelineTable(step=min(DRAWN_STEP, run.steps))
 
     def component(self, spec: ComponentTable) -> Component | None:
-        """The component of a table of which there is one; None also where an optional one is left out."""
+        """Returns the component of a single table; None if an optional one is left out or it has a problem."""
         if spec.only_with is not None and spec.only_with not in self.tables:
             if spec.key in self.tables:
                 message = f"{spec.header} means nothing without [{spec.only_with}]"
@@ -101,12 +101,12 @@ class _Resolver:
         return found
 
     def is_named(self, spec: ComponentTable) -> bool:
-        """Whether the plan itself names the record of a table."""
+        """Returns whether the plan itself names the record of a table."""
         given = self.tables.get(spec.key)
         return isinstance(given, dict) and "use" in given
 
     def components(self, spec: ComponentTable, tables: Mapping[str, Table | None]) -> tuple[Component, ...]:
-        """The components of a list of tables; where it is left out, those that the layout needs."""
+        """Returns the components of a list of tables; if it is left out, those that the layout needs."""
         if spec.key not in self.tables:
             default = default_list(spec.key, tables, self.schedule)
             self.written_in.update((spec.key, number, "use") for number in range(len(default)))
@@ -129,7 +129,7 @@ class _Resolver:
         return tuple(component for component in found if component)
 
     def top_level(self) -> None:
-        """Reports a format that is not ours, and tables and keys that no plan has."""
+        """Notes a problem for another format of plan, and for tables and keys that no plan has."""
         version = self.tables.get("plan", FORMAT)
         if version != FORMAT or isinstance(version, bool):
             message = f"`plan` is the format of the plan, {FORMAT}, not {shown(version)}"
@@ -137,7 +137,7 @@ class _Resolver:
         self.problems += first_of([key for key in self.tables if key not in TOP_LEVEL], self._unknown, "the plan")
 
     def raise_problems(self) -> None:
-        """PlanError or PluginError, if there was any problem."""
+        """Raises PlanError or PluginError, if any problem was noted."""
         if self.problems:
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
@@ -152,6 +152,7 @@ class _Resolver:
     def _component(
         self, spec: ComponentTable, given: Any, path: KeyPath, default: str | None = None
     ) -> Component | None:
+        """Returns the component of one table, by its `use`, its `factory` or `default`; None if it has a problem."""
         if not isinstance(given, dict):
             self._problem("wrong-type", f"`{spec.key}` must be a table, not {shown(given)}", path)
             return None
@@ -175,6 +176,7 @@ class _Resolver:
         return self._record_component(spec, given, path)
 
     def _record_component(self, spec: ComponentTable, given: dict[str, Any], path: KeyPath) -> Component | None:
+        """Returns the component that `use` names, its config validated and its references loaded; None if it has a problem."""
         name = given["use"]
         at, by = self._origin(name, (*path, "use"))
         plugin = self._named(name, at, by)
@@ -245,6 +247,7 @@ class _Resolver:
         return None
 
     def _plugin(self, name: str, path: KeyPath, by: str = "") -> Plugin | None:
+        """Returns the plugin `name`, loaded at most once; None, with a problem noted, if that fails."""
         if name not in self.plugins and name not in self.broken:
             try:
                 self.plugins[name] = self.loader.load(name)
@@ -254,6 +257,7 @@ class _Resolver:
         return self.plugins.get(name)
 
     def _validated(self, model: type[AnyTable], given: Any, path: KeyPath, owner: str) -> AnyTable | None:
+        """Returns `given` as a `model`; None, with the problems noted, if it does not validate."""
         if not isinstance(given, dict):
             self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(given)}", path)
             return None
@@ -264,6 +268,7 @@ class _Resolver:
             return None
 
     def _source_folder(self) -> None:
+        """Resolves paths from the plan's `source_folder`, if it has one, in place of the file's folder."""
         given = self.tables.get("source_folder")
         if isinstance(given, str):
             folder = Path(self.document.folder or Path(), given)
@@ -287,6 +292,7 @@ def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
     """Of every value in the resolved plan."""
 
     def origin(path: KeyPath) -> Origin:
+        """Returns where the value at `path` came from."""
         return Origin("core") if path in written_in else plan.document.origin(path) or Origin("default")
 
     return {path: origin(path) for path, _ in leaves(plan.tables)}

@@ -22,9 +22,9 @@ ITEM_LIMITS = {"minLength": "minItems", "maxLength": "maxItems"}
 
 
 def json_schema(loader: Loader | None = None) -> dict[str, Any]:
-    """The schema, with the records of every plugin that `loader` can load; a broken plugin has no alternatives.
+    """Returns the schema, with the records of every plugin that `loader` can load; a broken plugin has no alternatives.
 
-    It knows types, ranges and keys. What only core can say (sizes that divide, files that exist) it accepts.
+    It checks types, ranges and keys. It accepts what only core can check (sizes that divide, files that exist).
     """
     records = _records(loader or Loader())
     models = [*TABLES.values(), *OPTIONAL.values(), *(spec.factory for spec in COMPONENTS if spec.factory)]
@@ -34,7 +34,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
     shared: dict[str, Any] = _for_toml(definitions.get("$defs", {}))
 
     def schema_of(model: type[Table]) -> dict[str, Any]:
-        """The whole schema of a model, where pydantic's is a reference to it."""
+        """Returns a copy of a model's full schema, for which pydantic gives a reference."""
         return deepcopy(shared[found[model, "validation"]["$ref"].rpartition("/")[2]])
 
     properties: dict[str, Any] = {
@@ -60,7 +60,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
 
 
 def _records(loader: Loader) -> Mapping[str, Mapping[str, Record]]:
-    """By table and by the name in a plan."""
+    """Returns the records of all plugins that load, by table and by the name in a plan."""
     records: dict[str, dict[str, Record]] = {spec.key: {} for spec in COMPONENTS}
     for name in loader.names():
         try:
@@ -89,7 +89,7 @@ def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str,
 
 
 def _for_toml(schema: Any) -> Any:
-    """As TOML needs it: without null, with limits of arrays as such, and without titles, which repeat the keys."""
+    """Returns a schema as TOML needs it: without null and titles, and with limits of arrays named as such."""
     if isinstance(schema, list):
         return [_for_toml(item) for item in schema]
     if not isinstance(schema, dict):
@@ -105,7 +105,7 @@ def _for_toml(schema: Any) -> Any:
 
 
 def _used(shared: Mapping[str, Any], properties: Any) -> dict[str, Any]:
-    """The shared definitions that something refers to, directly or through another."""
+    """Returns the shared definitions that `properties` refer to, directly or through another."""
     used: dict[str, Any] = {}
     waiting = [properties]
     while waiting:

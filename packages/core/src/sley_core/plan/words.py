@@ -56,7 +56,7 @@ NOT_BUILT = dict.fromkeys(
 
 
 def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a field of this type, with these pydantic metadata, accepts in a plan."""
+    """Returns in words what a field of this type, with these pydantic metadata, accepts in a plan."""
     for item in reversed(metadata):
         if isinstance(item, Words):
             return item.text
@@ -83,7 +83,7 @@ def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a plan as a message shows it, never long."""
+    """Returns a plan's value as a message shows it, never long."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
@@ -98,7 +98,7 @@ def shown(value: Any) -> str:
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Why there is no such thing where that is known, "did you mean ...?" where a choice is close, else `otherwise`."""
+    """Returns why `wrong` does not exist if that is known, "did you mean ...?" if a choice is close, else `otherwise`."""
     known = list(choices)
     if (why := NOT_BUILT.get(wrong.lower().replace("-", "_"))) and wrong not in known:
         return why
@@ -108,7 +108,7 @@ def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None)
 
 
 def field_at(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequence[Any]] | None:
-    """Type and metadata of what lies at `path` in a table of type `model`; None where nothing may lie there."""
+    """Returns type and metadata of the field at `path` in a table of type `model`; None if there can be none."""
     found: tuple[Any, Sequence[Any]] = (model, ())
     for part in path:
         inner = _step(found[0], part)
@@ -119,7 +119,7 @@ def field_at(model: type[Table], path: Iterable[str | int]) -> tuple[Any, Sequen
 
 
 def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
-    """The table inside a field, and how a key path passes into it: "" for the table itself, ".N" for one of an array."""
+    """Returns the table inside a field, and how a key path enters it: "" for the table itself, ".N" for one of an array."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return annotation, ""
@@ -134,6 +134,7 @@ def inner_table(annotation: Any) -> tuple[type[Table], str] | None:
 
 
 def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
+    """Returns type and metadata of `part` inside a value of type `annotation`, one level of `field_at`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Table):
         info = annotation.model_fields.get(str(part))
@@ -148,11 +149,12 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, Sequence[Any]] | None:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with metadata of its own."""
+    """Returns the metadata without nesting: pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with its own."""
     return [inner for item in metadata for inner in getattr(item, "metadata", [item])]
 
 
 def _range(metadata: Iterable[Any]) -> str:
+    """Returns the bounds of a number in words, as " of at least 1"; "" without bounds."""
     low = high = None
     for item in metadata:
         match item:
@@ -169,6 +171,7 @@ def _range(metadata: Iterable[Any]) -> str:
 
 
 def _array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
+    """Returns in words what an array field accepts, with its length."""
     low = max((item.min_length for item in metadata if isinstance(item, limits.MinLen)), default=0)
     high = min((item.max_length for item in metadata if isinstance(item, limits.MaxLen)), default=None)
     if args[-1] is not Ellipsis:
@@ -190,12 +193,12 @@ def _literal(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text, as long as before, with `?` for what a terminal would not show or would obey."""
+    """Returns the text, equally long, with `?` for characters that a terminal would not show or would obey."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def is_utf8(text: str) -> bool:
-    """Whether the text can be written; what the system gives as bytes of no character arrives as lone surrogates."""
+    """Returns whether the text can be written; undecodable bytes from the system arrive as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

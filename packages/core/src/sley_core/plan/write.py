@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def to_tables(plan: Plan) -> dict[str, Any]:
-    """The whole plan as TOML has it. A key whose value is None is absent; paths are as they were given."""
+    """Returns the full plan as TOML has it. A key whose value is None is absent; paths are as they were given."""
     folder = plan.folder
     tables: dict[str, Any] = {"plan": FORMAT}
     if folder:
@@ -36,17 +36,17 @@ def to_tables(plan: Plan) -> dict[str, Any]:
 
 
 def to_toml(plan: Plan) -> str:
-    """The plan as text; loading it gives an equal plan, wherever the text lies."""
+    """Returns the plan as text; loading it gives an equal plan, in whatever folder the text lies."""
     return "\n".join(sections(plan.tables))
 
 
 def digest(plan: Plan) -> str:
-    """SHA-256 of everything but the folder that the plan came from, which may differ between machines."""
+    """Returns the SHA-256 of everything but the plan's source folder, which may differ between machines."""
     return hashlib.sha256("\n".join(sections(_movable(plan))).encode()).hexdigest()
 
 
 def digested(plan: Plan) -> dict[str, str]:
-    """Every value that the digest is of, by its key, as text: what to compare where digests differ."""
+    """Returns every value that the digest covers as text, by its key: compare these if digests differ."""
     return {dotted(path): repr(value) for path, value in leaves(_movable(plan))}
 
 
@@ -55,7 +55,7 @@ def _movable(plan: Plan) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value below the tables; an array of anything but tables is one value, an empty table too."""
+    """Yields every value below the tables with its path; an array of anything but tables is one value, an empty table too."""
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -67,7 +67,7 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def sections(tables: Mapping[str, Any]) -> Iterator[str]:
-    """Keys first, then each table under its header, everything within a table on one line per key."""
+    """Yields the text of the plan: top-level keys first, then each table under its header, with one line per key."""
     plain_keys = {key: value for key, value in tables.items() if not value or not _is_section(value)}
     yield _lines(plain_keys)
     for key, value in tables.items():
@@ -86,7 +86,7 @@ def _lines(table: Mapping[str, Any]) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value as TOML on one line."""
+    """Returns a value as TOML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(key)} = {inline(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
