@@ -52,7 +52,7 @@ def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> No
         (
             "steps = 20",
             "steps = []",
-            "wrong-type 5:9 `run.steps` must be an integer of at least 1, not an array | None",
+            "wrong-type 5:9 `run.steps` must be an integer of at least 1, not an empty array | None",
         ),
         (
             "steps = 20",
@@ -85,7 +85,7 @@ def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> No
             "lr = 3e-3",
             "lr = 1\nbetas = [0.9]",
             "out-of-range 25:9 `optimizer.betas` must be an array of 2, each a number of at least 0 and below 1, "
-            "not an array | None",
+            "not an array of 1 | None",
         ),
         (
             'source = "python-stdlib"\n',
@@ -165,7 +165,7 @@ def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> No
         ("plan = 1", "metrics = {}", "wrong-type 1:11 `metrics` must be an array of tables, not a table | "),
         ("plan = 1", 'metrics = ["core.jsonl"]', "wrong-type 1:12 `metrics` must be a table, not the string"),
         ("plan = 1", "activations = 1", "wrong-type 1:15 `activations` must be a table, not 1 | None"),
-        ("plan = 1", "evaluation = []", "wrong-type 1:14 `evaluation` must be a table, not an array | None"),
+        ("plan = 1", "evaluation = []", "wrong-type 1:14 `evaluation` must be a table, not an empty array | None"),
     ],
 )
 def test_what_can_be_wrong_with_a_value(text: str, loader: Loader, old: str, new: str, expected: str) -> None:

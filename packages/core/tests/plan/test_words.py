@@ -63,7 +63,7 @@ def test_types(annotation: Any, text: str) -> None:
         ("a\nb\x07", 'the string "a?b?"'),
         ("x" * 50, f'the string "{"x" * 37}..."'),
         ({}, "a table"),
-        ([1], "an array"),
+        ([1], "an array of 1"),
         (date(2020, 1, 1), "a date or time"),
         (2**90, "an integer of 91 bits"),
     ],

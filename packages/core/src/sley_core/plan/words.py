@@ -94,7 +94,9 @@ def shown(value: Any) -> str:
         return str(value)
     if isinstance(value, Mapping):
         return "a table"
-    return "an array" if isinstance(value, list | tuple) else "a date or time"
+    if isinstance(value, list | tuple):
+        return f"an array of {len(value)}" if value else "an empty array"
+    return "a date or time"
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
