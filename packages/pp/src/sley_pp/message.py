@@ -79,7 +79,7 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory on the device, which may exceed what its layout needs."""
+        """Bytes of the memory, without a separate head; may exceed what its layout needs."""
         return self._memory.numel()
 
     @property

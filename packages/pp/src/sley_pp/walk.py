@@ -53,7 +53,7 @@ class Walk:
             self._hearing[peer] = self._lines.hear(word, peer, what), word
 
     def is_agreed(self, peer: int) -> bool:
-        """Returns whether the word of `peer` has arrived and is equal to this stage's; `agree` receives it."""
+        """Returns whether `agree` has compared the word of `peer` in this walk and found it equal."""
         return peer in self._agreed
 
     def agree(self, peer: int, what: str) -> None:
