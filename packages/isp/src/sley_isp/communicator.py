@@ -1,8 +1,8 @@
 """`isp.communicator`: linears and embeddings of any model, sharded over `wp`, gathered just before they are used.
 
-    LayerCaller ──> layer ──> linear's site ──> use ──> Prefetch decides ──> gathers start, buffers go back
-                                                           ^
-    Executor ──> begin, during(action) ────────────────────┘
+LayerCaller ──> layer ──> linear's site ──> use ──> Prefetch decides ──> gathers start, buffers go back
+                                                       ^
+Executor ──> begin, during(action) ────────────────────┘
 """
 
 from __future__ import annotations
