@@ -53,6 +53,7 @@ class Commands(TyperGroup):
     """Our commands, then those of other packages; none is imported to be listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names of our commands, then those of other packages."""
         return [*self.commands, *(name for name in foreign() if name not in self.commands)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -102,6 +103,7 @@ def _common() -> list[Any]:
 
 
 def _print_versions(wanted: bool) -> None:
+    """Prints the versions and exits, for `--version`."""
     if wanted:
         from train_cli.versions import sley_versions
 

@@ -1,11 +1,11 @@
 """Which rank failed first, and what it said: one fault for a whole world of failures.
 
-When a rank dies, its peers see their connections close and fail too, and the agent terminates whoever is left. Only the
+When a rank dies, its peers see their connections close and fail too, and the agent terminates those left. Only the
 first failure is worth showing. In this order:
 
     a rank died of a signal, left without a word, or reported what is no consequence of another's end      the first of them
     a rank was aborted by C++: the cause, if only its connections failed elsewhere
-    a rank raised KeyboardInterrupt that nobody asked for
+    a rank raised KeyboardInterrupt without a signal to the job
     a rank did not answer when it was asked to end, while others waited for it in vain
     a wait for others failed                                                                               the first of them
 """

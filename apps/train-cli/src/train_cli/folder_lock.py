@@ -35,7 +35,7 @@ class FolderLock:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             try:
                 _lock_or_taken(self._file)
-                if self._is_there():  # else whoever had it has removed it meanwhile, perhaps with its folder
+                if self._is_there():  # else its former holder has removed it meanwhile, perhaps with its folder
                     break
             except BaseException:
                 os.close(self._file)

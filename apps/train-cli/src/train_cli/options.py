@@ -27,6 +27,7 @@ class MessageFormat(StrEnum):
 
 
 def _complete_key(incomplete: str) -> Iterator[str]:
+    """Yields the plan's keys that start with `incomplete`, for the shell's completion."""
     from sley_core.plan.tables import OPTIONAL, TABLES
 
     for table, model in {**TABLES, **OPTIONAL}.items():

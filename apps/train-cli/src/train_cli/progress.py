@@ -85,6 +85,7 @@ class _Clock:
         self._now = 0.0
 
     def saw(self, step: int) -> None:
+        """Notes the time at which `step` ended."""
         self._now = time.monotonic()
         if self._first is None:
             self._first = step, self._now
@@ -112,12 +113,14 @@ class _Line:
         self._drawn = 0.0
 
     def draw(self, step: int, text: str) -> None:
+        """Updates bar and text; draws them if the last drawing is old enough, or at the last step."""
         self._progress.update(self._task, completed=step, description=text)
         if time.monotonic() - self._drawn > _REDRAW_S or step == self._num_steps:
             self._drawn = time.monotonic()
             self._progress.refresh()
 
     def close(self) -> None:
+        """Removes the line."""
         self._progress.stop()
 
 

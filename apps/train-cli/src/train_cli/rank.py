@@ -46,7 +46,7 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.located(error)
-            # Before anything is torn down: that may hang, and whoever started this rank wants the first reason.
+            # Before anything is torn down: that may hang, and the launcher needs the first reason.
             fault = Fault.of(error)
             report.write(fault)
             stopping.tearing_down(fault.exit_code)

@@ -143,6 +143,7 @@ class PowerSGD(BucketReducer):
         super().__init__(config, self._exact)
 
     def attach(self, parts: Parts) -> None:
+        """Makes the low-rank sums, with the run's seed, and lays the store out."""
         self._low_rank = LowRankSums(self.config.rank, self.config.error_feedback, parts.run.seed)
         super().attach(parts)
 

@@ -57,6 +57,7 @@ class Exact(Sums):
         self._moving.clear()
 
     def forget(self) -> None:
+        """Blocks until all sums are complete."""
         self.finish()
 
 

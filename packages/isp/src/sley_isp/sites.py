@@ -156,6 +156,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, site: Site) -> Tensor:
+        """Gathers the weights and computes the linear; saves `x` only if a weight needs its gradient."""
         has_backward, of_weight, of_bias, _ = ctx.needs_input_grad
         ctx.site = site
         ctx.of_whole_weight = of_weight and site.weight is None
@@ -167,6 +168,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Gathers the weights again for the input's gradient; sends the weight's to the site's sink meanwhile."""
         site: Site = ctx.site
         (x,) = ctx.saved_tensors
         # Started first, so that it travels while the weight's gradient is computed.

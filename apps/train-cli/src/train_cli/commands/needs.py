@@ -45,6 +45,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
 
 
 def _requirement(name: str, loader: Loader) -> str:
+    """Returns the line for pip of plugin `name`; raises PluginError if it is neither ours nor installed."""
     if name in FIRST_PARTY:
         return f"-e {folder_of(name)}"
     match loader.found(name):

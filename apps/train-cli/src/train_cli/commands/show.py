@@ -151,6 +151,7 @@ def _sizes(topology: Topology) -> str:
 
 
 def _rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields a table of ranks and their coordinates; long ones are cut."""
     yield "  rank  stage    dp    sp   wdp    wp"
     for each in list(_ranks(topology, rank))[:_MOST_RANKS]:
         at = topology.coordinates(each)
@@ -160,6 +161,7 @@ def _rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def _group_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields one line per axis and lane with its groups; long ones are cut."""
     for (axis, lane), entries in groupby(_groups(topology, rank), key=lambda each: (each.axis, each.lane)):
         every = list(entries)
         shown = "  ".join(each.label for each in every[:_MOST_GROUPS])

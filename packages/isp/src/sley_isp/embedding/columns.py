@@ -184,6 +184,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Starts the exchange of the vectors' gradient, if the table is trained."""
         (of_all,) = ctx.saved_tensors
         if ctx.table.entry.trainable and is_summed(ctx):
             assert of_all is not None, f"{ctx.table.name} was unfrozen between a forward and its backward"

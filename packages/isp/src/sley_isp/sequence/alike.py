@@ -81,6 +81,7 @@ class _NoDropout(TorchFunctionMode):
     """Turns off every dropout of torch within the block."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls `func` without its dropout."""
         del types
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:

@@ -45,6 +45,8 @@ def slice_of_all(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
 
 
 class _HeadsOfAll(torch.autograd.Function):
+    """`heads_of_all` for autograd."""
+
     @staticmethod
     def forward(ctx: Any, group: Group, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.contents = group, contents
@@ -60,6 +62,8 @@ class _HeadsOfAll(torch.autograd.Function):
 
 
 class _SliceOfAll(torch.autograd.Function):
+    """`slice_of_all` for autograd."""
+
     @staticmethod
     def forward(ctx: Any, group: Group, contents: int, tensor: Tensor) -> Tensor:
         ctx.group, ctx.contents = group, contents

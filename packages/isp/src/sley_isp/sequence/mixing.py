@@ -41,6 +41,7 @@ def _overlaps(module: nn.Conv1d) -> bool:
 
 
 def _mixes(name: str, module: nn.Module) -> Diagnostic:
+    """Returns the diagnostic of a module that looks along the sequence."""
     return Diagnostic(
         "sequence-mixing",
         f"`{name}` is a {type(module).__name__}, which looks along the sequence and would see one slice alone",

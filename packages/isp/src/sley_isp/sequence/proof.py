@@ -44,7 +44,7 @@ class Proof:
         by_heads = heads > 1
         base = _quietly(call, call.tensors)
         if not isinstance(base, Tensor) or base.shape[:2] != values.shape[:2] or base[0, 0].numel() % heads:
-            return False  # for whoever calls to say
+            return False  # the caller raises for a wrong context
         changed = [*call.tensors[:-1], call.tensors[-1].clone()]
         _every_second(_values(changed[-1]), by_heads, 0).add_(1.0)
         before, after = (
@@ -75,6 +75,7 @@ def _quietly(call: AttentionCall, tensors: Sequence[Tensor]) -> Any:
 
 
 def _wrong(tensors: Sequence[Tensor]) -> RunError:
+    """Returns the RunError "sequence-layout"."""
     shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
     return RunError(
         "sequence-layout",

@@ -192,6 +192,7 @@ class _LossSum(torch.autograd.Function):
         head: VocabularyHead,
         smoothing: float,
     ) -> Tensor:
+        """Gathers all tokens of `wp` and the slices' statistics; saves the logits, which the backward overwrites."""
         inputs, all_targets = head.all_tokens(x, targets)
         logits = head.logits(inputs)
         found = sums.statistics(head.own(logits), all_targets, head.classes, smoothing)
@@ -205,6 +206,7 @@ class _LossSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        """Turns the logits into their gradient in place; reduces the input's gradient, and sends the weight's to the sink."""
         head: VocabularyHead = ctx.head
         logits, inputs, targets, log_sum = ctx.saved_tensors
         sums.to_gradient(head.own(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
