@@ -35,9 +35,9 @@ _STATES = {
 
 
 class Agent(LocalElasticAgent):
-    """Runs the ranks of `spec` to their end.
+    """Elastic's agent for the ranks of `spec`.
 
-    silent: after the run, in which state each rank was that SIGTERM did not end. watch: called several times a second.
+    silent: after the run, the state of each rank that SIGTERM did not end. watch: called several times a second.
     """
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None]) -> None:
@@ -47,14 +47,15 @@ class Agent(LocalElasticAgent):
         self._started: list[int] = []
 
     def pids(self) -> list[int]:
-        """The ranks that run, as far as they are started."""
+        """Returns the process ids of the ranks started so far."""
         return [worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int)]
 
     def end_sessions(self) -> None:
-        """Kills what ranks started and left behind: each rank is the head of a session of its own."""
+        """Kills processes that ranks have left behind: each rank leads its own session."""
         send(self._started, signal.SIGKILL)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Starts the ranks, and puts `_end` in place of elastic's way to end them."""
         found: dict[int, Any] = super()._start_workers(worker_group)
         self._started += [pid for pid in found.values() if isinstance(pid, int)]
         context = self._pcontext
@@ -70,6 +71,7 @@ class Agent(LocalElasticAgent):
         return found
 
     def _end(self, death_sig: signal.Signals | None = None, timeout: int = GRACE_S) -> None:
+        """Ends all ranks: a signal, then SIGKILL after GRACE_S for those still alive, whose states go to `silent`."""
         send(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
         deadline = time.monotonic() + GRACE_S
         while (alive := self._alive()) and time.monotonic() < deadline:
@@ -78,21 +80,21 @@ class Agent(LocalElasticAgent):
         self._close(signal.SIGKILL, GRACE_S)
 
     def _alive(self) -> dict[int, int]:
-        """The process of each rank that has not ended, as far as one may know without waiting for it."""
+        """Returns the process id of each rank that has not ended, without waiting."""
         context: Any = self._pcontext
         handlers = context.subprocess_handlers.items()
         return {rank: handler.proc.pid for rank, handler in handlers if handler.proc.poll() is None}
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Sends a signal to processes that may have ended; SIGKILL to the whole session of each."""
+    """Sends a signal to processes that may have ended; SIGKILL goes to the whole session of each."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
 
 def state_of(pid: int) -> str:
-    """What a process does, in words; empty where the system does not tell."""
+    """Returns the state of a process in words; empty if the system does not tell."""
     try:
         # The name of the program, in parentheses, may have any character.
         letter = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]

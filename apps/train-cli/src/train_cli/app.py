@@ -53,16 +53,18 @@ class Commands(TyperGroup):
     """Our commands, then those of other packages; none is imported to be listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names of our commands, then those of other packages."""
         return [*self.commands, *(name for name in foreign() if name not in self.commands)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Returns the command; one of another package as a LazyCommand."""
         if cmd_name in self.commands or cmd_name not in foreign():
             return super().get_command(ctx, cmd_name)
         return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name), _common())
 
 
 def command() -> Any:
-    """The whole command line, to be called with arguments and `obj=Settings()`."""
+    """Returns the click command of the whole program, to be called with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
     assert isinstance(group, Commands), group
     common = _common()
@@ -82,7 +84,7 @@ def _set_traceback(context: typer.Context, value: bool) -> None:
 
 
 def _common() -> list[Any]:
-    """The parameters of every command, which go into its context's Settings and not to its function."""
+    """Returns the parameters of every command; they go into its context's Settings, not to its function."""
 
     def options(
         message_format: Annotated[
@@ -101,6 +103,7 @@ def _common() -> list[Any]:
 
 
 def _print_versions(wanted: bool) -> None:
+    """Prints the versions and exits, for `--version`."""
     if wanted:
         from train_cli.versions import sley_versions
 

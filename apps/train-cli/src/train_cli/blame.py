@@ -1,11 +1,11 @@
 """Which rank failed first, and what it said: one fault for a whole world of failures.
 
-When a rank dies, its peers see their connections close and fail too, and the agent terminates whoever is left. Only the
+When a rank dies, its peers see their connections close and fail too, and the agent terminates those left. Only the
 first failure is worth showing. In this order:
 
     a rank died of a signal, left without a word, or reported what is no consequence of another's end      the first of them
     a rank was aborted by C++: the cause, if only its connections failed elsewhere
-    a rank raised KeyboardInterrupt that nobody asked for
+    a rank raised KeyboardInterrupt without a signal to the job
     a rank did not answer when it was asked to end, while others waited for it in vain
     a wait for others failed                                                                               the first of them
 """
@@ -39,7 +39,7 @@ _HINTS: dict[int, str] = {
 
 
 class Failure(Protocol):
-    """What elastic tells about a process that failed (its `ProcessFailure`); a negative exit code is a signal."""
+    """Elastic's record of a process that failed (`ProcessFailure`); a negative exit code is a signal."""
 
     exitcode: int
     error_file_data: dict[str, Any]
@@ -55,19 +55,20 @@ class _Rank:
 
     @property
     def when(self) -> float:
+        """Seconds since the epoch at which it failed, estimated if it left no report."""
         return self.report.time if self.report else self.noticed - _SLACK_S
 
     @property
     def is_aftermath(self) -> bool:
-        """Whether its report only says that others were not there any more."""
+        """Whether its report only says that peers were gone."""
         return self.report is not None and report.is_aftermath(self.report.fault)
 
 
 def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
-    """The fault of a run of `size` ranks of which those in `failures` failed; there is at least one.
+    """Returns the fault of a run of `size` ranks from its `failures` by rank, of which there is at least one.
 
-    silent: the ranks that had to be killed when they were asked to end, with what is known of their state. Ranks that only
-    obeyed a signal are not to blame; where all did, the fault is empty and carries their exit code.
+    silent: the ranks that had to be killed when asked to end, with their last known state. Ranks that only obeyed a
+    signal are not to blame; if all did, the fault is empty and has their exit code.
     """
     assert failures, "nobody failed"
     ranks = [
@@ -96,7 +97,7 @@ def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] 
 
 
 def _told(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
-    """What is to tell of the rank that failed first."""
+    """Returns the fault of the rank that failed first."""
     if first.report is None:
         return Fault((_died(first, size),), EXIT_RUN_FAILED)
     same = [rank for rank in guilty if rank.report and rank.report.fault.diagnostics == first.report.fault.diagnostics]
@@ -106,7 +107,7 @@ def _told(first: _Rank, guilty: Sequence[_Rank], size: int) -> Fault:
 
 
 def _unanswered(first: _Rank, late: Sequence[_Rank], silent: Mapping[int, str], size: int) -> Fault | None:
-    """The fault of the ranks for which `first` waited in vain; None where there is none but those that wait themselves."""
+    """Returns the fault of the ranks for which `first` waited in vain; None if all others were waiting themselves."""
     assert first.report is not None, first
     reports = {rank.rank: rank.report.fault for rank in late if rank.report}
     busy = {rank: fault for rank, fault in reports.items() if not report.is_waiting(fault)}
@@ -121,6 +122,7 @@ def _unanswered(first: _Rank, late: Sequence[_Rank], silent: Mapping[int, str], 
 def _hung(
     silent: Mapping[int, str], busy: Sequence[tuple[int, Diagnostic]], size: int, waiting: _Rank | None
 ) -> Diagnostic:
+    """Returns the diagnostic of ranks that did not answer, killed silently or with a report of where they were busy."""
     told = [f"rank {rank} of {size} did not answer{f': {state}' if state else ''}" for rank, state in silent.items()]
     told += [f"rank {rank} of {size} did not answer: {found.message}" for rank, found in busy]
     hint = None
@@ -131,6 +133,7 @@ def _hung(
 
 
 def _died(rank: _Rank, size: int) -> Diagnostic:
+    """Returns the diagnostic of a rank that left without a report."""
     if rank.code > 0:
         message = f"rank {rank.rank} of {size} left with exit code {rank.code} and said nothing"
         return Diagnostic("rank-died", message, hint="whatever it wrote stands above")
@@ -140,7 +143,7 @@ def _died(rank: _Rank, size: int) -> Diagnostic:
 
 
 def _named(fault: Fault, rank: int, size: int) -> Fault:
-    """The same fault, saying whose it is."""
+    """Returns the fault with the rank in each message."""
     prefix = f"rank {rank} of {size}: "
     diagnostics = tuple(replace(each, message=prefix + each.message) for each in fault.diagnostics)
     return replace(fault, diagnostics=diagnostics)

@@ -1,4 +1,4 @@
-"""What a command says and how: the settings that every command has, and the one way to stderr.
+"""Output of the commands: the settings that all of them have, and all printing to stderr.
 
 stdout is for data (`needs`, `schema`, `show`, `--format json`); everything else goes to stderr.
 """
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Settings:
-    """The options that every command has; `None` where the user has not chosen."""
+    """The options that every command has; `None` if the user has not chosen."""
 
     message_format: MessageFormat | None = None
     traceback: bool = False
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr, if anybody can read it."""
+    """Prints a line for the user on stderr; a closed stderr is no error."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def show(fault: Fault, settings: Settings) -> None:
-    """The diagnostics of a fault, on stderr, and its traceback where it was asked for. The exit code tells if nobody reads."""
+    """Prints a fault's diagnostics on stderr, and its traceback if asked for; a closed stderr is no error."""
     from train_cli.render import render
 
     form = settings.message_format or default_format(sys.stderr)
@@ -44,10 +44,10 @@ def show(fault: Fault, settings: Settings) -> None:
 
 
 def default_format(stream: TextIO) -> MessageFormat:
-    """Full for a person at a terminal, short for everything that reads lines."""
+    """Returns full for a terminal, else short."""
     return MessageFormat.full if stream.isatty() else MessageFormat.short
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal whose user has not asked for plain text (NO_COLOR, TERM=dumb)."""
+    """Returns whether `stream` is a terminal whose user has not asked for plain text (NO_COLOR, TERM=dumb)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,4 +1,4 @@
-"""Why a command failed, as diagnostics: the user's fault, that of code which the plan names, the world's, or ours."""
+"""Explains errors as diagnostics: the user's, of code that the plan names, of the system, or ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sley_core.errors import EXIT_RUN_FAILED, Diagnostic, Place, SleyError, is_f
 _OWN = frozenset({"sley_core", "sley_dp", "sley_pp", "sley_isp", "sley_memory", "train_cli"})
 _BELOW = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
 _ABOVE = frozenset({"typer", "rich", "click", "__main__"})
-"""Code in these, or in Python's own library, runs on behalf of whoever called it."""
+"""Code in these, or in Python's own library, is not where an error is reported: its caller is."""
 
 _FULL = {
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
@@ -31,9 +31,9 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 
 @dataclass(frozen=True)
 class Fault:
-    """What to tell the user and what to exit with. No diagnostics: there is nothing to add, as after Ctrl-C.
+    """Diagnostics for the user, and the exit code. No diagnostics: nothing to add, as after Ctrl-C.
 
-    trace: the whole chain of the error; worth showing unasked only where it was `unexpected`.
+    trace: the full chain of the error; to be shown without `--traceback` only if `unexpected`.
     """
 
     diagnostics: tuple[Diagnostic, ...]
@@ -43,7 +43,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """The fault that `error` means."""
+        """Returns the fault for `error`."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, SleyError):
             return cls(error.diagnostics, error.exit_code, trace)
@@ -51,9 +51,9 @@ class Fault:
 
 
 def place_of(steps: Sequence[FrameType], lines: Sequence[int] = ()) -> tuple[Place | None, str | None]:
-    """The innermost of the frames that is neither ours nor what we both stand on, and its line: a model, a dataset, a plugin.
+    """Returns place and source line of the innermost frame in user code: a model, a dataset, a plugin. None without one.
 
-    lines: where each frame is; by default where it is now.
+    lines: the line of each frame; by default its current one.
     """
     for step, line in reversed([*zip(steps, lines or [each.f_lineno for each in steps], strict=True)]):
         package = str(step.f_globals.get("__name__", "")).partition(".")[0]
@@ -65,7 +65,7 @@ def place_of(steps: Sequence[FrameType], lines: Sequence[int] = ()) -> tuple[Pla
 
 
 def steps_of(frame: FrameType | None) -> list[FrameType]:
-    """A frame and those that called it, the outermost first."""
+    """Returns a frame and its callers, the outermost first."""
     found = []
     while frame is not None:
         found.append(frame)
@@ -74,6 +74,7 @@ def steps_of(frame: FrameType | None) -> list[FrameType]:
 
 
 def _explain(error: Exception) -> Diagnostic:
+    """Returns the diagnostic of an error that is no SleyError: memory, disk, torch, user code, or a bug of ours."""
     message = _message(error)
     if _is_out_of_memory(error):
         hint = 'a smaller `batch.micro_size` needs less, and so does `[activations] use = "core.recompute"`'
@@ -101,13 +102,13 @@ def _message(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a class of its own for devices, and only words for the host."""
+    """Returns whether memory ran out; torch has an exception class for devices, but only a message for the host."""
     words = "DefaultCPUAllocator: can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or words
 
 
 def _broken_torch(error: BaseException) -> Diagnostic | None:
-    """The diagnostic of an installation of torch that is missing or cannot be imported."""
+    """Returns the diagnostic of a torch that is missing or cannot be imported; None for other errors."""
     if not isinstance(error, ImportError):
         return None
     names = {str(step.f_globals.get("__name__", "")) for step, _ in _steps(error)}
@@ -118,6 +119,7 @@ def _broken_torch(error: BaseException) -> Diagnostic | None:
 
 
 def _culprit(error: Exception) -> tuple[Place, str | None] | None:
+    """Returns place, with columns, and source line of the user's code in which `error` arose."""
     steps = _steps(error)
     place, source = place_of([step for step, _ in steps], [line for _, line in steps])
     if place is None:
@@ -127,6 +129,7 @@ def _culprit(error: Exception) -> tuple[Place, str | None] | None:
 
 
 def _steps(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Returns the frames and lines of the error's traceback, the outermost first."""
     found, trace = [], error.__traceback__
     while trace is not None:
         found.append((trace.tb_frame, trace.tb_lineno))

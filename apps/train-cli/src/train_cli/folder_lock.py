@@ -18,7 +18,7 @@ NAME = ".lock"
 
 
 class TakenError(Exception):
-    """Another process has the folder; `pid` as it wrote it, or empty."""
+    """Another process has locked the folder; `pid` as that process wrote it, or empty."""
 
     def __init__(self, pid: str) -> None:
         super().__init__(pid)
@@ -26,7 +26,7 @@ class TakenError(Exception):
 
 
 class FolderLock:
-    """The lock of `folder`, which is made where there is none. Raises TakenError, and OSError where nothing can be written."""
+    """The lock of `folder`, which is made if missing. Raises TakenError, and OSError if it cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
@@ -35,7 +35,7 @@ class FolderLock:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             try:
                 _lock_or_taken(self._file)
-                if self._is_there():  # else whoever had it has removed it meanwhile, perhaps with its folder
+                if self._is_there():  # else its former holder has removed it meanwhile, perhaps with its folder
                     break
             except BaseException:
                 os.close(self._file)
@@ -45,13 +45,14 @@ class FolderLock:
         os.write(self._file, json.dumps({"pid": os.getpid(), "starter": _starter()}).encode())
 
     def release(self) -> None:
-        """Lets go, and takes the file away; it stays where a launcher may start this rank again, which must know its folder."""
+        """Unlocks the folder and removes the file, unless torchrun may restart this rank, which must recognise its folder."""
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
         if self._is_there() and int(restarts[0]) >= int(restarts[1]):
             self._path.unlink()
         os.close(self._file)
 
     def _is_there(self) -> bool:
+        """Returns whether the locked file is still the one in the folder."""
         try:
             found = os.stat(self._path, follow_symlinks=False)  # noqa: PTH116 - beside fstat
         except OSError:
@@ -61,7 +62,7 @@ class FolderLock:
 
 
 def check_free(folder: Path) -> None:
-    """Raises TakenError if a run has `folder` at this moment; changes nothing."""
+    """Raises TakenError if a run has locked `folder` now; changes nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
         file = os.open(folder / NAME, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         try:
@@ -71,7 +72,7 @@ def check_free(folder: Path) -> None:
 
 
 def is_restart(folder: Path) -> bool:
-    """Whether this rank was started again, by the torchrun of the run that made `folder`: then the folder is its own."""
+    """Returns whether torchrun restarted this rank within the run that made `folder`, so that it may reuse the folder."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:
@@ -81,7 +82,7 @@ def is_restart(folder: Path) -> bool:
 
 
 def lock(file: int) -> None:
-    """Locks an open file or folder, for this process and what it forks. Raises BlockingIOError where another one has it."""
+    """Locks an open file or folder for this process and its forks. Raises BlockingIOError if another process has it."""
     try:
         import fcntl
     except ImportError:
@@ -90,6 +91,7 @@ def lock(file: int) -> None:
 
 
 def _lock_or_taken(file: int) -> None:
+    """Locks `file`, or raises TakenError; does nothing on file systems without locks."""
     try:
         lock(file)
     except BlockingIOError:
@@ -103,6 +105,6 @@ def _lock_or_taken(file: int) -> None:
 
 
 def _starter() -> str:
-    """Which torchrun started this process; empty without one."""
+    """Returns an id of the torchrun that started this process; empty without one."""
     run = os.environ.get(ELASTIC, "")
     return f"{run} {socket.gethostname()} {os.getppid()}" if run else ""

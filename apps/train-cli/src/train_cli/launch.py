@@ -39,10 +39,10 @@ _ELASTICS = (signal.SIGQUIT,)
 
 
 def launch(arguments: Sequence[str], num_ranks: int, *, say: Callable[[str], None], verbose: bool = False) -> Fault:
-    """Runs `python -m train_cli` with `arguments` on `num_ranks` ranks of this machine until they are all gone.
+    """Runs `python -m train_cli` with `arguments` on `num_ranks` ranks of this machine; blocks until all have ended.
 
-    The fault says what to show and the exit code; it is `EXIT_OK` where all went well. say: tells the user something.
-    verbose: lets elastic log.
+    Returns what to show and the exit code, `EXIT_OK` on success. say: prints a line for the user. verbose: lets elastic
+    log.
     """
     with (
         _scratch() as folder,
@@ -65,8 +65,7 @@ def launch(arguments: Sequence[str], num_ranks: int, *, say: Callable[[str], Non
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A private folder for as long as the ranks run. It is locked: what tidies the folder of temporary files leaves it alone
-    then, however long a run takes."""
+    """Yields a private folder while the ranks run, locked so that cleaners of temporary files leave it alone."""
     with tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True) as name:
         folder = os.open(name, os.O_RDONLY)
         try:
@@ -78,12 +77,14 @@ def _scratch() -> Iterator[Path]:
 
 
 def _variables(num_ranks: int) -> dict[str, str]:
+    """Returns the environment variables of the launcher's agent and its ranks."""
     added = surroundings.of_ranks(num_ranks, os.environ, os.getpid())
     # The rendezvous sets the store; named here so that the environment is put back afterwards.
     return {**added, STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
 
 
 def _agent(folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callable[[], None]) -> Agent:
+    """Returns elastic's agent for the ranks; `watch` is called several times a second."""
     logs = folder / "logs"
     logs.mkdir()
     spec = WorkerSpec(
@@ -101,10 +102,10 @@ def _agent(folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callab
 
 
 class _Signals:
-    """What Ctrl-C, SIGTERM and a terminal that is closed do to the launcher while its ranks run.
+    """The launcher's handlers of Ctrl-C, SIGTERM and SIGHUP (a closed terminal) while its ranks run.
 
-    The first is passed on: each rank finishes its step, or at least ends within its limit. The second ends the ranks
-    at once; the agent then finds them dead.
+    The first signal is passed on: each rank finishes its step, or at least ends within its limit. The second kills the
+    ranks; the agent then finds them dead.
     """
 
     agent: Agent
@@ -124,13 +125,14 @@ class _Signals:
             signal.signal(number, handler)
 
     def remind(self) -> None:
-        """Says from time to time that a step has not been finished since the first signal."""
+        """Tells the user every REMIND_S seconds that a step has not been finished since the first signal."""
         now = time.monotonic()
         if self.first is not None and now - self._reminded > REMIND_S:
             self._reminded = now
             self._say(STILL.format(now - self._heard))
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        """Passes the first signal on to the ranks; kills them at the second. Raises if no rank runs yet."""
         pids = self.agent.pids()
         if not pids:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(codes().get(number, EXIT_TERMINATED))
@@ -146,7 +148,7 @@ class _Signals:
 
 @contextmanager
 def _logging(verbose: bool) -> Iterator[None]:
-    """Elastic tells every failure at length; what matters of it is in our diagnostics."""
+    """Turns elastic's logs off, which tell every failure at length; our diagnostics have the cause."""
     loggers = [logging.getLogger(name) for name in _elastic_loggers()]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,7 +1,7 @@
-"""What `check --model` finds by calling the layers and the loss on meta: shapes and types that do not fit, classes that lack.
+"""`check --model`: calls the layers and the loss on meta, to find mismatched shapes and types, and missing classes.
 
-A run would find it in its first step. What meta cannot tell (a forward that asks for values, a kernel of one device) is said as
-that, and is no mistake.
+A run would find these in its first step. Layers that meta cannot run (a forward that reads values, a kernel of one device)
+are reported as not checked, which is no error.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ _CERTAIN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """Kinds of errors that shapes, types and arguments raise. An `assert` may have asked for a value, and says nothing."""
 
 _CERTAIN_OF_LOSS = (RuntimeError, ValueError, IndexError)
-"""An own loss may lack an attribute that its `weight` or `attach` sets, which nobody has called here."""
+"""A custom loss may lack an attribute that its `weight` or `attach` sets, and neither is called here."""
 
 
 def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dtype) -> str | None:
-    """Calls every layer, and the loss with what the last one returns, on a micro-batch without values.
+    """Calls every layer, and the loss with the last one's output, on a micro-batch without values.
 
-    model: on meta, not to be used again; its layers are called with parameters of `dtype`. Returns what was not looked at, and
-    why. Raises PlanError "layer-fails" with the layer's name and what it was given, "model-vocabulary" for a last layer with
-    fewer classes than the data has labels, "loss-fails", and what the loss itself finds.
+    model: on meta, not to be used again; its layers are called with parameters of `dtype`. Returns a note on what was
+    not checked and why, or None. Raises PlanError "layer-fails" with the layer's name and its inputs,
+    "model-vocabulary" for a last layer with fewer classes than the data has labels, "loss-fails", and the loss's own
+    errors.
     """
     try:
         fields = meta_micro_batch(plan, dataset)
@@ -71,6 +72,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset, dtype: torch.dty
 
 
 def _check_classes(plan: Plan, info: DataInfo, last: Layer, output: Any) -> None:
+    """Raises PlanError "model-vocabulary" if the last layer has fewer classes than the data has labels."""
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or not isinstance(output, Tensor) or not output.ndim:
         return
@@ -86,6 +88,7 @@ def _check_classes(plan: Plan, info: DataInfo, last: Layer, output: Any) -> None
 
 
 def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | None:
+    """Calls the loss on meta; returns a note if that was not possible. Raises PlanError "loss-fails"."""
     loss = plan.loss.build()
     try:
         with torch.device("meta"):

@@ -25,7 +25,7 @@ GROUP = "sley.commands"
 
 
 class LazyCommand(TyperCommand):
-    """Stands in for a command until it is called; `load` gives its function or Typer app.
+    """Stands for a command until it is called; `load` returns its function or Typer app.
 
     options: parameters that every command has beside its own.
     """
@@ -36,6 +36,7 @@ class LazyCommand(TyperCommand):
         self._options = options
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Loads the command and parses its arguments."""
         loaded = self._load()
         if not isinstance(loaded, typer.Typer):
             app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -51,7 +52,7 @@ class LazyCommand(TyperCommand):
 
 
 def _advise(error: Any, command: Any) -> None:
-    """Puts advice into the error of an option that `command` does not have, instead of options that look a bit like it."""
+    """Adds advice to the error of an unknown option of `command`, in place of options with similar names."""
     # Click's NoSuchOption, of which some releases of Typer have a copy of their own.
     if not hasattr(error, "possibilities") or not hasattr(error, "option_name"):
         return
@@ -63,13 +64,13 @@ def _advise(error: Any, command: Any) -> None:
 
 
 def own(name: str) -> Callable[[], Any]:
-    """Loads the function `name` of our module `commands.<name>`."""
+    """Returns a loader of the function `name` of our module `commands.<name>`."""
     return lambda: getattr(import_module(f"train_cli.commands.{name}"), name)
 
 
 @cache
 def foreign() -> dict[str, tuple[EntryPoint, ...]]:
-    """The entry points of each command that other packages bring; more than one where several claim a name."""
+    """Returns the entry points of each command of other packages; several if packages claim the same name."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         found[point.name] = (*found.get(point.name, ()), point)
@@ -77,11 +78,12 @@ def foreign() -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def foreign_summary(name: str) -> str:
+    """Returns the summary of such a command for `--help`, without importing it."""
     return f"A command of {_labels(foreign()[name])}."
 
 
 def load_foreign(name: str) -> Any:
-    """What the entry point of command `name` names.
+    """Imports the command `name` of another package.
 
     Raises PluginError "command-ambiguous" and "command-import".
     """

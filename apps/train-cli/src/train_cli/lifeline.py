@@ -27,15 +27,14 @@ _held = False
 
 
 def is_held() -> bool:
-    """Whether this process is a rank of a local launch, which reports for it."""
+    """Returns whether this process is a rank of a local launch, whose launcher shows its errors."""
     return _held
 
 
 def hold() -> None:
-    """Ties this process to its launcher, ours or torchrun; does nothing in a process that neither started.
+    """Makes this process end with its launcher, ours or torchrun; does nothing if neither started it.
 
-    Called before anything slow is imported. The launcher may have died before the kernel was asked: then the parent is
-    already another one, and this process ends here.
+    Called before slow imports. If the launcher has already died, the parent is another process, and this one ends here.
     """
     global _held
     # Taken away, so that a process that the rank starts does not mistake itself for one.
@@ -56,8 +55,8 @@ def hold() -> None:
 def leave(code: int) -> NoReturn:
     """Ends this process with exit code `code`.
 
-    A rank that failed ends at once: destructors of communicators may wait for peers that are gone. Processes that it started
-    by `multiprocessing` end with it, which Python would see to otherwise.
+    A rank that failed ends at once, without destructors: those of communicators may wait for peers that are gone. Its
+    `multiprocessing` children are killed, since Python's exit handlers do not run.
     """
     if code and "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
@@ -69,7 +68,7 @@ def leave(code: int) -> NoReturn:
 
 
 def end_workers() -> None:
-    """Kills what this process has started by `multiprocessing`: nobody will wait for it."""
+    """Kills the `multiprocessing` children of this process."""
     if "multiprocessing" in sys.modules:
         for child in sys.modules["multiprocessing"].active_children():
             child.kill()

@@ -1,5 +1,4 @@
-"""The entry of `train-cli`: parses the command line, shows what went wrong, returns the exit code; never a traceback
-that nobody asked for."""
+"""The entry of `train-cli`: parses the command line, shows errors, returns the exit code; tracebacks only on request."""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    """Runs a command, shows its error if it has one, and returns the exit code."""
     from train_cli import console
     from train_cli.app import command
 
@@ -45,7 +45,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """A program may be started without them (`2>&-`); a file of the run must then not come to stand in their place."""
+    """Opens missing standard streams (`2>&-`) on /dev/null, so that no file of the run gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             file = os.open(os.devnull, os.O_RDWR)
@@ -63,7 +63,7 @@ def _code(stop: SystemExit) -> int:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Importing allocates much and frees nothing, so that looking for garbage only takes time. Training turns it on."""
+    """Turns the garbage collector off within the block: imports allocate much and free nothing. Training turns it on."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -22,13 +22,12 @@ from train_cli.opening import parameters
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
     """Assembles rank 0 of `world` ranks in a fake world: the same code as in a run, without memory or peers.
 
-    calls_layers: all of them and the loss, also those behind which nothing is sent to another stage. A run does that itself,
-    on its device, where everything can be called.
-    Returns how many parameters the model has, and what a run would do otherwise.
+    calls_layers: also call all layers and the loss on meta; a run does that itself on its device. Returns notes: the
+    number of parameters, and where a run would differ.
 
-    Raises PlanError or PluginError as `assemble` does, and PlanError "model-init" for a parameter that nobody
-    initialises, PlanError "boundary-type" for a layer whose output cannot be sent to the next stage, what `check_layers`
-    raises, and RunError "no-device", which a run would find out only in its ranks.
+    Raises PlanError or PluginError as `assemble` does, PlanError "model-init" for an uninitialised parameter,
+    "boundary-type" for a layer whose output cannot be sent to the next stage, the errors of `check_layers`, and
+    RunError "no-device", which otherwise only the ranks would find.
     """
     if plan.run.device == "cuda" and not torch.cuda.is_available():
         hint = '`device = "auto"` takes what there is'
@@ -55,8 +54,10 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
 
 
 def check_initialised(model: Model) -> None:
-    """Raises PlanError "model-init" for a parameter to which the factory wrote nothing, and which is in reach of no method that
-    could set it: one of a module that holds it, of a module around that, or the model's own."""
+    """Raises PlanError "model-init" for a parameter that neither the factory nor any initialising method sets.
+
+    Such a method is one of a module that holds the parameter, of a module around that, or the model's own.
+    """
     if model.init_weights is not None:
         return
     reached = {id(parameter) for layer in model.layers for parameter in _reached(layer.module)}

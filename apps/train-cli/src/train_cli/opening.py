@@ -1,4 +1,4 @@
-"""What a run says before its first step: how large it is, and what of it its folder will not have."""
+"""The message of a run before its first step: its size, and files that its folder will not have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ JSONL = "core.jsonl"
 
 
 def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
-    """The lines before the first step.
+    """Returns the lines before the first step.
 
-    2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
-    per rank 4.0 MiB parameters, 4.0 MiB gradients, and the optimizer's states
+        2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
+        per rank 4.0 MiB parameters, 4.0 MiB gradients, and the optimizer's states
 
-    held: `Run.memory` of this rank, in bytes; an optimizer has its states from its first step on.
+    held: `Run.memory` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
     """
     lines = [", ".join((ranks(facts.world), _parameters(facts), _samples(facts, plan))), _held(held)]
     if all(writer.name != JSONL for writer in plan.metrics):
@@ -45,6 +45,7 @@ def _parameters(facts: RunFacts) -> str:
 
 
 def _samples(facts: RunFacts, plan: Plan) -> str:
+    """Returns steps, samples, epochs and tokens as text."""
     steps = plan.run.steps
     text = f"{steps} step{'' if steps == 1 else 's'} of {facts.samples_per_step} samples"
     epochs = facts.epochs(steps)

@@ -27,6 +27,7 @@ class MessageFormat(StrEnum):
 
 
 def _complete_key(incomplete: str) -> Iterator[str]:
+    """Yields the plan's keys that start with `incomplete`, for the shell's completion."""
     from sley_core.plan.tables import OPTIONAL, TABLES
 
     for table, model in {**TABLES, **OPTIONAL}.items():
@@ -36,7 +37,7 @@ def _complete_key(incomplete: str) -> Iterator[str]:
 
 
 def remedy(option: str, known: Iterable[str]) -> str:
-    """What somebody may have meant who gave `option`, which a command does not have; known: those that it has."""
+    """Returns advice for the unknown `option`, such as a similar one in `known` or a key of the plan; may be empty."""
     from sley_core.plan.words import HABITS, NOT_BUILT
 
     if close := get_close_matches(option, known, n=1, cutoff=0.75):

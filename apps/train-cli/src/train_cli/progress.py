@@ -21,16 +21,16 @@ _REDRAW_S = 0.2
 
 
 def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
-    """Whether progress is one redrawn line: `stream` is a terminal, and nobody asked for plain output."""
+    """Returns whether to redraw one line of progress: `stream` is a terminal and plain output was not asked for."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("SLEY_NO_PROGRESS") or os.environ.get("TERM") == "dumb"
     return wanted and stream.isatty() and not plain
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """Shows each row of a run of `num_steps` steps. `run.listeners.append(reporter)`.
+    """Shows each row of a run of `num_steps` steps; used as `run.listeners.append(reporter)`.
 
-    line: whether one line is redrawn; else every `log_every`-th step, and the last, is a line. lost: since when and why
-    nothing is shown, where the stream takes no more.
+    line: redraw one line; otherwise print a line every `log_every`-th step and at the last. lost: why and since which
+    step nothing is shown, if writing to the stream failed.
     """
 
     def __init__(self, num_steps: int, log_every: int, *, line: bool, stream: TextIO | None = None) -> None:
@@ -42,6 +42,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._line = _Line(num_steps, self._stream) if line else None
 
     def __call__(self, row: Row) -> None:
+        """Shows the row of one step."""
         step = int(row["step"])
         self._clock.saw(step)
         if self._line is not None:
@@ -54,7 +55,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._write(self._num_steps, self._line.close)
 
     def _write(self, step: int, show: Callable[[], None]) -> None:
-        """A run does not end because nobody reads how far it is: a pipe was closed, or a disk is full."""
+        """Calls `show`; a write error, from a closed pipe or a full disk, ends the progress display and not the run."""
         if self.lost is not None:
             return
         try:
@@ -63,6 +64,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.lost = f"progress was not shown from step {step} on: {error}"
 
     def _text(self, row: Row) -> str:
+        """Returns a row as a line of text."""
         step = int(row["step"])
         parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
         if "held_out_loss" in row:
@@ -75,7 +77,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
 
 class _Clock:
-    """Foretells the end from the pace so far; the first step, which warms everything up, does not count."""
+    """Estimates the remaining time from the pace so far; the first step, which warms everything up, does not count."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -83,11 +85,13 @@ class _Clock:
         self._now = 0.0
 
     def saw(self, step: int) -> None:
+        """Notes the time at which `step` ended."""
         self._now = time.monotonic()
         if self._first is None:
             self._first = step, self._now
 
     def left_s(self, step: int) -> float | None:
+        """Returns the estimated seconds from `step` to the end; None before a second step."""
         if self._first is None or step <= self._first[0]:
             return None
         pace_s = (self._now - self._first[1]) / (step - self._first[0])
@@ -95,7 +99,7 @@ class _Clock:
 
 
 class _Line:
-    """A bar and a text, redrawn at most five times a second, by the run itself: a thread would take time from it."""
+    """A bar and a text, redrawn at most five times a second by the run itself; a thread would take time from it."""
 
     def __init__(self, num_steps: int, stream: TextIO) -> None:
         from rich.console import Console
@@ -109,17 +113,19 @@ class _Line:
         self._drawn = 0.0
 
     def draw(self, step: int, text: str) -> None:
+        """Updates bar and text; draws them if the last drawing is old enough, or at the last step."""
         self._progress.update(self._task, completed=step, description=text)
         if time.monotonic() - self._drawn > _REDRAW_S or step == self._num_steps:
             self._drawn = time.monotonic()
             self._progress.refresh()
 
     def close(self) -> None:
+        """Removes the line."""
         self._progress.stop()
 
 
 def closing(summary: Mapping[str, Any], folder: object, *, verbose: bool = False) -> str:
-    """The last lines of a run, from its `summary.json`. verbose: also what its parts have counted."""
+    """Returns the last lines of a run, from its `summary.json`. verbose: also the counts of its parts."""
     steps, seconds = summary["steps"], summary["seconds"]
     lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
     if summary["final_loss"] is not None:
@@ -138,7 +144,7 @@ def closing(summary: Mapping[str, Any], folder: object, *, verbose: bool = False
 
 
 def rate(tokens_per_s: float) -> str:
-    """`812 tok/s`, `8.1k tok/s`, `1.3M tok/s`."""
+    """Formats a rate: `812 tok/s`, `8.1k tok/s`, `1.3M tok/s`."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if tokens_per_s >= size:
             return f"{tokens_per_s / size:.1f}{letter} tok/s"
@@ -146,12 +152,12 @@ def rate(tokens_per_s: float) -> str:
 
 
 def memory(mib: float) -> str:
-    """`812 MiB`, `31.2 GiB`."""
+    """Formats MiB: `812 MiB`, `31.2 GiB`."""
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """`8s`, `1m 02s`, `3h 05m`."""
+    """Formats seconds: `8s`, `1m 02s`, `3h 05m`."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int:
-    """Joins the world, trains, and leaves; the exit code, unless an exception says more.
+    """Joins the world, trains and leaves; blocks until the run has ended. Returns the exit code, or raises the error.
 
-    line: whether rank 0 redraws one line of progress. verbose: whether it says at the end what the run's parts counted.
+    line: whether rank 0 redraws one line of progress. verbose: whether it prints the counts of the run's parts at the
+    end.
     """
     gc.freeze()  # the modules: to look through them takes half a second, each time
     gc.enable()
@@ -45,7 +46,7 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.located(error)
-            # Before anything is torn down: that may hang, and whoever started this rank wants the first reason.
+            # Before anything is torn down: that may hang, and the launcher needs the first reason.
             fault = Fault.of(error)
             report.write(fault)
             stopping.tearing_down(fault.exit_code)
@@ -57,6 +58,7 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
 
 
 def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: bool) -> None:
+    """Runs the training; on rank 0 also writes plan and summary, and shows progress."""
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
@@ -81,6 +83,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
 
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
+    """Writes `summary.json`, unless no step was done, and returns its content."""
     notes = [reporter.lost] if reporter.lost else []
     content = summary(_facts(run), outcome, totals, run.counts, run.memory, notes)
     if totals.steps:
@@ -89,13 +92,14 @@ def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, repo
 
 
 def _memory(run: Run) -> dict[str, int]:
-    """What this rank holds, with the gradients that the first step will make."""
+    """Returns the bytes that this rank holds, with the gradients that the first step will allocate."""
     held = run.memory
     due = sum(entry.numel for entry in run.book.trainable) * run.store.dtype.itemsize
     return {**held, "gradients": max(held["gradients"], due)}
 
 
 def _facts(run: Run) -> RunFacts:
+    """Returns the facts of the run for its summary."""
     plan = run.plan
     plugins = {name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()}
     versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -22,7 +22,7 @@ _BEFORE_CULPRIT = 60
 
 
 def render(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: bool = False) -> str:
-    """The text to print, ending in a newline; several problems are counted in a last line."""
+    """Returns the text to print, ending in a newline; the last line counts the problems if there are several."""
     found = list(diagnostics)
     if form is MessageFormat.json:
         return "".join(f"{_as_json(each)}\n" for each in found)
@@ -36,6 +36,7 @@ def render(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: boo
 
 
 def _as_json(diagnostic: Diagnostic) -> str:
+    """Returns a diagnostic as one line of JSON."""
     place = diagnostic.place
     return json.dumps(
         {
@@ -58,13 +59,14 @@ def _short(diagnostic: Diagnostic) -> str:
 
 
 class _Picture:
-    """One diagnostic as the compilers of Rust and ruff draw it."""
+    """One diagnostic, drawn as the compilers of Rust and ruff do."""
 
     def __init__(self, diagnostic: Diagnostic, color: bool) -> None:
         self._it = diagnostic
         self._color = color
 
     def text(self) -> str:
+        """Returns the picture: error, source line with a caret, and hint."""
         head = f"{self._paint(f'error[{self._it.code}]', 'red')}: {_printable(self._it.message)}"
         lines = [head, *self._source()]
         if self._it.hint:
@@ -72,6 +74,7 @@ class _Picture:
         return "\n".join(lines)
 
     def _source(self) -> Iterable[str]:
+        """Yields the lines with the place and, if known, the source line and a caret."""
         place, source = self._it.place, self._it.source_line
         if place is None:
             return
@@ -94,7 +97,7 @@ class _Picture:
 
 
 def _window(source: str, column: int) -> tuple[str, int]:
-    """The part of a line that is worth showing, and the column of the culprit in it."""
+    """Returns the part of a long line to show, and the culprit's column in it."""
     line = _printable(source.rstrip("\r\n"))
     if len(line) <= _WIDEST_LINE:
         return line, column
@@ -104,7 +107,7 @@ def _window(source: str, column: int) -> tuple[str, int]:
 
 
 def _printable(text: str) -> str:
-    """`text` that a terminal only shows: what a plan contains must not steer it."""
+    """Returns `text` without control characters: a plan's content must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a local run meet: through a file in a private folder, a new one for every attempt.
+"""The rendezvous of a local run's ranks: a file in a private folder, a new one for every attempt.
 
 Elastic's own rendezvous keep a TCPStore, which listens on all interfaces whatever address it is given, and a store that
 is used twice hands gloo the addresses of ranks that are gone.
@@ -25,13 +25,14 @@ class FileRendezvous(RendezvousHandler):
         self._num_attempts = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Makes the folder and store of a new attempt, and puts the store's URI into this process's environment."""
         attempt = self._folder / f"attempt-{self._num_attempts}"
         attempt.mkdir()
         self._num_attempts += 1
         os.environ[STORE] = (attempt / "ranks").as_uri()
         # Ranks read no address: World.join uses the store. Elastic wants one to put into their environment.
         address = RendezvousStoreInfo("127.0.0.1", 0)
-        # What the agent notes for agents of other machines is in memory: nobody can take it away, and it waits for no file.
+        # The agent's own store, for agents of other machines, stays in memory: it cannot be lost and waits for no file.
         return RendezvousInfo(HashStore(), 0, 1, address)
 
     def get_backend(self) -> str:

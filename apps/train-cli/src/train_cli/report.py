@@ -1,4 +1,4 @@
-"""What a failing rank leaves for whoever started it: a file that torchrun and our own launcher both read.
+"""The report of a failing rank: a file that torchrun and our own launcher both read.
 
 The file is elastic's own (its path comes in TORCHELASTIC_ERROR_FILE, its form is that of elastic's `record`), so that
 torchrun names the rank that failed first; under the key `sley` it has the diagnostics, which our launcher shows once.
@@ -26,11 +26,11 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "sley"
 
 _AFTERMATH = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
-"""What ranks report when another one is gone."""
+"""Codes that ranks report when a peer is gone."""
 
 _AFTERMATH_S = 10
-"""By how much torchrun is told a later time of such a report: it shows whoever failed first, by whole seconds, and notices
-a death only after the peers of the dead have spoken."""
+"""Seconds added to the time of such a report for torchrun: it shows the rank that failed first, by whole seconds, and
+notices a death only after the dead rank's peers have reported."""
 
 _LATE, _WAITING = "rank-late", "rank-waiting"
 
@@ -44,9 +44,9 @@ class Report:
 
 
 def write(fault: Fault) -> None:
-    """Leaves the report of this rank, unless nobody asked for one, or there is one already: the first reason counts.
+    """Writes the report of this rank, unless no launcher asked for one or one exists already: the first reason counts.
 
-    The file is there whole or not at all. Its folder is made again where somebody has removed it.
+    The file is written in full or not at all. Its folder is made again if it was removed.
     """
     name = os.environ.get(_FILE)
     if not name or Path(name).exists():
@@ -66,7 +66,7 @@ def write(fault: Fault) -> None:
 
 
 def write_late() -> None:
-    """Leaves the report of a rank that was asked to end and cannot: where its main thread is."""
+    """Writes the report of a rank that was asked to end and cannot: the current place of its main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     steps = steps_of(frame)
     waits = any(step.f_globals.get("__name__", "").startswith("sley_core.comm.") for step in steps)
@@ -78,22 +78,22 @@ def write_late() -> None:
 
 
 def is_aftermath(fault: Fault) -> bool:
-    """Whether a rank only says that others were not there any more."""
+    """Returns whether a rank only reports that peers were gone."""
     return any(each.code in _AFTERMATH for each in fault.diagnostics)
 
 
 def is_late(fault: Fault) -> bool:
-    """Whether it is the report of `write_late`."""
+    """Returns whether the report is one of `write_late`."""
     return fault.diagnostics[:1] != () and fault.diagnostics[0].code in (_LATE, _WAITING)
 
 
 def is_waiting(fault: Fault) -> bool:
-    """Whether a late rank waited for others."""
+    """Returns whether a late rank was waiting for peers."""
     return fault.diagnostics[0].code == _WAITING
 
 
 def read(content: Mapping[str, Any]) -> Report | None:
-    """The report in a file's content; None if another program wrote it, or none did."""
+    """Returns the report in a file's content, or None if that is not of this program."""
     written = content.get(_KEY)
     if written is None:
         return None

@@ -1,6 +1,6 @@
-"""The folder of a run, `runs/<name>/`: made once, before any rank starts, never overwritten unasked, and of one run at a time.
+"""The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
 
-It holds `plan.toml` as resolved, and what the run writes: `metrics.jsonl`, `summary.json`, traces.
+It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ PLAN = "plan.toml"
 
 
 def run_folder(plan: Plan) -> Path:
-    """Where a run of `plan` writes; a relative `[run] folder` starts at the current folder."""
+    """Returns the folder of a run of `plan`; a relative `[run] folder` starts at the current folder."""
     return Path(plan.run.folder, plan.run.name)
 
 
 def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
-    """Changes nothing.
+    """Raises PlanError "run-folder" if `held_run_folder` could not make the folder; changes nothing.
 
-    Raises PlanError "run-folder" if there is one and `overwrite` is not given, if what is there is no run's folder, if a run
-    has it that has not ended, or if none could be made.
+    Reasons: it exists and `overwrite` is not given, it is not the folder of a run, a run that has not ended uses it, or
+    it cannot be written.
     """
     folder = run_folder(plan)
     try:
@@ -58,9 +58,9 @@ def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
 
 @contextmanager
 def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
-    """The new folder of a run of `plan`, with its `plan.toml`; no other run can have it until the block ends.
+    """Makes the folder of a run of `plan` with its `plan.toml`, and locks it against other runs until the block ends.
 
-    A run that failed before its first step leaves none. Raises as `check_run_folder` does.
+    A run that failed before its first step leaves no folder. Raises as `check_run_folder` does.
     """
     check_run_folder(plan, overwrite=overwrite)
     folder = run_folder(plan)
@@ -81,7 +81,7 @@ def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
-    """Leaves nothing in the folder, which is ours alone now, but the plan."""
+    """Empties the folder, which this process has locked, and writes the plan."""
     if _is_taken(folder) and not (overwrite and _is_ours(folder)):
         raise _refused(plan, f"`{folder}` was made by another run just now", "choose another `run.name`")
     try:
@@ -96,14 +96,14 @@ def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
 
 
 def drop_unused(folder: Path) -> None:
-    """Removes the folder of a run that failed before its first step, as there is nothing in it to keep."""
+    """Removes the folder of a run that failed before its first step; it holds no results."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
     if files.keys() <= {PLAN, METRICS, LOCK} and not files.get(METRICS):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Puts the resolved plan into `folder`, whole or not at all."""
+    """Writes the resolved plan into `folder`, in full or not at all."""
     write_whole(folder / PLAN, plan.to_toml())
 
 
@@ -112,7 +112,7 @@ def _is_taken(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a run made `folder`: only a resolved plan says which folder it came from, and a person's plan does not."""
+    """Returns whether a run made `folder`: only a resolved plan has `source_folder`, a hand-written one does not."""
     try:
         written = tomli.loads((folder / PLAN).read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What signals do to one rank: it finishes its step, ends what it began, and is gone within a limit.
+"""Signal handling of one rank: it finishes its step, tears down, and has ended within a time limit.
 
     working ── first SIGINT ──> run.stop(): the step is finished ── the loop returned ──> tearing down, 10 s at most
         │                              ├── still in the step ──> a line every 10 s
@@ -7,7 +7,7 @@
 
 SIGHUP, a terminal that was closed, is SIGTERM with another exit code; not where it is ignored, as under `nohup`.
 
-A thread of its own does it, woken by C: the main thread may be inside a collective that never returns.
+A separate thread does this, woken from C: the main thread may be inside a collective that never returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEAR_DOWN_S = 10.0
 TERMINATED_S = 8.0
 REMIND_S = 10.0
 TOGETHER_S = 1.0
-"""Within this a second SIGINT is the first again: what interrupts a whole job reaches a rank directly and by its launcher."""
+"""Within this time a second SIGINT counts as the first: an interrupt of a job reaches a rank directly and by its launcher."""
 
 HEARD = "stopping after this step; Ctrl-C again stops at once"
 STILL = "still in this step after {:.0f} s; Ctrl-C again stops at once"
@@ -39,11 +39,11 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Terminated(SystemExit):
-    """SIGTERM came while there was no step to finish."""
+    """Raised by SIGTERM while there was no step to finish."""
 
 
 def codes() -> dict[int, int]:
-    """The signals that end a run in order, with the exit codes of a run that they ended."""
+    """Returns the signals that end a run in order, with the exit codes of such a run."""
     found: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         found[signal.SIGHUP] = EXIT_HUNG_UP
@@ -53,9 +53,9 @@ def codes() -> dict[int, int]:
 class Stopping(AbstractContextManager["Stopping"]):
     """Handles SIGINT, SIGTERM and SIGHUP of this process while it is entered.
 
-    say: tells the user that the signal was heard; left out where a launcher has said so. late: called, in a thread of its own,
-    before a process ends that SIGTERM could not end within `TERMINATED_S`. Does nothing in a thread other than the main
-    one, where Python allows no handlers.
+    say: tells the user that the signal was heard; None if a launcher has said so. late: called, in another thread,
+    before ending a process that SIGTERM could not end within `TERMINATED_S`. Does nothing outside of the main thread,
+    as Python allows no handlers there.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None, late: Callable[[], None] | None = None) -> None:
@@ -73,22 +73,23 @@ class Stopping(AbstractContextManager["Stopping"]):
 
     @property
     def exit_code(self) -> int | None:
-        """130, 143 or 129 once a signal came, else None."""
+        """130, 143 or 129 after a signal came, else None."""
         return None if self._first is None else self._codes[self._first]
 
     def working(self, stop: Callable[[], None]) -> None:
-        """From here on a signal calls `stop` (from another thread); before, it raises in the main thread."""
+        """Makes signals call `stop`, from another thread; before this call they raise in the main thread."""
         self._stop = stop
         self._is_working = True
 
     def tearing_down(self, code: int) -> None:
-        """Gives this process `TEAR_DOWN_S` seconds until it ends with exit code `code`."""
+        """Ends this process with exit code `code` unless it ends by itself within `TEAR_DOWN_S` seconds."""
         self._is_working = False
         self._limit(TEAR_DOWN_S, code)
         if self._is_main:
             os.write(self._writer, _LOOK_AGAIN)
 
     def __enter__(self) -> Stopping:
+        """Installs the handlers and starts the thread."""
         if not self._is_main:
             return self
         self._reader, self._writer = os.pipe()
@@ -101,6 +102,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restores the handlers and ends the thread."""
         if not self._is_main:
             return
         for number, handler in self._before.items():
@@ -113,9 +115,9 @@ class Stopping(AbstractContextManager["Stopping"]):
         os.close(self._writer)
 
     def _forget(self) -> None:
-        """Puts the handlers back in a process forked from this one, such as a worker of `multiprocessing`.
+        """Restores the handlers in a process forked from this one, such as a worker of `multiprocessing`.
 
-        There SIGTERM would stop nothing, and the end of this process, which sends it and waits, would never come.
+        There SIGTERM would stop nothing, and this process, which sends it and waits, would never end.
         """
         if not self._closed:
             self._closed = True
@@ -128,6 +130,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated(self._codes[number])
 
     def _watch(self) -> None:
+        """Runs in the thread: waits for signals and deadlines."""
         while not self._closed:
             ready, _, _ = select.select([self._reader], [], [], self._wait_s())
             if not ready:
@@ -138,12 +141,13 @@ class Stopping(AbstractContextManager["Stopping"]):
                         self._heard(number)
 
     def _wait_s(self) -> float | None:
-        """Until the next moment at which there is something to do; None where only a signal can bring one."""
+        """Returns the seconds until the next deadline or reminder; None if only a signal can bring one."""
         if self._deadline is not None:
             return max(0.0, self._deadline - time.monotonic())
         return None if self._first is None or self._say is None else REMIND_S
 
     def _tick(self) -> None:
+        """Reminds the user of an unfinished step, or ends the process at its deadline."""
         if self._deadline is None:
             if self._say is not None and self._is_working:
                 self._say(STILL.format(time.monotonic() - self._heard_at))
@@ -153,6 +157,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             _leave(self._deadline_code)
 
     def _heard(self, number: int) -> None:
+        """Acts on a signal: asks the run to stop, sets a deadline, or ends the process at once."""
         code = self._codes[number]
         now = time.monotonic()
         if self._first is None:
@@ -175,7 +180,7 @@ class Stopping(AbstractContextManager["Stopping"]):
 
 
 def _leave(code: int) -> None:
-    """Ends this process now, from any thread; what is in buffers is lost, what a writer has flushed is not."""
+    """Ends this process now, from any thread; unflushed buffers are lost."""
     if os.isatty(2):
         os.write(2, _SHOW_CURSOR)
     end_workers()

@@ -1,6 +1,6 @@
 """The environment in which local ranks run: who launched them, threads and loopback.
 
-What the user has set is left as it is, except that a local run never talks beyond loopback.
+Variables that the user has set are kept, except that a local run never communicates beyond loopback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from train_cli.lifeline import LAUNCHER
 
 
 def of_ranks(num_ranks: int, environ: Mapping[str, str], launcher: int) -> dict[str, str]:
-    """The variables that `num_ranks` ranks get beyond `environ`; `launcher` is the process that they die with."""
+    """Returns the variables that `num_ranks` ranks get beyond `environ`; `launcher` is the process that they die with."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     threads = max(1, num_cores() // num_ranks)
     defaults = {"OMP_NUM_THREADS": str(threads)}
@@ -27,14 +27,14 @@ def of_ranks(num_ranks: int, environ: Mapping[str, str], launcher: int) -> dict[
 
 
 def num_cores() -> int:
-    """The cores that this process may use, which in a container are fewer than the machine has."""
+    """Returns the cores that this process may use; in a container these can be fewer than the machine's."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of this process, and puts back what was there; an agent starts its ranks with a copy of them."""
+    """Sets variables of this process within the block, and restores them; an agent starts its ranks with a copy."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -18,9 +18,9 @@ WIDTH = 110
 
 
 def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
-    """The drawing, and each stage's idle share and what it holds at most; every forward costs 1, every backward 2.
+    """Yields the drawing, and each stage's idle share and peak; a full backward costs two forwards.
 
-    Raises PlanError "no-pipeline" for a plan without one, and what is wrong with its schedule.
+    Raises PlanError "no-pipeline" for a plan without one, and the errors of its schedule.
     """
     if plan.pipeline is None:
         hint = 'add [pipeline] with `use = "pp.one_f_one_b"`, of sley-pp, and `pp = 2` to [parallel]'

@@ -8,7 +8,7 @@ _GROUPS = ("[sley.plugins]", "[sley.commands]")
 
 
 def sley_versions() -> dict[str, str]:
-    """Versions by distribution, sorted by name; reads metadata only."""
+    """Returns versions by distribution, sorted by name; reads metadata only."""
     found: dict[str, str] = {}
     for dist in distributions():
         name = dist.metadata["Name"] or ""

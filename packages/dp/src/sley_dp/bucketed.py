@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Bucketed(BucketReducer):
-    """Equals `core.each`, or with `reduction = "bf16"` is within 2^-7 of it."""
+    """The same sums as `core.each`, or with `reduction = "bf16"` within 2^-7 of them."""
 
     def __init__(self, config: BucketedConfig) -> None:
         super().__init__(config, Narrow() if config.reduction == "bf16" else Exact())

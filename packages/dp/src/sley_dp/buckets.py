@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def fill(items: Iterable[Item], num_bytes: Callable[[Item], int], cap_bytes: float) -> list[list[Item]]:
-    """Consecutive items, in the order given, in as few buckets of at most `cap_bytes` as that order allows.
+    """Returns `items` in their order, cut into as few buckets of at most `cap_bytes` as that order allows.
 
     An item larger than the cap has a bucket of its own. Nothing is split, reordered or dropped.
     """

@@ -20,7 +20,7 @@ MIN_RATE = 2
 
 
 def as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
-    """`gradient` as a matrix [first dim, all others], a view, where factors of `rank` columns save enough; else None."""
+    """Returns `gradient` as a view [first dim, all others], or None if factors of `rank` columns would not save enough."""
     if gradient.ndim < 2:
         return None
     num_rows = gradient.shape[0]
@@ -31,17 +31,17 @@ def as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Columns that span what `columns` spans, and as many orthonormal ones of no meaning as that is short of rank.
+    """Returns an orthonormal basis of the span of `columns`, as many columns; arbitrary ones fill up a missing rank.
 
-    By QR, never by Gram-Schmidt: where a gradient is zero this still gives a basis, from which the next step's power
-    iteration gets away. Zeros would stay zeros, and the parameter would be trained no more.
+    By QR, never by Gram-Schmidt: for a zero gradient this still gives a basis, from which the next step's power
+    iteration can recover. Zeros would stay zeros, and the parameter would be trained no more.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 
 
 class LowRank:
-    """The state of one gradient of shape [n, m].
+    """The compression state of one gradient of shape [n, m].
 
     q: [m, r], orthonormal, equal on all ranks, r at most `rank`. error: [n, m], this rank's own, or None without
     feedback.
@@ -54,19 +54,22 @@ class LowRank:
         self.error = torch.zeros_like(gradient) if error_feedback else None
 
     def project(self, gradient: Tensor, p: Tensor) -> None:
-        """Adds the error to `gradient`; writes its image of q to `p` [n, r]."""
+        """Adds the error to `gradient`, in place, and writes `gradient` q to `p` [n, r]."""
         if self.error is not None:
             gradient.add_(self.error)
         torch.mm(gradient, self.q, out=p)
 
     def expand(self, gradient: Tensor, p: Tensor, q: Tensor) -> None:
-        """Turns `p`, summed, into a basis; writes the coordinates of `gradient` in it to `q` [m, r]."""
+        """Turns the summed `p` into a basis in place, writes `gradient`^T p to `q` [m, r] and updates the error."""
         p.copy_(orthonormal(p))
         torch.mm(gradient.T, p, out=q)
         if self.error is not None:
             torch.addmm(gradient, p, q.T, alpha=-1, out=self.error)
 
     def restore(self, gradient: Tensor, p: Tensor, q: Tensor) -> None:
-        """Writes what `p` and `q`, summed, stand for to `gradient`."""
+        """Writes the approximation p q^T of the summed gradient to `gradient`; `p` and `q` as summed.
+
+        Keeps q for the next step.
+        """
         torch.mm(p, q.T, out=gradient)
         self.q = orthonormal(q)

@@ -1,6 +1,6 @@
 """Sums that travel as bf16 and are added in fp32.
 
-    my slices ──all-to-all──> everybody's share of my slice ──added in fp32──> bf16 ──all-gather──> the whole sum
+    my slices ──all-to-all──> every rank's share of my slice ──added in fp32──> bf16 ──all-gather──> the full sum
 
 An all-reduce of bf16 tensors, which gloo and NCCL offer too, adds in bf16: every rank rounds once more, and from 256 equal
 terms on a sum stands still. Here each term is rounded once and the sum once, however many ranks there are, for the same
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 WIRE = torch.bfloat16
 NUM_SLOTS = 2
-"""Sums under way at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""
+"""Sums in flight at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""
 
 
 class Narrow(Sums):
-    """Starting a sum brings the ones before it forward, in an order that is the same on all ranks of their groups."""
+    """Sums in bf16 on the wire.
+
+    Each start advances the earlier sums, in an order that is equal on all ranks of their groups.
+    """
 
     def __init__(self) -> None:
         self._under_way: deque[_NarrowSum] = deque()
@@ -36,6 +39,7 @@ class Narrow(Sums):
         self._num_started = 0
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Copies `buffer` to bf16 and starts its exchange; waits for the oldest sum if NUM_SLOTS are in flight."""
         if len(self._under_way) == NUM_SLOTS:
             self._under_way.popleft().finish()
         for one in self._under_way:
@@ -43,17 +47,22 @@ class Narrow(Sums):
         self._under_way.append(_NarrowSum(buffer, group, self._wire(buffer, group)))
 
     def finish(self) -> None:
+        """Blocks until every started buffer holds its sum."""
         for one in self._under_way:
             one.gather()
         while self._under_way:
             self._under_way.popleft().finish()
 
     def forget(self) -> None:
+        """Waits for the collectives in flight and discards their results."""
         while self._under_way:
             self._under_way.popleft().pending.wait()
 
     def _wire(self, buffer: GradientBuffer, group: Group) -> Tensor:
-        """Two rows, what is sent and what is received, each with room for one even slice per rank."""
+        """Returns bf16 [2, columns]: rows to send and to receive, with room for one even slice per rank.
+
+        Reuses slots in turn.
+        """
         slot = self._num_started % NUM_SLOTS
         self._num_started += 1
         num_columns = -(-buffer.data.numel() // group.size) * group.size
@@ -63,7 +72,7 @@ class Narrow(Sums):
 
 
 class _NarrowSum:
-    """One bucket on its way: exchanged when made, then gathered, then finished."""
+    """The sum of one bucket: the exchange starts when it is made; `gather` and `finish` follow."""
 
     def __init__(self, buffer: GradientBuffer, group: Group, wire: Tensor) -> None:
         self.buffer = buffer
@@ -75,6 +84,7 @@ class _NarrowSum:
         self.pending: Pending = all_to_all(self.received, self.sent, group, what=described(buffer))
 
     def gather(self) -> None:
+        """Waits for the exchange, adds this rank's slice in fp32 and starts the all-gather; a second call does nothing."""
         if self._is_gathered:
             return
         self._is_gathered = True
@@ -85,5 +95,6 @@ class _NarrowSum:
         self.pending = all_gather(self.sent, own, self.group, what=described(self.buffer))
 
     def finish(self) -> None:
+        """Waits for the all-gather and writes the sum into the buffer."""
         self.pending.wait()
         self.buffer.data.copy_(self.sent[: self.buffer.data.numel()])

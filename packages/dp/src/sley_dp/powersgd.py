@@ -1,7 +1,7 @@
 """`dp.powersgd`: gradients travel as low-rank approximations (see `low_rank`).
 
-Two collectives per bucket: the first, of P and of everything that is not worth compressing, runs beside the backward; the
-second, of Q, at the step's end. The state belongs to a parameter, not to a bucket, so a new layout loses nothing.
+Two collectives per bucket: the first, of P and of all gradients not worth compressing, overlaps with the backward; the
+second, of Q, runs at the step's end. The state belongs to a parameter, not to a bucket, so a new layout loses nothing.
 
 The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, which is its oracle in the tests; docs/adr
 says why that code itself is not used.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Compressed:
-    """A gradient [n, m] of a bucket under way, its state, and its factors [n, r] and [m, r] on the wire."""
+    """A gradient [n, m] of a bucket in flight, its state, and its factors [n, r] and [m, r] on the wire."""
 
     state: LowRank
     gradient: Tensor
@@ -41,7 +41,7 @@ class _Compressed:
 
 @dataclass
 class _Factors:
-    """A bucket between its two collectives. whole: gradients that travel as they are, each with its place on the wire."""
+    """A bucket between its two collectives. whole: uncompressed gradients, each with its place on the wire."""
 
     buffer: GradientBuffer
     group: Group
@@ -51,6 +51,7 @@ class _Factors:
     pending: Pending
 
     def expand(self) -> None:
+        """Waits for the first collective and starts the second, of Q, unless nothing is compressed."""
         self.pending.wait()
         for gradient, wire in self.whole:
             gradient.copy_(wire)
@@ -62,15 +63,16 @@ class _Factors:
         self.pending = all_reduce(self.factors.data, self.group, what=described(self.buffer))
 
     def restore(self) -> None:
+        """Waits for the second collective and writes the approximate sums into the gradients."""
         self.pending.wait()
         for one in self.compressed:
             one.state.restore(one.gradient, one.p, one.q)
 
 
 class LowRankSums(Sums):
-    """Sums of approximations of at most `rank`, warm-started from one step to the next.
+    """Sums gradients as approximations of at most `rank`, warm-started from one step to the next.
 
-    seed: of the first ones; equal on all ranks.
+    seed: for the first factors; equal on all ranks.
     """
 
     def __init__(self, rank: int, error_feedback: bool, seed: int) -> None:
@@ -81,10 +83,11 @@ class LowRankSums(Sums):
         self._under_way: list[_Factors] = []
 
     def keep(self, entries: Iterable[Entry]) -> None:
-        """Drops the state of all others: what a parameter was owed when it was frozen is out of date."""
+        """Drops the state of all entries but these: the error kept for a parameter is out of date after it was frozen."""
         self._states = {entry: self._states[entry] for entry in entries if entry in self._states}
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Adds the errors to the gradients in place, and starts the all-reduce of P and the uncompressed gradients."""
         matrices, whole = self._divided(buffer)
         shapes = [(view.shape[0], state.q.shape[1]) for view, state in matrices]
         first = FlatBuffer([*shapes, *(view.shape for view in whole)], buffer.data.dtype, buffer.data.device)
@@ -103,6 +106,7 @@ class LowRankSums(Sums):
         self._under_way.append(_Factors(buffer, group, second, compressed, pairs, pending))
 
     def finish(self) -> None:
+        """Runs the second collectives and blocks until every started buffer holds its approximate sum."""
         for one in self._under_way:
             one.expand()
         for one in self._under_way:
@@ -110,12 +114,13 @@ class LowRankSums(Sums):
         self._under_way.clear()
 
     def forget(self) -> None:
+        """Waits for the collectives in flight and discards their results."""
         for one in self._under_way:
             one.pending.wait()
         self._under_way.clear()
 
     def _divided(self, buffer: GradientBuffer) -> tuple[list[tuple[Tensor, LowRank]], list[Tensor]]:
-        """The gradients of `buffer` that are worth compressing, as matrices with their states, and the others."""
+        """Returns the gradients of `buffer` to compress, as matrices with their states, and the others."""
         matrices, whole = [], []
         for entry, view in zip(buffer.entries, buffer.views, strict=True):
             matrix = as_matrix(view, self.rank)
@@ -138,14 +143,17 @@ class PowerSGD(BucketReducer):
         super().__init__(config, self._exact)
 
     def attach(self, parts: Parts) -> None:
+        """Makes the low-rank sums, with the run's seed, and lays the store out."""
         self._low_rank = LowRankSums(self.config.rank, self.config.error_feedback, parts.run.seed)
         super().attach(parts)
 
     def begin_step(self, step: StepState) -> None:
+        """Chooses exact or low-rank sums for this step; resets the states after a skipped optimizer step."""
         super().begin_step(step)
         if not step.was_taken:
-            self._low_rank.keep(())  # errors and images of what was no number; on all ranks alike
+            self._low_rank.keep(())  # errors and factors of gradients that were not finite; on all ranks alike
         self.sums = self._low_rank if step.step + 1 >= self.config.start_step else self._exact
 
     def laid_out(self) -> None:
+        """Drops the states of entries that the store no longer has."""
         self._low_rank.keep(self._store.entries)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Bucket:
-    """A buffer of the store, and how many of its entries are still missing in this step."""
+    """A buffer of the store, and how many of its gradients are not complete yet in this step."""
 
     buffer: GradientBuffer
     missing: int = 0
@@ -51,6 +51,10 @@ class BucketReducer(GradientHandler):
         self._has_finished_a_step = False
 
     def attach(self, parts: Parts) -> None:
+        """Lays the store out in buckets.
+
+        With `start = "broadcast"` copies the first replica's values, a collective on all ranks.
+        """
         self._parts = parts
         self._store = parts.store
         self._groups = parts.groups
@@ -59,6 +63,11 @@ class BucketReducer(GradientHandler):
             broadcast_values(parts)
 
     def begin_step(self, step: StepState) -> None:
+        """Resets the counts of missing gradients.
+
+        Before the second step, lays buckets out again in the order in which gradients were complete; a collective of
+        the stage.
+        """
         self.sums.forget()
         if self._order is None and self._has_finished_a_step:
             self._order = self._agreed_order()
@@ -72,9 +81,10 @@ class BucketReducer(GradientHandler):
             bucket.missing = len(bucket.buffer.entries)
 
     def laid_out(self) -> None:
-        """The buckets are others than in the step before: some entries may be new, some gone."""
+        """Called after the buckets have changed: some entries may be new, some gone. For subclasses."""
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        """Starts the sum of the bucket of `entry` if it is complete now. Called in one order on all ranks of the group."""
         bucket = self._bucket_of.get(entry)
         if bucket is None:
             return
@@ -83,16 +93,17 @@ class BucketReducer(GradientHandler):
             self.sums.start(bucket.buffer, self._groups[bucket.buffer.reduce_group])
 
     def finish_step(self, step: StepState) -> None:
+        """Blocks until every bucket holds its sum; asserts that every gradient was complete."""
         for bucket in self.buckets:
             assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
         self.sums.finish()
         self._has_finished_a_step = True
 
     def _plan(self, entries: list[Entry]) -> Layout:
-        """Buckets per family, filled in the agreed order; entries that it does not know come last.
+        """Returns buckets per family, filled in the agreed order; entries unknown to it come last.
 
-        What reduces over a group of one lies in no bucket. The store makes its buffers next: those of before are let go
-        here, so that the two are never there at once.
+        Entries whose reduce group has one rank lie in no bucket. The old buckets are freed here, since the store
+        allocates the new ones next and both would not have to exist at once.
         """
         self.buckets, self._bucket_of = [], {}
         if self._order is not None:
@@ -107,13 +118,14 @@ class BucketReducer(GradientHandler):
         return Layout(buckets, entries, loose)
 
     def _num_bytes(self, entry: Entry) -> int:
-        """What `entry` takes in a flat buffer, alignment included."""
+        """Returns the bytes of `entry` in a flat buffer, alignment included."""
         return -(-entry.numel * self._store.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def _agreed_order(self) -> list[Entry]:
-        """What the first rank of the stage saw; entries that no gradient reached there come last, frozen ones too.
+        """Returns the order in which gradients were complete on the stage's first rank, broadcast to the stage's ranks.
 
-        So it is as long on all ranks, even where they have not frozen the same, which they are told of only now.
+        Entries without a gradient there come last, frozen ones too. So the order has the same length on all ranks even
+        if they have frozen different entries, which is detected only after this.
         """
         seen = self._store.seen_order
         unseen = [entry for entry in self._parts.book if entry not in set(seen)]

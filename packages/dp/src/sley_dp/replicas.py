@@ -1,4 +1,4 @@
-"""Replicas are made equal: every copy of a weight or buffer gets the first copy's value. That they are is core's to check.
+"""Makes replicas equal: every copy of a weight or buffer gets the first copy's value. Core checks that they are equal.
 
 Values are sent as bytes: gloo knows few types, a parameter may have any.
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from sley_core.api.parts import Parts
 
 CHUNK_BYTES = 64 << 20
-"""How much is broadcast at a time."""
+"""Bytes in flight after which the broadcasts are awaited."""
 
 
 def broadcast_values(parts: Parts) -> None:
-    """Gives this rank the values of the first rank of each group; a collective over every reduce group."""
+    """Overwrites weights and buffers with those of the first rank of each group; blocks. All ranks must call it."""
     under_way: list[tuple[Tensor, Tensor, Pending]] = []
     num_bytes = 0
     for name, value, group in _replicated(parts):
@@ -37,7 +37,7 @@ def broadcast_values(parts: Parts) -> None:
 
 
 def _replicated(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
-    """Parameters over their reduce group, buffers over the stage, in the order of the book."""
+    """Yields name, value and group: parameters with their reduce group, buffers with the stage's; in the order of the book."""
     for entry in parts.book:
         group = parts.groups[entry.reduce_group]
         if group.size > 1 and entry.numel:
@@ -50,7 +50,10 @@ def _replicated(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
 
 
 def _take(under_way: list[tuple[Tensor, Tensor, Pending]]) -> None:
-    """Waits for all, and writes those back that had to be copied; not an expanded one, unless it has to be told."""
+    """Waits for all broadcasts and writes contiguous copies back to their values.
+
+    Equal values are not written: an expanded tensor cannot be, unless its value differs.
+    """
     for value, copy, pending in under_way:
         pending.wait()
         if copy.data_ptr() != value.data_ptr() and not torch.equal(_bytes(copy), _bytes(value.contiguous())):
@@ -59,5 +62,5 @@ def _take(under_way: list[tuple[Tensor, Tensor, Pending]]) -> None:
 
 
 def _bytes(value: Tensor) -> Tensor:
-    """The memory of `value`, which is contiguous, as a view."""
+    """Returns the memory of `value`, which is contiguous, as a uint8 view."""
     return value.reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""How a bucket is summed over its group. Each way is started inside a backward and is over when `finish` returns."""
+"""The ways to sum a bucket over its group. Each starts within a backward and is complete when `finish` returns."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Sums(Protocol):
     """
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """This rank's share of `buffer` is complete; nobody touches it until `finish`."""
+        """Starts to sum `buffer`, this rank's complete share, over `group`; it must not be used until `finish`."""
 
     def finish(self) -> None:
-        """On return every buffer that was started holds its sum."""
+        """Blocks until every started buffer holds its sum."""
 
     def forget(self) -> None:
-        """On return nothing writes into a buffer any more, and nothing of the step remains."""
+        """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
 
 class Exact(Sums):
-    """The sum itself, in place, in the format of the gradients; by whatever transport the group has.
+    """All-reduces in place, in the gradients' dtype, by the transport of the group.
 
-    Some transports move nothing by themselves. So whenever a sum starts, those before it go on as far as they can without
-    waiting, while the other ranks compute.
+    Some transports progress only when called. So each start also advances the earlier sums as far as possible without
+    waiting, while the peers compute.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,14 @@ class Exact(Sums):
         self._moving: list[Work] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Starts the all-reduce of `buffer`, in place, and advances the earlier ones without waiting."""
         # The bucket's reduce group; its ranks start their buckets in one order.
         work = group.transport().all_reduce(buffer.data, what=described(buffer), contents=buffer.contents)
         self._works.append(work)
         self._moving = [one for one in (*self._moving, work) if not one.test()]
 
     def finish(self) -> None:
+        """Blocks until all sums are complete and the peers have read this rank's data."""
         for work in self._works:
             work.wait()
         # All sums first: a peer that is slow to read one holds up none of the others.
@@ -55,9 +57,10 @@ class Exact(Sums):
         self._moving.clear()
 
     def forget(self) -> None:
+        """Blocks until all sums are complete."""
         self.finish()
 
 
 def described(buffer: GradientBuffer) -> str:
-    """What the error of a failed collective calls this bucket."""
+    """Returns the name of a bucket for the error of a failed collective."""
     return f"the bucket of {buffer.entries[0].name}"

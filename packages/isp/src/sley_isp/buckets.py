@@ -1,6 +1,6 @@
-"""Which weight gradients travel together: a layer's, or one module's; and how far each has come.
+"""Which weight gradients are reduced together, a layer's or one module's, and which contributions each bucket still lacks.
 
-contribution ──> open, full size ──> contribution* ──> leaves: its sites have all been, and another bucket's turn came
+contribution ──> open, full size ──> contribution* ──> sent: all its sites have contributed, and another bucket is next
                                                         (or the action that may complete it ends)
 """
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Entries whose gradients are reduced in one exchange. name: the layer or module. sources: who contributes to which.
+    """Entries whose gradients are reduced in one exchange.
 
-    chunks: those of all of its entries, where it is reduced once per step.
+    name: of the layer or module. sources: which site adds to which entry. chunks: those of all of its entries, if it is
+    reduced once per step.
     """
 
     name: str
@@ -33,9 +34,9 @@ class GradientBucket:
 
 @dataclass(eq=False)
 class Open:
-    """A bucket that is being filled. wholes: full size, padded. written: those that hold something.
+    """A bucket being filled. wholes: full gradients, padded. written: entries whose memory holds a gradient already.
 
-    came: the sources that have contributed during the running action.
+    came: the sources that have contributed during the current action.
     """
 
     bucket: GradientBucket
@@ -46,15 +47,15 @@ class Open:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every source of what is trained has contributed during this action."""
+        """Whether every source of a trained entry has contributed during this action."""
         return all(source in self.came for source in self.bucket.sources if source[1] in self.wholes)
 
 
 class GradientBuckets:
-    """Deals the entries of sites to buckets.
+    """Assigns the entries of sites to buckets.
 
-    fused: one bucket per unit, else one per site. once: each entry is in one bucket only, however many sites hold it, so that
-    it can be reduced once; else a tied weight travels from each place where it is used.
+    fused: one bucket per unit, else one per site. once: each entry is in one bucket only, however many sites hold it,
+    so that it can be reduced once; otherwise a tied weight's gradient is sent from each place where it is used.
     """
 
     def __init__(self, *, fused: bool, once: bool) -> None:
@@ -64,7 +65,7 @@ class GradientBuckets:
         self._homes: dict[Entry, Site] = {}
 
     def add(self, site: Site) -> None:
-        """`site` will contribute to all of its entries."""
+        """Registers `site` as a contributor to all of its entries; called for all sites before the first `of`."""
         for entry in site.entries:
             home = self._homes.setdefault(entry, site) if self.once else site
             name = home.unit.name if self.fused else home.name
@@ -74,7 +75,7 @@ class GradientBuckets:
             bucket.sources.add((site, entry))
 
     def of(self, site: Site, entry: Entry) -> GradientBucket:
-        """Where `site` puts its gradient of `entry`."""
+        """Returns the bucket of the gradient of `entry` from `site`."""
         return self._parcels[self._key(self._homes[entry] if self.once else site, entry)]
 
     def _key(self, home: Site, entry: Entry) -> Hashable:

@@ -1,11 +1,8 @@
 """`isp.communicator`: linears and embeddings of any model, sharded over `wp`, gathered just before they are used.
 
-    LayerCaller ──> layer ──> linear's site ──> use ──> Prefetch decides ──> gathers start, buffers go back
-                                                           ^
-    Executor ──> begin, during(action) ────────────────────┘
-
-The phase is what core's list of actions says is running when a site is called: a forward within a backward action is a
-recomputation. Outside a run (a model called by hand) weights are gathered for the call and dropped after it.
+LayerCaller ──> layer ──> linear's site ──> use ──> Prefetch decides ──> gathers start, buffers go back
+                                                       ^
+Executor ──> begin, during(action) ────────────────────┘
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 class Communicator(WeightCommunicator):
-    """The only one that gathers; `tally` says how often, and what was there at most."""
+    """Gathers the sharded weights of this rank and reduces their gradients; `tally` counts exchanges and peak memory."""
 
     pool: MemoryPool
     reductions: Reductions
@@ -72,6 +69,7 @@ class Communicator(WeightCommunicator):
         self._patches = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
+        """Finds the modules that the config treats specially; raises PlanError if the model has none that fit."""
         if self.config.head == "vocabulary":
             self._head = find_head(layers)
         if self.config.embedding == "hidden":
@@ -79,11 +77,13 @@ class Communicator(WeightCommunicator):
         check_points(layers, self.config.launch)
 
     def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
+        """Returns dim 1 for tables cut along the hidden dim, dim 0 for other plain linears and embeddings, else None."""
         if not all(is_plain(module, attribute) for module, attribute in places):
             return None
         return int(self.config.embedding == "hidden" and isinstance(places[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
+        """Patches the forwards of all sharded modules and puts stand-ins for their weights; undoes all if it raises."""
         self._parts = parts
         self._group = parts.groups[AXIS]
         self._waits = parts.waits
@@ -106,10 +106,11 @@ class Communicator(WeightCommunicator):
             raise
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
+        """Starts a step: drops leftovers of a failed one and publishes the shards, together with all ranks of `wp`."""
         self._action = None
         actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # nothing runs in these
         last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
-        # Also the action before: what an earlier one began must not count as the last one's.
+        # Also the action before: the last gradient action must not start with reductions of an earlier one in flight.
         self._drains = {at - before for at in last.values() for before in (0, 1)}
         self._at = -1
         self._final = len(actions) - 1
@@ -125,7 +126,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Reductions may outlive an action, but not the one that completes a gradient, and none enters it from before."""
+        """Runs `action` within the block; a chunk's last gradient action ends only when its reductions are finished."""
         self._at += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
@@ -146,23 +147,22 @@ class Communicator(WeightCommunicator):
             self.tally.end()
 
     def detach(self) -> None:
+        """Restores the modules' own forwards; stand-ins stay."""
         self._published = None  # of a step that failed; it holds a communicator, whose threads end with the run
         self._patches.close()
         self.launches.close()
         self.sites.clear()
 
     def counts(self) -> dict[str, float]:
-        """`protocols.Counts`: of the last step, and at most."""
+        """Returns the numbers of the last step and the peaks, as `protocols.Counts`."""
         return self.tally.report()
 
-    # -- what sites ask for
-
     def is_recomputing(self) -> bool:
-        """Whether a forward that runs now is one within a backward."""
+        """Returns whether a forward that runs now is within a backward action, as in recomputation."""
         return self._action is not None and self._action.kind in BACKWARDS
 
     def use(self, unit: Unit, own: Sequence[Entry], *, pins: int, launches: bool) -> Gathered:
-        """The weights of `unit`, on their way or there, of which `own` are used; what comes next may be started."""
+        """Returns the weights of `unit`, maybe still in flight, for a use of `own`; starts prefetches if `launches`."""
         if self._action is None:
             return self._gather(unit)
         known = self._gathered.get(unit)
@@ -173,12 +173,10 @@ class Communicator(WeightCommunicator):
         return self._gathered[unit]
 
     def done(self, gathered: Gathered) -> None:
-        """A use is over."""
+        """Ends a use: outside an action frees the weights and waits for the peers; otherwise the prefetch policy frees them."""
         if self._action is None:
             gathered.release()
             gathered.wait_sent()
-
-    # -- the machine's decisions
 
     def _apply(self, decision: Decision) -> None:
         self._drop(decision.drop)
@@ -187,6 +185,7 @@ class Communicator(WeightCommunicator):
             self._gathered[unit] = self._gather(unit)
 
     def _gather(self, unit: Unit) -> Gathered:
+        """Starts to gather `unit`, after the waits of its layer; blocks until the weights are here unless `overlap` is set."""
         has_waited = self._waits.wait_for(unit.layer)
         gathered = Gathered(unit, self.pool, self._source(unit, has_waited=has_waited), self._group.size)
         if self._action is not None:
@@ -196,6 +195,7 @@ class Communicator(WeightCommunicator):
         return gathered
 
     def _drop(self, units: Sequence[object]) -> None:
+        """Returns the buffers of `units` to the pool; `_end` waits later until the peers have received this rank's shards."""
         for unit in units:
             assert isinstance(unit, Unit), unit
             gathered = self._gathered.pop(unit)
@@ -204,14 +204,14 @@ class Communicator(WeightCommunicator):
             self._leaving.append(gathered)
 
     def _source(self, unit: Unit, *, has_waited: bool) -> Transport | Published:
-        """What gathers `unit`: what was published, while its shards are as they were then. All ranks of `wp` decide alike."""
+        """Returns the published shards if they are still as published, else the transport; the same on all ranks of `wp`."""
         is_as_published = self._action is not None and not has_waited and self._stamps.get(unit) == unit.stamp
         if is_as_published and self._published is not None:
             return self._published
         return self._group.transport(GATHER)
 
     def _publish(self) -> None:
-        """Publishes all shards that stay as they are; those that a wait may still write are sent as they are at each gather."""
+        """Publishes the shards without a pending wait; the others are sent as they are at each gather."""
         still = [unit for unit in self.units if not self._waits.is_due(unit.layer)]
         self._stamps = {unit: unit.stamp for unit in still}
         if not still:
@@ -223,7 +223,7 @@ class Communicator(WeightCommunicator):
         self._published = self._group.transport(GATHER).publish(shards, what=what)
 
     def _end(self) -> None:
-        """The shards may change from now on: everybody has them."""
+        """Waits until all peers have this rank's shards, which may change from now on."""
         for gathered in self._leaving:
             gathered.wait_sent()
         self._leaving.clear()
@@ -231,10 +231,8 @@ class Communicator(WeightCommunicator):
             self._published.wait_sent()
             self._published = None
 
-    # -- the model
-
     def _take(self, layer: Layer) -> None:
-        """Puts the sharded modules of `layer` into units, and patches their forwards."""
+        """Puts the sharded modules of `layer` into units and patches their forwards."""
         sites: list[Site] = []
         together = Unit(layer.name, layer.name)
         known = [one.module for one in self.sites] + [one.module for one in self.columns.tables]
@@ -265,12 +263,12 @@ class Communicator(WeightCommunicator):
         self._patches.callback(ForwardPatch(module, forward).undo)
 
     def _launch(self, unit: Unit) -> None:
-        """A layer's launch point is about to run: gathers ahead start, as if a weight of the layer were used."""
+        """Starts prefetches before a launch point of a layer runs, as a use of one of its weights would."""
         if self._action is not None:
             self.use(unit, (), pins=0, launches=True)
 
     def _share_vocabulary(self, site: Site) -> None:
-        """No action gathers the head's weight; outside of one it is a site like any other."""
+        """Patches the head's forward: within an action its weight is not gathered; outside of one it is a site like others."""
         head = VocabularyHead(
             site, self._group, self._parts.store, self.pool, self._queue, lambda: self._action is not None
         )
@@ -281,13 +279,14 @@ class Communicator(WeightCommunicator):
         return self.config.overlap and self._action is not None
 
     def _before_lookup(self, table: ShardedEmbedding) -> None:
-        """A table is about to be read, for which nothing is gathered: what comes after it may be."""
+        """Waits for the table's layer and starts prefetches of later units; the table itself is not gathered."""
         self._waits.wait_for(table.layer)
         if self._is_overlapping():
             self._apply(self.prefetch.pass_by())
 
     @torch.no_grad()
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
+        """Adds the gradients of `site`'s weights, from `rows` (output gradient) and `inputs`, to their buckets."""
         gradient = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
         for entry in site.trained:
             self._parts.store.check_open(entry)  # before anything is leased or sent

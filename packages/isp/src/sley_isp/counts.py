@@ -1,4 +1,4 @@
-"""What a communicator counts: in one step, in one evaluation's batch, and at most; for the end of a run and for tests.
+"""Counts of a communicator: per step, per evaluation batch, and peaks; for the end of a run and for tests.
 
 begin ──> gathered*, dropped* ──> end: differences are those of one pass over the rank's actions
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from sley_isp.units import Gathered, Unit
 
 WARM_UP = 2
-"""Steps after which a pool has what it needs: the order of the first is not known beforehand."""
+"""Steps after which a pool should allocate no more: in the first, the order of gathers is not known yet."""
 
 
 @dataclass
 class Tally:
-    """Of one rank, whose parts count since the beginning. Bytes are those of gathers."""
+    """Counts of one rank. Its parts count since the beginning; bytes are those of gathers."""
 
     prefetch: PrefetchPolicy
     reductions: Reductions
@@ -45,25 +45,25 @@ class Tally:
     _phase: Phase = Phase.TRAIN
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """`actions` are about to run."""
+        """Starts to count a step or evaluation that runs `actions`."""
         self._units.clear()
         self._phase = phase
         self._num_micros = len({action.micro for action in actions}) or 1
         self._before = self.totals
 
     def gathered(self, unit: Unit, gathered: Gathered) -> None:
-        """A gather has begun."""
+        """Counts a gather that has started."""
         self._units[unit] += 1
         self._bytes += gathered.num_bytes
         self._gathered_bytes += gathered.num_received_bytes
         self.max_bytes = max(self.max_bytes, self._bytes)
 
     def dropped(self, gathered: Gathered) -> None:
-        """Its buffer went back."""
+        """Subtracts the buffer of a gather from the bytes resident now."""
         self._bytes -= gathered.num_bytes
 
     def end(self) -> None:
-        """The last of the actions is over."""
+        """Ends the count that `begin` started, and keeps the differences if it was a training step."""
         self._per_micro[self._phase] = max(self._units.values(), default=0) / self._num_micros
         if self._phase is not Phase.TRAIN:
             return
@@ -74,14 +74,14 @@ class Tally:
 
     @property
     def num_allocations(self) -> int:
-        """Of this package's pools; another's pool counts for itself."""
+        """Buffers that this package's pools allocated; 0 for another plugin's pool."""
         return int(getattr(self.pool, "num_allocations", 0))
 
     @property
     def totals(self) -> dict[str, int]:
-        """Since the beginning: gathers, those that nobody foresaw, exchanges of gradients, what came and what went.
+        """Totals since the beginning: gathers, those not prefetched, gradient exchanges, bytes received and sent.
 
-        Where tables are cut by columns, swaps of vectors too, and what came by them and as token ids.
+        With tables cut by columns also the exchanges of vectors, and the bytes received by them and as token ids.
         """
         swaps = {"embedding_swaps": self.columns.num_exchanges, "embedding_bytes": self.columns.num_bytes}
         return {
@@ -96,7 +96,7 @@ class Tally:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """At most, at one time: gathered units and their bytes, weights with a gradient of full size, bytes lent for these."""
+        """Peaks at one time: gathered units and their bytes, full-size gradients, and bytes leased for them."""
         return {
             "resident_units": self.prefetch.max_held,
             "resident_bytes": self.max_bytes,
@@ -105,7 +105,7 @@ class Tally:
         }
 
     def report(self) -> dict[str, Any]:
-        """The last step, and the most of all steps."""
+        """Returns the numbers of the last step and the peaks of all steps, by name."""
         last = {name: value for name, value in self._last.items() if name != "allocations"}
         found: dict[str, Any] = {"gathers_per_unit_and_micro_batch": self._per_micro.get(Phase.TRAIN, 0)}
         if Phase.EVALUATE in self._per_micro:

@@ -1,8 +1,8 @@
 """`isp.slots`, a pool that keeps buffers by size, and `isp.fresh`, which keeps none.
 
 lease ──> with ... as buffer ──> back in the pool ──> lent again
-                 ^ a second `with` of one lease raises: its buffer may be somebody else's by then; where assertions
-                   are off (`python -O`) it gets another buffer, and the pool warns once
+                 ^ a second `with` of one lease raises: its buffer may be lent to another user by then; with
+                   assertions off (`python -O`) it gets another buffer, and the pool warns once
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Size = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class Lease:
-    """A buffer for the length of a `with` block."""
+    """A buffer that is lent for the length of one `with` block."""
 
     def __init__(self, pool: Slots, size: Size) -> None:
         self._pool = pool
@@ -33,6 +33,7 @@ class Lease:
         self._is_used = False
 
     def __enter__(self) -> Tensor:
+        """Takes a buffer from the pool, or allocates one."""
         assert not self._is_used, f"a lease of {self._size} is used twice"
         if self._is_used:
             self._pool._warn(f"a lease of {self._size} is used twice, and gets another buffer each time")
@@ -48,9 +49,10 @@ class Lease:
 
 
 class Slots(MemoryPool):
-    """Lends buffers of the exact shape, dtype and device, keeps them when they come back, and grows when none is there.
+    """Lends buffers of the exact shape, dtype and device; keeps returned ones, and allocates if none is free.
 
-    num_allocations: since the beginning. num_lent, max_lent: buffers out now, and at most. num_bytes: of all, lent or not.
+    num_allocations: since the beginning. num_lent, max_lent: buffers lent now, and at most. num_bytes: of all, lent or
+    not.
     """
 
     keeps = True
@@ -66,11 +68,11 @@ class Slots(MemoryPool):
         self._has_warned = False
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Lease:
-        """A buffer of this kind, with whatever values it had; uninitialised the first time."""
+        """Returns a lease of such a buffer for one `with` block; the contents are undefined. Allocates at most when entered."""
         return Lease(self, (tuple(shape), dtype, device))
 
     def trim(self) -> int:
-        """Lets go of every buffer that is not lent; returns how many bytes that were."""
+        """Frees every buffer that is not lent; returns their bytes."""
         free = [buffer for buffers in self._free.values() for buffer in buffers]
         self._free.clear()
         num_bytes = sum(buffer.nbytes for buffer in free)
@@ -78,12 +80,13 @@ class Slots(MemoryPool):
         return num_bytes
 
     def _take(self, size: Size) -> Tensor:
+        """Returns a free buffer of this size, or a new one, and counts it as lent."""
         free = self._free.get(size)
         if free:
             buffer = free.pop()
         else:
             shape, dtype, device = size
-            with torch.inference_mode(False):  # whoever asks first, training may write into it later
+            with torch.inference_mode(False):  # an inference tensor could not be used in training later
                 buffer = torch.empty(shape, dtype=dtype, device=device)
             self.num_allocations += 1
             self.num_bytes += buffer.nbytes
@@ -94,6 +97,7 @@ class Slots(MemoryPool):
         return buffer
 
     def _give(self, size: Size, buffer: Tensor) -> None:
+        """Takes a buffer back, and keeps it if the pool keeps buffers."""
         del self._lent[id(buffer)]
         self.num_lent -= 1
         if self.keeps:
@@ -102,13 +106,13 @@ class Slots(MemoryPool):
             self.num_bytes -= buffer.nbytes
 
     def _warn(self, message: str) -> None:
-        """Once, however often it happens."""
+        """Warns the first time it is called."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 class Fresh(Slots):
-    """Allocates every buffer, and lets go of it when it comes back."""
+    """Allocates a buffer for each lease and frees it at the end."""
 
     keeps = False

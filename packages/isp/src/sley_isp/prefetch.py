@@ -1,12 +1,12 @@
-"""When whole weights are gathered and when they are dropped: pure decisions, no torch.
+"""When full weights are gathered and when they are resharded: pure decisions, no torch.
 
 A *unit* is what is gathered at a time (a layer's weights, or one module's). A *pass* is what a rank runs in one go: the
 forward or the backward of a chunk. The machine is told of passes and uses, and answers with what to drop and to gather:
 
-                    known order: gathered ahead
+                    known order: prefetched
             ┌────────────────────────────────────────┐
             │                                        v
-         absent ──── use that nobody foresaw ────> held ──> used ──┐
+         absent ──── use that was not foreseen ──> held ──> used ──┐
             ^         (a demand gather)              ^      │      │ pinned: recomputed, its backward comes
             │                                        └──────┴──────┘
             └── another unit is used, and this one is not among the next `ahead` ──┘
@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 
 Unit = Hashable
 Key = Hashable
-"""What kind of pass over which chunk: passes of one key use the same units in the same order, unless the model changes."""
+"""Kind and chunk of a pass: passes of one key use the same units in the same order, unless the model changes."""
 
 
 @dataclass
 class Decision:
-    """Drop these, then gather those, in this order: what is wanted now comes first."""
+    """Units to drop and then to gather, in this order; the unit that is needed now is gathered first."""
 
     drop: list[Unit] = field(default_factory=list)
     gather: list[Unit] = field(default_factory=list)
@@ -41,10 +41,10 @@ NOTHING = Decision()
 
 
 class PrefetchPolicy:
-    """Decides for one rank. ahead: how many units are gathered before they are used.
+    """Decides what one rank gathers and drops. ahead: the number of units to prefetch before their use.
 
-    A use takes time that grows with `ahead` and with what is pinned, not with the number of units.
-    held: the units that are gathered or on their way. num_demands, num_gathers, max_held: counted since the beginning.
+    held: the units that are gathered or in flight. num_demands, num_gathers, max_held: counted since the beginning. A
+    use takes time that grows with `ahead` and with the pinned units, not with the number of units.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -64,22 +64,23 @@ class PrefetchPolicy:
         self._pins: dict[Unit, int] = {}
 
     def begin(self, passes: Sequence[Key]) -> None:
-        """`passes` will come, in this order. Whatever was held is dropped: the caller sees to it."""
+        """Starts a list of `passes`, in this order. Marks all units as dropped: the caller must drop them."""
         self.held = []
         self._passes = passes
         self._at = -1
         self._close()
 
     def enter(self) -> None:
-        """The next pass starts."""
+        """Starts the next pass."""
         self._at += 1
         assert self._at < len(self._passes), f"{self._at + 1} passes of {len(self._passes)}"
         self._close()
 
     def use(self, unit: Unit, *, pins: int = 0, launches: bool = True) -> Decision:
-        """`unit` is used now. pins: +1 in a recomputation, whose backward will use it again; -1 in a backward.
+        """Returns what to drop and gather for a use of `unit` now, prefetches of later units included.
 
-        launches: whether gathers ahead may start; a gather that is wanted now always does, and first.
+        pins: +1 in a recomputation, whose backward uses the unit again; -1 in a backward. launches: whether prefetches
+        may start; a gather that is needed now always does, and first.
         """
         if pins:
             self._pin(unit, pins)
@@ -95,21 +96,22 @@ class PrefetchPolicy:
         return self._decide(unit, launches)
 
     def pass_by(self) -> Decision:
-        """Something runs that needs nothing gathered, before any unit of this pass: what comes next may start."""
+        """Returns prefetches to start when a module without gathered weights runs before the first unit of a pass."""
         return NOTHING if self._current is not None or self._ended else self._decide(None, True)
 
     def leave(self) -> Decision:
-        """The pass ends: its order is learned, and what the next ones do not want soon is dropped."""
+        """Ends the pass: learns its order of uses, and returns the units that the next passes do not need soon as drops."""
         self._orders[self._passes[self._at]] = tuple(self._seen)
         self._close(ended=True)
         return self._decide(None, False)
 
     def forget(self, unit: Unit) -> None:
-        """What is held of `unit` is worth nothing: its weights have changed."""
+        """Marks `unit` as not gathered, because its weights have changed; the next use gathers it again."""
         if unit in self.held:
             self.held.remove(unit)
 
     def _pin(self, unit: Unit, pins: int) -> None:
+        """Adds `pins` to the pins of `unit`; a unit with any is not dropped."""
         number = self._pins.get(unit, 0) + pins
         if number > 0:
             self._pins[unit] = number
@@ -117,6 +119,7 @@ class PrefetchPolicy:
             self._pins.pop(unit, None)
 
     def _decide(self, unit: Unit | None, launches: bool) -> Decision:
+        """Returns the drops and gathers for the current `unit` (None between passes), and updates `held` and the counts."""
         self._has_launched = self._has_launched or launches
         wanted = list(self._upcoming(unit))
         # Drops come first, so that the pool can lend the same buffers to the gathers.
@@ -135,7 +138,7 @@ class PrefetchPolicy:
         return Decision(drop, gather)
 
     def _upcoming(self, unit: Unit | None) -> Iterator[Unit]:
-        """The next `ahead` units other than `unit`, as far as the order is known; between passes, one more."""
+        """Yields the next `ahead` units other than `unit`, as far as the order is known; one more if `unit` is None."""
         found: set[Unit] = set()
         for one in self._future():
             if len(found) == self.ahead + (unit is None):
@@ -161,11 +164,13 @@ class PrefetchPolicy:
             yield from self._orders[key]
 
     def _order(self) -> tuple[Unit, ...]:
+        """Returns the learned order of the current pass, empty if none is known."""
         if not 0 <= self._at < len(self._passes):
             return ()
         return self._orders.get(self._passes[self._at], ())
 
     def _close(self, ended: bool = False) -> None:
+        """Resets the state of the pass."""
         self._seen = []
         self._strayed = False
         self._current = None

@@ -1,4 +1,4 @@
-"""Weight gradients on their way from full size to shards: buckets that are filled, and a queue of those under way.
+"""Reduce-scatter of weight gradients, from full size to shards: buckets being filled, and a queue of those in flight.
 
 lease ──> products written ──> sent and received ──> own rows summed ──> store.add ──> lease back
             `add`                in the background     `advance`, when all is here     `finish`, when the bound or
@@ -36,18 +36,20 @@ Write = Callable[[Tensor, bool], None]
 
 
 class _Reduction(NamedTuple):
+    """A bucket in flight. owned: this rank's rows of each full gradient, which hold the sum once `work` is done."""
+
     work: Work
     owned: list[tuple[Entry, Tensor]]
     lease: ExitStack
 
 
 class Reductions:
-    """Sums gradients over `group` and adds this rank's rows to `store`, at most `bound` buckets' at a time.
+    """Sums gradients over `group` and adds this rank's rows to `store`, with at most `bound` buckets in flight.
 
-    bound: 0 waits for each at once. once: buckets wait for the last action of the step that can add to them; `bound` then
-    holds for those that have left. num_started, num_bytes, max_live, max_live_bytes: exchanges and what they sent; full-size
-    gradients at most, the ones being written included, and the bytes of all buffers that were lent for them at one time,
-    what comes from others among them; since the beginning.
+    bound: 0 waits for each at once. once: buckets wait for the last action of the step that can add to them; `bound`
+    then holds for those that were sent. Since the beginning: num_started, num_bytes: exchanges and bytes sent;
+    max_live: most full-size gradients at one time, those being written included; max_live_bytes: most bytes of all
+    buffers leased for them, receive buffers included.
     """
 
     def __init__(self, bound: int, store: GradientStore, pool: MemoryPool, group: Group, *, once: bool = False) -> None:
@@ -67,7 +69,10 @@ class Reductions:
         self._live_bytes = 0
 
     def add(self, bucket: GradientBucket, site: Site, entry: Entry, write: Write) -> None:
-        """`site` contributes to `entry`, a part of `bucket`, what `write` puts or adds into a full-size tensor."""
+        """Adds a contribution of `site` to the gradient of `entry` in `bucket`; may start or finish earlier reductions.
+
+        write: puts or adds the gradient into a full-size tensor. All ranks of `group` must call this in the same order.
+        """
         self.advance()
         if bucket is not self._current:
             before = self._open.get(self._current) if self._current is not None else None
@@ -80,9 +85,10 @@ class Reductions:
         filled.came.add((site, entry))
 
     def flush(self, *, everything: bool = False) -> None:
-        """Whatever may leave does: the action that filled it ends, or its only site has contributed.
+        """Starts the reduction of every open bucket that may be sent; called at the end of an action.
 
-        everything: outside of a step, where no contribution is known to be the last.
+        With `once`, those are the buckets to which no later action can add. everything: all buckets; used outside of a
+        step, where no contribution is known to be the last.
         """
         for filled in list(self._open.values()):
             if everything or self._may_leave(filled.bucket):
@@ -91,10 +97,10 @@ class Reductions:
         self._current = None
 
     def advance(self) -> None:
-        """Sums what has come, the oldest first; stops at the first that is still on its way. Never blocks.
+        """Sums the reductions that have arrived, oldest first, up to the first one still in flight. Never blocks.
 
-        A faster peer need not wait for this rank. The store is told in `finish` only, at the same place on all ranks: it may
-        start other exchanges.
+        So a faster peer need not wait for this rank. The store is told only in `finish`, at the same point on all
+        ranks, because it may start other collectives.
         """
         for reduction in self._under_way:
             if not reduction.work.test():
@@ -102,7 +108,7 @@ class Reductions:
             reduction.work.wait()
 
     def finish(self, left: int = 0) -> None:
-        """Waits for the oldest until at most `left` are under way; each goes to the store."""
+        """Waits for the oldest reductions until at most `left` are in flight, and adds each result to the store."""
         while len(self._under_way) > left:
             reduction = self._under_way.popleft()
             reduction.work.wait()  # where this fails, a peer may still read the buffer, which is not lent again
@@ -113,7 +119,7 @@ class Reductions:
                 self._end(reduction)
 
     def forget(self) -> None:
-        """Waits for all, and adds none: a step failed."""
+        """Waits for all reductions and discards the results, after a failed step."""
         for filled in self._open.values():
             filled.lease.close()
         self._open.clear()
@@ -123,9 +129,11 @@ class Reductions:
         self._live = 0
 
     def _may_leave(self, bucket: GradientBucket) -> bool:
+        """Returns whether `bucket` may be sent: at once, or with `once` when no action of the step can add to it any more."""
         return not self.once or self.store.state.gradients_final(bucket.chunks)
 
     def _opened(self, bucket: GradientBucket) -> Open:
+        """Leases full-size memory for a bucket; first waits for older ones if the bound asks for it. Contents are undefined."""
         if not self.once:
             self.finish(max(0, self.bound - 1))
         entries = [entry for entry in bucket.entries if entry.trainable]
@@ -139,14 +147,14 @@ class Reductions:
         return filled
 
     def _start(self, filled: Open) -> None:
-        """Sends the bucket off, whole on every rank, whatever each has written of it."""
+        """Starts the reduce-scatter of a bucket; all its entries are sent on every rank, with zeros for those not written."""
         bucket = filled.bucket
         del self._open[bucket]
         if self.once:
             self.finish(max(0, self.bound - 1))
         wholes = filled.wholes
         for entry in wholes.keys() - filled.written:
-            wholes[entry].zero_()  # another rank may have come by it, in a forward that depends on its data
+            wholes[entry].zero_()  # another rank may have used it, in a forward that depends on its data
         transport = self.group.transport(REDUCE)
         scratch = [(transport.num_scratch_rows(shard_of(entry).size), *entry.shape[1:]) for entry in wholes]
         received = self._lent(scratch, filled.lease)
@@ -162,7 +170,7 @@ class Reductions:
         self.finish(self.bound)
 
     def _lent(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
-        """Tensors of these shapes in one buffer of the pool, until `lease` ends; what is lent is counted until then."""
+        """Leases one buffer of the pool until `lease` closes; returns views of these shapes, of the store's dtype."""
         starts, numel = offsets(shapes, ALIGNMENT_BYTES // self.store.dtype.itemsize)
         if numel:
             flat = lease.enter_context(self.pool.lease((numel,), self.store.dtype, self.store.device))
@@ -174,6 +182,7 @@ class Reductions:
         return [flat[start : start + prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=True)]
 
     def _end(self, reduction: _Reduction) -> None:
+        """Waits until the peers have received this rank's data, then returns the buffer to the pool."""
         reduction.work.wait_sent()
         reduction.lease.close()
         self._live -= len(reduction.owned)
@@ -182,5 +191,6 @@ class Reductions:
         self._live_bytes -= num_bytes
 
     def _own(self, entry: Entry, whole: Tensor) -> Tensor:
+        """Returns this rank's rows of `whole`, a view; padding rows included."""
         rows = shard_of(entry).size
         return whole[self.group.coord * rows : (self.group.coord + 1) * rows]

@@ -1,10 +1,10 @@
 """A linear or an embedding whose weights are sharded: what its forward and its backward do.
 
-    forward    whole = gathered        y = x W^T + b        only x is kept
-    backward   whole = gathered again, dW = g^T x -> reduced in the background -> store,    dx = g W meanwhile
-    D, W       D: dx, and (g, x) is put off;    W: dW and its reduction
+    forward    gather W                y = x W^T + b        only x is saved
+    backward   gather W again, dW = g^T x -> reduced in the background -> store,    dx = g W meanwhile
+    D, W       D: dx, and (g, x) is deferred;    W: dW and its reduction
 
-Autograd sees the shard as an input, so that a gradient comes by, and gets None for it: no placeholder is made.
+Autograd sees the shard as an input, so that it runs the backward, and gets None as its gradient: none is allocated.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ Sink = Callable[[Tensor, Tensor], None]
 
 
 class SiteHost(Protocol):
-    """What a site needs of its communicator."""
+    """The interface that a site needs of its communicator."""
 
+    # `Communicator` documents these.
     def use(self, unit: Unit, own: Sequence[Entry], *, pins: int, launches: bool) -> Gathered: ...
     def done(self, gathered: Gathered) -> None: ...
     def is_recomputing(self) -> bool: ...
 
 
 class Site:
-    """One module. weight, bias: its entries, None where that is not sharded (or not there). unit: where they are gathered."""
+    """One sharded module. weight, bias: its entries, None if not sharded (or absent). unit: gathers them."""
 
     def __init__(self, host: SiteHost, unit: Unit, module: nn.Module, weight: Entry | None, bias: Entry | None) -> None:
         self.host = host
@@ -50,56 +51,60 @@ class Site:
         self.weight = weight
         self.bias = bias
         self.entries = [entry for entry in (weight, bias) if entry is not None]
-        """The sharded ones."""
+        """The sharded parameters of the module."""
         self.launches = False
         self.sink: Sink
 
     @property
     def name(self) -> str:
-        """The module's."""
+        """The module's name."""
         return self.entries[0].name.rpartition(".")[0]
 
     @property
     def trained(self) -> list[Entry]:
-        """Those that have a gradient."""
+        """The sharded entries that are trained."""
         return [entry for entry in self.entries if entry.trainable]
 
     def use(self, *, pins: int = 0, launches: bool | None = None) -> Gathered:
-        """The unit's weights, which are there or on their way."""
+        """Returns the unit's weights, which may still be in flight; call `Gathered.wait` before reading them.
+
+        pins: +1 keeps them for the backward after a recomputation, -1 ends that. launches: whether prefetches may
+        start.
+        """
         return self.host.use(
             self.unit, self.entries, pins=pins, launches=self.launches if launches is None else launches
         )
 
     @property
     def forward(self) -> Callable[[Tensor], Tensor]:
-        """What the module does while the run is open."""
+        """The forward that replaces the module's while the run is open."""
         return partial(embedding_forward if isinstance(self.module, nn.Embedding) else linear_forward, self)
 
     @property
     def is_replaced(self) -> bool:
-        """Whether somebody else's tensors are in the module for now, as `torch.func.functional_call` puts them there."""
+        """Whether other tensors are in the module for now, as `torch.func.functional_call` puts them there."""
         held = self.module._parameters
         is_weight = self.weight is not None and type(held["weight"]) is not StandIn
         return is_weight or (self.bias is not None and type(held["bias"]) is not StandIn)
 
     def own(self, attribute: str) -> nn.Parameter | None:
-        """What the module has of a parameter: the shard, or the whole where it is not sharded."""
+        """Returns the shard of the module's parameter `attribute`, or the parameter itself if it is not sharded."""
         return own_of(self.module, attribute)
 
     def held(self, gathered: Gathered, attribute: str) -> Tensor | None:
-        """The whole of a parameter: gathered, or the module's own where it is not sharded."""
+        """Returns the full parameter `attribute`: gathered, or the module's own if it is not sharded."""
         entry = self.weight if attribute == "weight" else self.bias
         return gathered.whole(entry) if entry is not None else self.module._parameters[attribute]
 
 
 def own_of(module: nn.Module, attribute: str) -> nn.Parameter | None:
-    """The shard for which `module` holds a stand-in as `attribute`, or else what it holds."""
+    """Returns the shard for which `module` holds a stand-in as `attribute`, or the parameter that it holds."""
     held = module._parameters[attribute]
     return held.shard if type(held) is StandIn else held
 
 
 def linear_forward(site: Site, input: Tensor) -> Tensor:
-    """The forward of a sharded `nn.Linear`, whose parameter is called as there."""
+    """Computes a sharded `nn.Linear`, gathering its weights; the gradients go to the site's sink. `input`: as there."""
     if site.is_replaced:
         return nn.Linear.forward(cast(nn.Linear, site.module), input)
     check_not_mapped(site.name)
@@ -124,7 +129,7 @@ def check_not_mapped(name: str) -> None:
 
 @contextmanager
 def _used(site: Site, gathered: Gathered) -> Iterator[Gathered]:
-    """The weights are there within the block; whatever happens in it, their use is over after it."""
+    """Waits for the weights before the block, and ends their use after it, also if it raises."""
     try:
         gathered.wait()
         yield gathered
@@ -133,24 +138,25 @@ def _used(site: Site, gathered: Gathered) -> Iterator[Gathered]:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """`x` as autocast gives it to a linear, of which a backward keeps it: narrow, but for fp64, which it leaves alone."""
+    """Returns `x` in the dtype in which autocast gives it to a linear: narrow, except for fp64, which it leaves alone."""
     kind = x.device.type
     is_cast = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
 
 
 def _linear(site: Site, gathered: Gathered, x: Tensor) -> Tensor:
-    """Weights are cast where autocast does; otherwise torch says itself that `x` is of another dtype."""
+    """Computes the linear of full weights. Only autocast casts them; without it, torch raises if dtypes differ."""
     weight, bias = site.held(gathered, "weight"), site.held(gathered, "bias")
     assert weight is not None, site.unit
     return F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients of sharded parameters go to the site's sink; one that is whole, beside a sharded one, gets its own here."""
+    """Sends gradients of sharded parameters to the site's sink; returns those of parameters that are not sharded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, site: Site) -> Tensor:
+        """Gathers the weights and computes the linear; saves `x` only if a weight needs its gradient."""
         has_backward, of_weight, of_bias, _ = ctx.needs_input_grad
         ctx.site = site
         ctx.of_whole_weight = of_weight and site.weight is None
@@ -162,6 +168,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Gathers the weights again for the input's gradient; sends the weight's to the site's sink meanwhile."""
         site: Site = ctx.site
         (x,) = ctx.saved_tensors
         # Started first, so that it travels while the weight's gradient is computed.
@@ -184,15 +191,15 @@ class _Linear(torch.autograd.Function):
 
 
 def is_summed(ctx: Any) -> bool:
-    """Whether the running backward adds to the gradients of the shards, a function's tensors after the first.
+    """Returns whether the running backward accumulates gradients of the shards, the function's inputs after the first.
 
-    Not where a forward asks `torch.autograd.grad` for something else: it wants no gradient of a weight, and nothing is sent.
+    False if a forward asks `torch.autograd.grad` for something else: then no weight gradient is computed or sent.
     """
     return any(asked_of(ctx, place) is Asked.SUM for place in range(1, len(ctx.next_functions)))
 
 
 def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whole: Tensor, adds: bool) -> None:
-    """Writes the gradient of `entry`, the weight's rows^T inputs or the bias's, into `whole`, or adds it there."""
+    """Writes the full gradient of `entry` into `whole`, or adds it if `adds`: rows^T inputs, for a bias the sum of rows."""
     if entry is site.bias:
         if adds:
             whole += rows.sum(0, dtype=whole.dtype)
@@ -207,7 +214,7 @@ def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whol
 
 
 def embedding_forward(site: Site, input: Tensor) -> Tensor:
-    """The forward of a sharded `nn.Embedding`. Its backward needs no weight, so it gathers none."""
+    """Computes a sharded `nn.Embedding`, gathering its table. Its backward needs no weight, so it gathers none."""
     if site.is_replaced:
         return nn.Embedding.forward(cast(nn.Embedding, site.module), input)
     check_not_mapped(site.name)
@@ -225,6 +232,8 @@ def _embedding(site: Site, tokens: Tensor) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
+    """The lookup for autograd; the table's gradient goes to the site's sink."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, site: Site) -> Tensor:
         ctx.site = site
@@ -241,7 +250,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding_gradient(site: Site, entry: Entry, rows: Tensor, tokens: Tensor, whole: Tensor, adds: bool) -> None:
-    """The gradient of a table: each token's row of `rows`, added where the table was read; no other is as large as `whole`."""
+    """Writes the full gradient of a table into `whole`, or adds it if `adds`: each of `rows` is added at its token.
+
+    No other tensor as large as `whole` is made.
+    """
     module = site.module
     assert isinstance(module, nn.Embedding), module
     if module.padding_idx is not None:
@@ -259,10 +271,10 @@ def _put(gradient: Tensor, whole: Tensor, adds: bool) -> None:
 
 
 def is_plain(module: nn.Module, attribute: str) -> bool:
-    """Whether `attribute` of `module` is a parameter that a site can stand in for: of a linear, or of an embedding.
+    """Returns whether a site can replace parameter `attribute` of `module`: an unmodified linear or embedding.
 
-    Whoever computes the weight anew for each forward (`torch.nn.utils.weight_norm`), or has replaced the module's forward,
-    works with whole parameters.
+    Modules that compute the weight anew for each forward (`torch.nn.utils.weight_norm`), or whose forward was replaced,
+    need full parameters.
     """
     if not isinstance(module._parameters.get("weight"), nn.Parameter) or "forward" in vars(module):
         return False

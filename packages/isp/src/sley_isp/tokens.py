@@ -1,6 +1,6 @@
-"""Tokens, of which every rank and every micro-batch may have another number.
+"""Gathers of tokens, whose number may differ between ranks and micro-batches.
 
-Those of all ranks of a group are padded to the most, and gathered. What is leased for them has room for more.
+Every rank's tokens are padded to the largest number in the group, then gathered. Buffers for them are leased with spare room.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ if TYPE_CHECKING:
 
 
 class AllTokens:
-    """Gathers over `group`, whose ranks run the same micro-batches in the same order, and so come here alike."""
+    """Gathers over `group`. Its ranks must run the same micro-batches in the same order, so that all call this alike."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
 
     def most(self, num_tokens: int) -> int:
-        """The most that a rank of the group has; the others pad. Blocks: sizes must be known before anything is sent."""
+        """Returns the largest `num_tokens` of any rank; a blocking gather, as sizes must be known before tokens are sent."""
         counts = torch.empty(self.group.size, dtype=torch.int64, device=self.device)
         own = torch.full((1,), num_tokens, dtype=torch.int64, device=self.device)
         self.gather([counts], [own], "numbers of tokens")
         return int(counts.max())
 
     def of_all(self, own: Sequence[Tensor], fills: Sequence[int], what: str) -> list[Tensor]:
-        """Every rank's tensors `own` [n, ...], in the order of the group, each padded with its fill: [size x most, ...]."""
+        """Returns every rank's tensors `own` [n, ...], in the order of the group: [size x most, ...].
+
+        Each is padded with its fill. Blocks on two gathers.
+        """
         most = self.most(len(own[0]))
         given = [padded(one, most, fill) for one, fill in zip(own, fills, strict=True)]
         wholes = [one.new_empty((self.group.size * most, *one.shape[1:])) for one in given]
@@ -43,16 +46,16 @@ class AllTokens:
         return wholes
 
     def gather(self, wholes: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
-        """Fills each of `wholes` [size x n, ...] with the ranks' `own` [n, ...], and waits for it."""
+        """Fills each of `wholes` [size x n, ...] with the ranks' `own` [n, ...]; blocks until it is complete on both sides."""
         work = self.group.transport(GATHER).all_gather(wholes, own, what=what)
         work.wait()
         work.wait_sent()
 
 
 class Room:
-    """Leases of tensors whose size varies: as large as the first was, and at least twice as large once one does not fit.
+    """Leases tensors of varying size: buffers are as large as the first was, and at least double once one does not fit.
 
-    So a pool that keeps buffers by their size gets a few of them, however many sizes there are; and of one size that one.
+    So a pool that keeps buffers by size needs only a few, however many sizes occur, and one if all have the same size.
     """
 
     def __init__(self, pool: MemoryPool) -> None:
@@ -61,7 +64,7 @@ class Room:
 
     @contextmanager
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-        """A contiguous tensor, with whatever values its buffer had, for the length of a `with` block."""
+        """Yields a contiguous tensor of this shape, with undefined contents, for the length of the block."""
         numel = prod(shape)
         room = self._numel.get(dtype, 0)
         if numel > room:
@@ -71,7 +74,7 @@ class Room:
 
 
 def padded(tensor: Tensor, length: int, fill: int = 0) -> Tensor:
-    """`tensor` [n, ...], contiguous, with `fill` behind it: [length, ...]."""
+    """Returns `tensor` [n, ...] extended with `fill` to [length, ...], contiguous; itself if it is already."""
     if len(tensor) == length:
         return tensor.contiguous()
     whole = tensor.new_empty((length, *tensor.shape[1:]))

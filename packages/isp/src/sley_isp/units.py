@@ -1,7 +1,7 @@
 """A unit: sharded weights that are gathered together into one buffer, and where each of them lies in it.
 
-flat buffer   | query.weight, whole | key.weight, whole | query.bias, whole | ...       aligned, padding rows included
-                own rows copied, the others' received straight into their places
+flat buffer   | query.weight, full  | key.weight, full  | query.bias, full  | ...       aligned, padding rows included
+                own rows copied, peers' rows received straight into their places
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def sharded_modules(
     layer: Layer, book: ParameterBook, known: Iterable[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, dict[str, Entry]]]:
-    """The modules of `layer` that hold shards themselves and are not `known`: their names, and the entries by attribute."""
+    """Yields name, module and entries by attribute of each module of `layer` that directly holds shards and is not `known`."""
     others = {id(module) for module in known}
     for name, module in layer.module.named_modules(prefix=layer.name):
         if id(module) in others:
@@ -42,21 +42,21 @@ def sharded_modules(
 
 
 def shard_of(entry: Entry) -> Shard:
-    """The shard of an entry that is cut by rows."""
+    """Returns the shard of an entry that is cut along dim 0; asserts that it is."""
     assert entry.shard is not None, f"{entry.name} is not sharded"
     assert entry.shard.dim == 0, f"{entry.name} is cut along dim {entry.shard.dim}"
     return entry.shard
 
 
 def padded(entry: Entry) -> tuple[int, ...]:
-    """The shape of the whole parameter, padding rows included."""
+    """Returns the shape of the full parameter, padding rows included."""
     shard = shard_of(entry)
     return (shard.count * shard.size, *shard.shape[1:])
 
 
 @dataclass(eq=False)
 class Unit:
-    """The sharded entries of layer `layer`, or of one of its modules; each once, however many modules hold it."""
+    """The sharded entries of layer `layer`, or of one of its modules; a tied entry is there once."""
 
     name: str
     layer: str
@@ -64,17 +64,17 @@ class Unit:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The shards, the same objects for the whole run."""
+        """The shards as parameters, the same objects for the whole run."""
         return [entry.parameter for entry in self.entries]
 
     @property
     def shards(self) -> list[Tensor]:
-        """Their values, outside of autograd."""
+        """The shards as tensors, detached from autograd."""
         return [parameter.detach() for parameter in self.parameters]
 
     @property
     def stamp(self) -> int:
-        """Changes whenever somebody writes one of the shards."""
+        """A number that changes with every write to one of the shards."""
         return sum(parameter._version for parameter in self.parameters)
 
     def __repr__(self) -> str:
@@ -82,10 +82,10 @@ class Unit:
 
 
 class Gathered:
-    """The whole weights of `unit`, on their way until `wait`. The buffer is leased from `pool` until `release`.
+    """The full weights of `unit`, in flight until `wait`. The buffer is leased from `pool` until `release`.
 
-    source: gathers them, over `size` ranks. num_bytes: of the buffer. num_received_bytes: of those, what comes from others.
-    The shards stay as they are until `wait_sent`.
+    source: gathers them, over `size` ranks. num_bytes: of the buffer. num_received_bytes: the part that comes from
+    peers. The shards must not be written until `wait_sent`.
     """
 
     def __init__(self, unit: Unit, pool: MemoryPool, source: Transport | Published, size: int) -> None:
@@ -104,7 +104,7 @@ class Gathered:
         self._wholes = {entry: view[: entry.shape[0]] for entry, view in zip(unit.entries, views, strict=True)}
 
     def is_older(self, entries: Iterable[Entry]) -> bool:
-        """Whether somebody has written the shard of one of `entries` since; takes no time for the unit's others."""
+        """Returns whether the shard of one of `entries` was written since the gather started."""
         for entry in entries:
             parameter, version = self._versions[entry]
             if parameter._version != version:
@@ -112,31 +112,31 @@ class Gathered:
         return False
 
     def wait(self) -> None:
-        """Returns when the weights are there."""
+        """Blocks until the full weights are in the buffer."""
         self._work.wait()
 
     def whole(self, entry: Entry) -> Tensor:
-        """The whole parameter, without padding; valid until `release`."""
+        """Returns the full parameter, without padding; valid from `wait` until `release`."""
         return self._wholes[entry]
 
     def release(self) -> None:
-        """Gives the buffer back, once nothing comes into it any more."""
+        """Returns the buffer to the pool, once nothing is received into it any more."""
         self._work.release()
         self._stack.close()
         self._wholes = {}
 
     def wait_sent(self) -> None:
-        """Returns when every other rank has this one's shards."""
+        """Blocks until every peer has this rank's shards; they may be written after that."""
         self._work.wait_sent()
 
 
 def layout(entries: Sequence[Entry], itemsize: int) -> tuple[list[int], int]:
-    """Where the padded whole of each entry starts in a flat buffer, and how many elements that has."""
+    """Returns the element offset of each padded full entry in a flat buffer, and the size of that buffer in elements."""
     return offsets([padded(entry) for entry in entries], ALIGNMENT_BYTES // itemsize)
 
 
 def views_of(flat: Tensor, entries: Sequence[Entry], starts: Sequence[int]) -> list[Tensor]:
-    """The padded whole of each entry, as a view of `flat`."""
+    """Returns the padded full tensor of each entry, as a view of `flat`."""
     return [
         flat[start : start + prod(padded(entry))].view(padded(entry))
         for entry, start in zip(entries, starts, strict=True)

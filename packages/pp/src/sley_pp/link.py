@@ -1,16 +1,16 @@
-"""The stage link: what goes to a later stage and what goes to an earlier one travel on a communicator each.
+"""The stage link: point-to-point messages, on one communicator to later stages and on another to earlier ones.
 
-Sends never block the next action, and receives are posted ahead, so that a message arrives while something else computes.
-What a boundary carries is announced once for every shape of batch that it meets (variable sequence lengths: once each):
+Sends never block the next action, and receives are posted ahead, so that a message arrives while the stage computes.
+The sender announces the contents of a boundary once per batch shape (with variable sequence lengths: once per length):
 
     sender    send ── known for this batch shape? ── no ──> announcement, then message
                                     └────── yes ──────────> message
     receiver  post ── may it be received now? ── no ──> waits in the queue of its direction
                                     └── yes ──────────> receive posted
 
-A receive may be posted when the peer has said that it walks through the same micro-batches (`walk`), so that the sizes of
-messages are known to be equal; an output, when it is announced; a gradient, when the output was sent, since which tensors
-have one is known then, and no earlier may it come. Posts wait behind one another: a communicator delivers in order.
+A receive may be posted once the peer has confirmed that it walks through the same micro-batches (`walk`), so that both ends
+know the same message sizes. An output must also be announced first. A gradient must also wait until its output was sent:
+only then is it known which tensors have one. Posts wait behind one another, because a communicator delivers in order.
 
 Between two stages each communicator has messages in one direction only, whatever the placement. Gloo reads and writes a
 connection under one lock, and its thread, woken by a message that comes in while another goes out, asks for that lock again
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from sley_pp.config import LinkConfig
 
 Key = Hashable
-"""The shapes of a micro-batch's fields: what a boundary carries depends on nothing else, but for the flags of its tensors."""
+"""The shapes of a micro-batch's fields. They alone determine the contents of a boundary, except for the tensors' flags."""
 
 SENDS_UNDER_WAY = 8
-"""On the host, messages of a stage that may be on their way before it looks whether the oldest has come."""
+"""With tensors on the host, the number of messages that a stage may have in flight before it waits for the oldest."""
 
 
 @dataclass
 class _Posted:
-    """A receive under way; `message` is None where nothing crosses, because no tensor of it has a gradient."""
+    """A receive in flight; `message` is None if nothing is sent, because no tensor of it has a gradient."""
 
     message: Message | None
     pending: list[Pending]
@@ -70,7 +70,7 @@ class Link:
         self._owed: dict[tuple[int, int], Description] = {}
 
     def prepare(self, parts: Parts) -> None:
-        """Called once, when the groups are there."""
+        """Creates the lines and the message pool. Called once, after the process groups exist."""
         device = parts.world.device
         self._lines = Lines(parts.groups, apart=heads_are_apart(device))
         self._pool = Pool(device.torch_device, apart=self._lines.apart)
@@ -78,14 +78,18 @@ class Link:
         self._walk = Walk(self._lines)
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
-        """Tells `peers` which micro-batches this stage walks through; what they tell is compared before anything else comes."""
+        """Starts a walk and, without blocking, tells `peers` its micro-batches' `keys`.
+
+        Messages in flight of an earlier, failed walk are dropped. What the peers tell is compared before any other
+        message of theirs is taken; a difference raises RunError `stages-differ` in `take` or `drain`, on both ends.
+        """
         self._forget()
         self._walk.begin(keys, peers)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Key) -> None:
-        """Copies `tensors` into a message and starts its send; the caller may let go of them at once.
+        """Copies `tensors` into a message and starts its send; the caller may free or overwrite them at once.
 
-        Raises RunError `boundary-mismatch` where they are not what this batch shape carried before; so does the
+        Raises RunError `boundary-mismatch` if they differ from what this batch shape carried before. So does the
         receiver, which gets a message that says so.
         """
         place = transfer.chunk, transfer.micro
@@ -101,15 +105,19 @@ class Link:
         self._post_waiting(direction_of(transfer.peer, self._stage))
 
     def post(self, transfer: Transfer, key: Key) -> None:
-        """Starts the receive of `transfer`, unless it or one before it in its direction cannot be received yet."""
+        """Starts the receive of `transfer`, or queues it while it or an earlier one in its direction cannot be received yet.
+
+        Never blocks. Both ends must post and send in the same order in each direction.
+        """
         direction = direction_of(transfer.peer, self._stage)
         self._waiting[direction].append((transfer, key))
         self._post_waiting(direction)
 
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
-        """What `transfer` brought, in memory that is used again when none of the tensors, nor an alias, is alive; blocks.
+        """Blocks until `transfer` has arrived; returns its description and tensors. It must have been posted.
 
-        Raises RunError `boundary-mismatch` where the sender says so, and `stages-differ` where its step is another one.
+        The memory is reused once none of the tensors, nor an alias of one, is alive. Raises RunError
+        `boundary-mismatch` if the sender reports one, and `stages-differ` if its step is another one.
         """
         direction = direction_of(transfer.peer, self._stage)
         while transfer not in self._posted:
@@ -127,7 +135,10 @@ class Link:
         return description, tensors
 
     def drain(self) -> None:
-        """Waits until everything sent is away; nothing posted is left."""
+        """Blocks until all sends are complete and all peers have confirmed the walk.
+
+        Every posted transfer must have been taken.
+        """
         self._walk.end()
         while self._sending:
             self._end_send()
@@ -137,26 +148,32 @@ class Link:
         assert not left, f"posted and never taken: {left}"
 
     def abort(self, why: str) -> None:
-        """Forgets what is under way after a failure; the processes behind it are about to end."""
+        """Drops everything in flight after a failure, without waiting; the processes are about to end."""
         self._forget()
 
     @property
     def num_allocated(self) -> int:
-        """Messages that were ever made."""
+        """Messages allocated since the beginning."""
         return self._pool.num_allocated
 
     @property
     def num_bytes(self) -> int:
-        """What the messages take that there are."""
+        """Bytes of all messages that exist now, free ones included."""
         return self._pool.num_bytes
 
     def _forget(self) -> None:
+        """Drops all transfers and announcements in flight, without waiting for them."""
         lists: list[Any] = [self._posted, self._sending, *self._waiting.values(), self._returning, self._owed]
         for under_way in (*lists, self._announcing):
             under_way.clear()
         self._walk.forget()
 
     def _send(self, transfer: Transfer, expected: Description, came: Description, tensors: list[Tensor]) -> None:
+        """Leases, fills and sends a message of layout `expected`; sends nothing where that has no tensors.
+
+        If `came`, the description of `tensors`, does not fit, sends the mismatch in the head, waits for that and raises
+        RunError `boundary-mismatch`.
+        """
         if not expected.leaves:
             if came != expected:  # no message comes, in which the receiver could be told
                 raise _mismatch(f"{self._name(transfer, 'sends to')}: expected {expected}, came {came}")
@@ -176,10 +193,11 @@ class Link:
         self._end_sends()
 
     def _end_sends(self) -> None:
-        """Takes back what is surely away. Gloo tells only a wait that a send is over, so there the oldest is waited for.
+        """Returns messages whose send is over to the pool; on gloo, waits for the oldest beyond SENDS_UNDER_WAY.
 
-        That holds nobody up who would not be held up anyway: the peer comes to its receive without anything that this stage
-        issues later (`sley_core.actions.posts`), and long before, unless it is the slower of the two.
+        Gloo reports the end of a send only to a wait. The wait delays only a stage that would be delayed anyway: the
+        peer reaches its receive without anything that this stage issues later (`sley_core.actions.posts`), and long
+        before, unless it is slower.
         """
         if self._lines.apart:
             while self._sending and self._sending[0][0][-1].is_done():
@@ -188,20 +206,21 @@ class Link:
             self._end_send()
 
     def _end_send(self) -> None:
-        """Waits for the oldest send. That is what makes NCCL let go of its tensors, also where it is done."""
+        """Waits for the oldest send. NCCL releases its tensors only in a wait, even if the send is done."""
         under_way, message = self._sending.popleft()
         for pending in under_way:
             pending.wait()
         self._pool.give_back(message)
 
     def _announce(self, transfer: Transfer, description: Description) -> None:
-        """Sends the size of the description's text, then the text: a boundary may carry any number of tensors."""
+        """Starts to send the description as text, its byte count first: a boundary may carry any number of tensors."""
         what = f"the announcement of what {self._name(transfer, 'sends to')}"
         text = to_bytes(description)
         parts = torch.tensor([text.numel()]), text
         self._announcing += [self._lines.tell(part, transfer.peer, what) for part in parts]
 
     def _hear_announcement(self, transfer: Transfer) -> Description:
+        """Blocks until the peer's announcement of the boundary of `transfer` has arrived; returns its description."""
         what = f"the announcement of what {self._name(transfer, 'takes from')}"
         size = torch.zeros(1, dtype=torch.int64)
         self._lines.hear(size, transfer.peer, what).wait()
@@ -210,7 +229,7 @@ class Link:
         return from_bytes(text)
 
     def _make_ready(self, direction: Direction, wanted: Transfer) -> None:
-        """Waits for what the first waiting post waits for, then posts what it can."""
+        """Blocks until the first queued post of `direction` can start, then starts it and those behind it that can."""
         assert self._waiting[direction], f"{wanted} was never posted"
         transfer, key = self._waiting[direction][0]
         self._walk.agree(transfer.peer, f"what {self._name(transfer, 'takes from')}")
@@ -222,6 +241,7 @@ class Link:
         self._post_waiting(direction)
 
     def _post_waiting(self, direction: Direction) -> None:
+        """Starts the queued receives of `direction`, up to the first that cannot start yet; never blocks."""
         waiting = self._waiting[direction]
         while waiting:
             transfer, key = waiting[0]
@@ -232,7 +252,7 @@ class Link:
             what = f"what {self._name(transfer, 'takes from')}"
             self._walk.hear(transfer.peer, what)
             if description is None or not self._walk.is_agreed(transfer.peer):
-                return
+                return  # later posts wait too: both ends use a communicator in one order
             waiting.popleft()
             message, pending = None, []
             if description.leaves:
@@ -241,7 +261,10 @@ class Link:
             self._posted[transfer] = _Posted(message, pending, description)
 
     def _checked(self, transfer: Transfer, message: Message) -> bytes:
-        """The flags of a message that is what `transfer` expects."""
+        """Returns the flags of `message`.
+
+        Raises RunError if it belongs to another step or micro-batch, or reports a mismatch.
+        """
         walk, micro, flags, fault = message.read_head()
         what = self._name(transfer, "takes from")
         if (walk, micro) != (self._walk.number, transfer.micro):
@@ -251,10 +274,11 @@ class Link:
         return flags
 
     def _descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:
-        """What the boundary of `transfer` carries forward, for each batch shape."""
+        """Returns the descriptions known for the forward boundary of `transfer`, by batch shape; the caller adds to them."""
         return self._known.setdefault((op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _name(self, transfer: Transfer, verb: str) -> str:
+        """Returns words for `transfer` in errors and traces; `verb` is "sends to" or "takes from"."""
         thing = "its output" if transfer.flow == "forward" else "a gradient"
         return (
             f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.flow}, {thing} of micro-batch {transfer.micro} "
@@ -263,6 +287,7 @@ class Link:
 
 
 def _mismatch(fault: str) -> RunError:
+    """Returns the RunError `boundary-mismatch`."""
     return RunError(
         "boundary-mismatch",
         fault,

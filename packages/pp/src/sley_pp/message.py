@@ -3,13 +3,13 @@
     | head: walk, micro-batch, fault, flags | tensor 0 . . . | tensor 1 . . . . . |
     0                                  1024 + flags          aligned to 256 bytes
 
-Both ends know the size before it is sent, so a receive can be posted ahead. The head lets a receiver say what came when it
-is not what was expected; a sender that finds that out fills the expected size and says so in the head. The flags tell which
-of the tensors have a gradient and which are one and the same: that may change from one micro-batch to the next, when layers are
-frozen or the data decide, and nothing else may.
+Both ends know the size before it is sent, so a receive can be posted ahead. The head lets a receiver report an unexpected
+message; a sender that detects a mismatch sends the expected size and the error text in the head. The flags tell which of the
+tensors have a gradient and which are the same tensor. Only the flags may change from one micro-batch to the next, when layers
+are frozen or the data decide.
 
-The head is always on the host, where both ends read it without waiting for a device. With tensors on the host it lies in
-front of them, in one piece; else it is a piece of its own.
+The head is always on the host, so that both ends read it without a device synchronisation. With tensors on the host it
+lies in front of them, in one piece; otherwise it is a separate piece.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from sley_core.api.boundary import FLAG_BYTES, Description, Leaf
 from sley_core.api.parts import ALIGNMENT_BYTES
 
 HEAD_BYTES = 1024
-"""Room for the numbers and for the words of a mismatch; the flags of each tensor are behind it."""
+"""Room for the numbers and for the text of a mismatch; the flags of each tensor follow."""
 
 _NUMBERS = struct.Struct("<III")
 """Walk, micro-batch, bytes of the fault's text."""
 
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-"""Dtype and shape of each tensor: messages of one layout can take one another's place."""
+"""Dtype and shape of each tensor; messages of one layout are interchangeable."""
 
 
 def layout_of(leaves: Sequence[Leaf]) -> Layout:
-    """The layout of a message with these tensors."""
+    """Returns the layout of a message with these tensors."""
     return tuple((leaf.dtype, leaf.shape) for leaf in leaves)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes of a message of some layout. starts: of each tensor, from the first one's start."""
+    """Bytes of a message of some layout. starts: byte offset of each tensor from the start of the body."""
 
     head: int
     body: int
@@ -53,6 +53,7 @@ class Extent:
 
     @classmethod
     def of(cls, layout: Layout) -> Extent:
+        """Computes head, body and offsets for `layout`; every tensor starts at a multiple of ALIGNMENT_BYTES."""
         starts, end = [], 0
         for dtype, shape in layout:
             starts.append(end)
@@ -61,12 +62,12 @@ class Extent:
 
 
 class Message:
-    """Memory for one message at a time. tensors: views of it, in the order of `layout`; pieces: what is sent or received.
+    """Reusable memory of one message. tensors: views of it, in the order of `layout`; pieces: the tensors to send or receive.
 
-    apart: whether the head is a piece of its own, on the host.
+    apart: whether the head is a separate piece, on the host.
 
-    Views are made once for each layout, and the head is read and written without an operation of torch: a message is sent and
-    received between any two actions, and each operation there is time in which the stage does not compute.
+    Views are made once per layout, and the head is read and written without torch operations: messages are sent and
+    received between actions, and each operation there is time in which the stage does not compute.
     """
 
     def __init__(self, layout: Layout, device: torch.device, *, apart: bool) -> None:
@@ -78,24 +79,24 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """How large it is."""
+        """Bytes of the memory, without a separate head; may exceed what its layout needs."""
         return self._memory.numel()
 
     @property
     def is_shared(self) -> bool:
-        """Whether anything beside the message has its memory: a view, what autograd saved, an array of numpy's, a storage.
+        """Whether anything else refers to the memory: a view, a tensor saved by autograd, a numpy array, a storage.
 
-        An address (`data_ptr()`) or a weak reference keeps no tensor's memory, and not this one either.
+        An address (`data_ptr()`) or a weak reference keeps no tensor's memory alive, nor this one.
         """
         return any(now > own for now, own in zip(_num_users(self._storage), self._num_own, strict=True))
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a message of that layout has room."""
+        """Returns whether the memory is large enough for a message of `layout`."""
         extent = Extent.of(layout)
         return extent.body + (0 if self._apart else extent.head) <= self.num_bytes
 
     def lay(self, layout: Layout) -> None:
-        """From now on it is a message of `layout`, which fits; nobody else has tensors in its memory."""
+        """Makes this a message of `layout`, which must fit; no tensor in its memory may be in use elsewhere."""
         extent = Extent.of(layout)
         before = 0 if self._apart else extent.head
         body = self._memory[: before + extent.body]
@@ -107,29 +108,32 @@ class Message:
         for (dtype, shape), start in zip(layout, extent.starts, strict=True):
             end = start + prod(shape) * dtype.itemsize
             self.tensors.append(body[before + start : before + end].view(dtype).view(shape))
-        del head, body
+        del head, body  # they would count as users of the storage below
         self._num_own = _num_users(self._storage)
 
     def lent(self) -> list[Tensor]:
-        """Its tensors for somebody else. Each has a version counter of its own, so that writing to one spoils no other."""
+        """Returns the tensors for the caller.
+
+        Each has its own version counter, so writing to one does not invalidate the others.
+        """
         return [tensor.data for tensor in self.tensors]
 
     def write_head(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
-        """fault: cut to fit; empty means that all is as expected."""
+        """Writes the head. fault: the text of a mismatch, cut to fit; empty if all is as expected."""
         text = fault.encode()[: HEAD_BYTES - _NUMBERS.size]
         _NUMBERS.pack_into(self._head, 0, walk, micro, len(text))
         self._head[_NUMBERS.size : _NUMBERS.size + len(text)] = text
         self._head[HEAD_BYTES : HEAD_BYTES + len(flags)] = flags
 
     def read_head(self) -> tuple[int, int, bytes, str]:
-        """Walk, micro-batch, flags and fault, as they were written."""
+        """Returns walk, micro-batch, flags and fault as `write_head` wrote them."""
         walk, micro, size = _NUMBERS.unpack_from(self._head)
         fault = bytes(self._head[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
         return walk, micro, bytes(self._head[HEAD_BYTES : HEAD_BYTES + FLAG_BYTES * len(self.layout)]), fault
 
 
 def to_bytes(description: Description) -> Tensor:
-    """A description as an announcement carries it, uint8 on the host."""
+    """Serialises `description` as JSON for an announcement, uint8 [bytes] on the host."""
     leaves = [
         [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves
     ]
@@ -138,7 +142,7 @@ def to_bytes(description: Description) -> Tensor:
 
 
 def from_bytes(data: Tensor) -> Description:
-    """The description of an announcement."""
+    """Returns the description that `to_bytes` serialised."""
     found = json.loads(data.numpy().tobytes())
     leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in found["leaves"])
     return Description(leaves, found["structure"])
@@ -149,9 +153,10 @@ def _padded(size: int) -> int:
 
 
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """How many tensors, arrays and capsules keep it alive, and how many Python references there are to the storage itself.
+    """Returns how many tensors, arrays and capsules keep `storage` alive, and how many Python references it has itself.
 
-    Python has one object for a storage, whoever asks a tensor for it, so that the first number does not tell who keeps it.
+    Python has one object per storage, shared by all tensors that return it, so the first number alone does not show its
+    users.
     """
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count, sys.getrefcount(storage)

@@ -1,13 +1,13 @@
-"""The link's memory: a message is lent, and used again only when nothing that aliases it is alive.
+"""The link's memory: a message is lent, and reused only when nothing that aliases it is alive.
 
     lease ──> [ the link fills or receives it ] ──> give_back ───────────────────────────────> free
                                                └──> lend ──> views, autograd, users let go ──> free
 
-Who has a received tensor is not known to any order of events: a gradient may be a view of the one that came, a layer may keep
-its input. So the memory itself is asked (`Message.is_shared`), when the next message is wanted.
+No order of events tells when a received tensor is free: a gradient may be a view of the received one, a layer may keep its
+input. So the pool checks reference counts of the memory (`Message.is_shared`) when the next message is wanted.
 
-What is kept is bounded: as much again as was ever in use at one time. Beyond that, when sequences of many lengths come, a free
-message that is large enough takes the new layout, and those unused longest are dropped.
+The pool's size is bounded by twice the most bytes in use at one time. Beyond that, as with sequences of many lengths, a free
+message that is large enough is given the new layout, and the messages unused longest are dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sley_pp.message import Extent, Layout, Message
 
 
 class Pool:
-    """Messages on `device`. num_allocated: how many were ever made; num_bytes: of those there are; apart: as `Message`."""
+    """Messages on `device`; apart: as `Message`. num_allocated: since the beginning; num_bytes: of existing messages."""
 
     def __init__(self, device: torch.device, *, apart: bool) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class Pool:
         self._lent: list[Message] = []
 
     def lease(self, layout: Layout) -> Message:
-        """A message of that layout that nobody has."""
+        """Returns a message of `layout` that nothing else uses, reused or new; its contents are undefined."""
         if not self._free.get(layout):
             self._collect()
         free = self._free.get(layout)
@@ -41,7 +41,7 @@ class Pool:
         return message
 
     def give_back(self, message: Message) -> None:
-        """Nobody has tensors of it."""
+        """Returns a leased message to the pool; no tensor of it may be in use."""
         self._in_use -= message.num_bytes
         # Behind all others: the first ones are those that have been free longest.
         free = self._free.pop(message.layout, [])
@@ -49,10 +49,11 @@ class Pool:
         self._free[message.layout] = free
 
     def lend(self, message: Message) -> None:
-        """Somebody has `message.lent()`."""
+        """Marks a leased message as used by its `lent` tensors; it returns to the pool once none of them is alive."""
         self._lent.append(message)
 
     def _collect(self) -> None:
+        """Moves lent messages whose tensors are all dead to the free list."""
         lent, self._lent = self._lent, []
         for message in lent:
             if message.is_shared:
@@ -61,7 +62,7 @@ class Pool:
                 self.give_back(message)
 
     def _other(self, layout: Layout) -> Message:
-        """A new message, or within the bound one that had another layout."""
+        """Returns a new message, or at the size bound a free one of another layout, laid out anew."""
         extent = Extent.of(layout)
         size = extent.body + (0 if self.apart else extent.head)
         bound = 2 * max(self._most_in_use, self._in_use + size)
@@ -80,6 +81,7 @@ class Pool:
         return Message(layout, self.device, apart=self.apart)
 
     def _take(self, message: Message) -> None:
+        """Removes `message` from the free list."""
         free = self._free[message.layout]
         free.remove(message)
         if not free:

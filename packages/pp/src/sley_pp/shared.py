@@ -1,8 +1,8 @@
-"""`pp.shared_modules`: parameters that several stages hold stay one parameter.
+"""`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of them.
 
-Every copy starts equal (they are drawn alike), gets the sum of all copies' gradients, and takes the same step. Since the
-sum is the last thing that happens to a gradient before the norm, and is the same number on every holder, copies stay equal
-bit for bit. Norm, clip and counts take a tie once; that is the book's business.
+Every copy starts equal (same random numbers), gets the sum of all copies' gradients, and takes the same step. Since the
+sum is the last operation on a gradient before the norm, and is the same number on every holder, copies stay equal bit for
+bit. Norm, clip and counts take a tie once; the book sees to that.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 
 class SharedModules(GradientHandler):
-    """Sums the gradients of each tie over its holders, ties in the order of their groups' names and then of their own."""
+    """Sums the gradients of each tie over its holders; ties in order of their names, which is the same on all ranks."""
 
     def __init__(self, config: SharedModulesConfig) -> None:
         self.config = config
 
     def attach(self, parts: Parts) -> None:
+        """Finds the ties in the book."""
         self._parts = parts
         self._groups = parts.groups
         self._store = parts.store
         self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
+        """All-reduces the gradient of each tie over the stages that hold it; blocks."""
         pending = []
         for name in self._ties:
             entry = self._parts.book[name]
@@ -44,12 +46,13 @@ class SharedModules(GradientHandler):
             one.wait()
 
     def weights_updated(self, step: StepState) -> None:
+        """Checks every `drift_check_steps` steps that the copies are still equal; a collective over the holders."""
         every = self.config.drift_check_steps
         if every and (step.step + 1) % every == 0:
             self._check_drift(step.step + 1)
 
     def _check_drift(self, number: int) -> None:
-        """Raises RunError `tie-drifted` on every holder alike where copies are no longer equal bit for bit."""
+        """Raises RunError `tie-drifted` on all holders of a tie whose copies are no longer equal bit for bit."""
         for name in self._ties:
             entry = self._parts.book[name]
             assert entry.tie_group is not None, name

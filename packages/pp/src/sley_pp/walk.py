@@ -1,7 +1,7 @@
-"""What a stage tells its neighbours before a step: which micro-batches it is about to walk through.
+"""The check that neighbouring stages walk through the same micro-batches: each tells the other its own before a step.
 
-Neighbours that were given different ones would wait for messages that never come, or take one for another. So both send one
-word at the start of each walk and compare; it says no more than that, and a step does not wait for it.
+Neighbours with different ones would wait for messages that never come, or mistake one message for another. So both send one
+message of fixed size, a *word*, at the start of each walk and compare. No step waits for its delivery.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGEST_BYTES = 16
 
 
 class Walk:
-    """The walk that a stage is on, and what it and its neighbours have told each other of it. number: walks begun so far."""
+    """The current walk of a stage, and the words exchanged with its neighbours. number: walks begun so far."""
 
     def __init__(self, lines: Lines) -> None:
         self.number = 0
@@ -36,7 +36,7 @@ class Walk:
         self._agreed: set[int] = set()
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """Starts to tell the stages `peers` that the next walk is through micro-batches with these `keys`."""
+        """Starts to tell the stages `peers` that the next walk is through micro-batches with these `keys`; does not block."""
         self.number += 1
         self._word = word_of(self.number, keys)
         for peer in peers:
@@ -44,42 +44,45 @@ class Walk:
             self._telling[peer] = self._lines.tell(self._word, peer, what)
 
     def hear(self, peer: int, what: str) -> None:
-        """Starts to receive what `peer` walks through. what: is received behind it, for the error of a wait that fails."""
+        """Starts to receive the word of `peer`, once per walk.
+
+        what: names the transfer that follows, for the error of a failed wait.
+        """
         if peer not in self._hearing:
             word = torch.empty(WORD_BYTES, dtype=torch.uint8)
             self._hearing[peer] = self._lines.hear(word, peer, what), word
 
     def is_agreed(self, peer: int) -> bool:
-        """Whether `peer` has said that it walks through the same."""
+        """Returns whether `agree` has compared the word of `peer` in this walk and found it equal."""
         return peer in self._agreed
 
     def agree(self, peer: int, what: str) -> None:
-        """Waits until `peer` has said so. Raises RunError `stages-differ` where it says something else."""
+        """Blocks until the word of `peer` has arrived. Raises RunError `stages-differ` if it is another walk."""
         if peer in self._agreed:
             return
         self.hear(peer, what)
         pending, word = self._hearing[peer]
         pending.wait()
         if not is_same(word, self._word):
-            self._telling[peer].wait()  # so that the peer finds the same
+            self._telling[peer].wait()  # so that the peer has this stage's word and raises the same error
             mine, other = told(self._word), told(word)
             raise differ(f"stage {peer} walks through {other}, and stage {self._lines.stage} through {mine}")
         self._agreed.add(peer)
 
     def end(self) -> None:
-        """Waits until all neighbours have agreed and heard."""
+        """Blocks until the words of all peers have arrived and been compared, and this stage's are sent."""
         for peer, telling in self._telling.items():
             self.agree(peer, f"what stage {peer} walks through")
             telling.wait()
 
     def forget(self) -> None:
-        """Drops what was told and heard."""
+        """Drops all words in flight and received, without waiting."""
         for under_way in (self._telling, self._hearing, self._agreed):
             under_way.clear()
 
 
 def differ(fault: str) -> RunError:
-    """The error of two stages that take different steps."""
+    """Returns the RunError `stages-differ` for two stages that take different steps."""
     return RunError(
         "stages-differ",
         fault,
@@ -88,7 +91,7 @@ def differ(fault: str) -> RunError:
 
 
 def word_of(walk: int, keys: Sequence[Hashable]) -> Tensor:
-    """The word on the `walk`-th walk, through micro-batches with `keys`; uint8 [WORD_BYTES] on the host."""
+    """Returns the word of the `walk`-th walk, through micro-batches with `keys`; uint8 [WORD_BYTES] on the host."""
     word = bytearray(WORD_BYTES)
     digest, text = _told(tuple(keys))
     data = digest + walk.to_bytes(4, "little") + text
@@ -97,12 +100,12 @@ def word_of(walk: int, keys: Sequence[Hashable]) -> Tensor:
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two words say the same."""
+    """Returns whether two words describe the same walk."""
     return torch.equal(one, other)
 
 
 def told(word: Tensor) -> str:
-    """What a word says."""
+    """Returns the text of a word, for an error message."""
     data = word.numpy().tobytes()
     number = int.from_bytes(data[_DIGEST_BYTES : _DIGEST_BYTES + 4], "little")
     text = data[_DIGEST_BYTES + 4 :].rstrip(b"\0").decode(errors="replace")
@@ -111,14 +114,14 @@ def told(word: Tensor) -> str:
 
 @lru_cache(maxsize=64)
 def _told(keys: tuple[Hashable, ...]) -> tuple[bytes, bytes]:
-    """A digest of all, and words on as many as there is room for."""
+    """Returns a digest of all `keys`, and a text that lists as many of them as fit into a word."""
     found = [f"{len(list(same))} x {key}" for key, same in groupby(map(_plain, keys))]
     text = f"{len(keys)} micro-batches: {', '.join(found)}".encode()
     return sha256("\n".join(found).encode()).digest()[:_DIGEST_BYTES], text[: WORD_BYTES - _DIGEST_BYTES - 4]
 
 
 def _plain(key: Hashable) -> str:
-    """Without what differs in how it is written and not in what it means."""
+    """Returns `key` as text, equal for keys that differ only in their types, such as a tuple and torch.Size."""
     if isinstance(key, tuple):
         return f"({', '.join(map(_plain, key))})"
     return str(key)

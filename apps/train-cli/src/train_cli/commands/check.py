@@ -41,6 +41,7 @@ def check(
 
 
 def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
+    """Raises SleyError for the problems of one plan; prints notes on its model if `model`."""
     plan = load_plan(path, overrides)
     size = plan.world(world) if world is None else world
     if problems := check_plan(plan, size):

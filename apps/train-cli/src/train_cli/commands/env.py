@@ -15,7 +15,7 @@ from train_cli.surroundings import num_cores
 from train_cli.versions import sley_versions
 
 _VARIABLES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
-"""Prefixes of the environment variables that change what a run does; others are nobody's business."""
+"""Prefixes of the environment variables that change a run; others are private and not printed."""
 
 
 def env(form: FormatOption = OutputFormat.text) -> None:
@@ -38,6 +38,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
+    """Returns versions of torch, CUDA and NCCL, and the names of the GPUs."""
     try:
         import torch
     except ImportError as error:

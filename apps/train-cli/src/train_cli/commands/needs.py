@@ -45,6 +45,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
 
 
 def _requirement(name: str, loader: Loader) -> str:
+    """Returns the line for pip of plugin `name`; raises PluginError if it is neither ours nor installed."""
     if name in FIRST_PARTY:
         return f"-e {folder_of(name)}"
     match loader.found(name):
@@ -55,10 +56,10 @@ def _requirement(name: str, loader: Loader) -> str:
 
 
 def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, KeyPath]]:
-    """The plugins of the records that the plan names, and where.
+    """Yields the plugins of the records that the plan names, with the path of each.
 
-    What a field other than `use` means is known to its plugin alone, which may not be here: there a value counts if it
-    looks like a record of a plugin that is known.
+    Fields other than `use` are known to their plugin alone, which may not be installed: their values count if they look
+    like a record of a known plugin.
     """
     known = {*FIRST_PARTY, *loader.names()}
     for path, value in _strings(document.tables):
@@ -68,7 +69,7 @@ def _named_plugins(document: Document, loader: Loader) -> Iterator[tuple[str, Ke
 
 
 def _strings(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Every string of the plan that is the value of a key; an array of strings holds files, and options are the user's."""
+    """Yields path and value of every string of the plan; strings in arrays (files) and in `options` are skipped."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key != "options":

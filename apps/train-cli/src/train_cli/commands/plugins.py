@@ -44,7 +44,7 @@ def plugins(
 
 
 def _overview(name: str, loader: Loader) -> dict[str, Any]:
-    """One plugin; a broken one is listed with what is wrong with it."""
+    """Returns the entry of one plugin; a broken one has its error."""
     dists = loader.found(name)
     entry: dict[str, Any] = {
         "name": name,
@@ -63,6 +63,7 @@ def _overview(name: str, loader: Loader) -> dict[str, Any]:
 
 
 def _overview_text(found: list[dict[str, Any]]) -> str:
+    """Returns the entries as text."""
     lines = []
     for entry in found:
         lines.append(f"{entry['name']}  ({entry['dist']} {entry['version']})")
@@ -74,7 +75,7 @@ def _overview_text(found: list[dict[str, Any]]) -> str:
 
 
 def _described(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
-    """Every record of the plugin, or the one of that name (which several kinds may have)."""
+    """Yields every record of the plugin, or those named `record_name` (several kinds may have one)."""
     every = [(kind, record) for kind, named in plugin.records.items() for record in named.values()]
     chosen = [(kind, record) for kind, record in every if record_name in ("", record.name)]
     if not chosen:
@@ -98,6 +99,7 @@ def _no_record(plugin: Plugin, name: str, records: list[Record]) -> PlanError:
 
 
 def _option(model: type[Table], key: str, info: FieldInfo) -> dict[str, Any]:
+    """Returns name, type, default and description of one option."""
     option: dict[str, Any] = {"name": key, "takes": takes(info.annotation, info.metadata), "required": False}
     if info.is_required():
         option["required"] = True
@@ -109,6 +111,7 @@ def _option(model: type[Table], key: str, info: FieldInfo) -> dict[str, Any]:
 
 
 def _described_text(found: list[dict[str, Any]]) -> str:
+    """Returns the records as text."""
     lines = []
     for record in found:
         where = f", for {record['table']}" if record["table"] else ""

@@ -33,7 +33,7 @@ from train_cli.progress import draws_line
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
 
 _HEAD_START_S = 3.0
-"""How long a rank that found what rank 0 tells waits: a launcher ends all ranks when the first of them has ended."""
+"""Seconds that another rank with rank 0's error waits: a launcher ends all ranks when the first of them has ended."""
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
 
 
 def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
-    """`srun` alone starts tasks that do not know of one another: each would be a run of its own, in the same folder."""
+    """Raises UsageError if `srun` alone started several tasks: each would be a separate run, in the same folder."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdecimal() and int(tasks) > 1:
         raise UsageError(
@@ -95,6 +95,7 @@ def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
 
 
 def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose: int) -> int:
+    """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
     from train_cli.launch import launch
 
     if verbose > 1:
@@ -109,7 +110,7 @@ def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose:
 def _as_rank(
     path: Path, overrides: Sequence[str], settings: Settings, *, overwrite: bool, line: bool, verbose: bool
 ) -> int:
-    """The exit code of this rank. What every rank finds, rank 0 alone tells; what only this one finds, it tells."""
+    """Runs this rank and returns its exit code. Only rank 0 shows errors that all ranks find."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with ExitStack() as stack:
         try:
@@ -130,6 +131,7 @@ def _as_rank(
 
 
 def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
+    """Writes this rank's report and shows the fault, if `tell` and no launcher of ours does; returns the exit code."""
     report.write(fault)
     if lifeline.is_held():
         return fault.exit_code  # the launcher, which is ours, tells
@@ -154,7 +156,7 @@ def _check(plan: Plan, size: int) -> int:
 
 
 def _num_devices(plan: Plan) -> int | None:
-    """How many devices there are to fill, where the plan leaves the number of ranks to them; None without any."""
+    """Returns the number of CUDA devices if the plan leaves the number of ranks to them; None without any."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None
     import torch

@@ -52,6 +52,7 @@ def show(
 
 
 def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
+    """Returns all that `show` prints, for JSON."""
     return {
         "plan": [
             {"path": dotted(path), "value": value, "origin": _origin_data(plan, path)}
@@ -69,7 +70,7 @@ def _data(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
 
 
 def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
-    """tolerance: how far the result may be from the sum itself, relative; 0 where it is that."""
+    """Yields the gradient handlers. tolerance: relative error allowed to the exact sum; 0 for exact ones."""
     for each in plan.gradient_handlers:
         assert isinstance(each.record, GradientHandlerRecord), each
         tolerance = each.record.tolerance_with(each.config)
@@ -77,6 +78,7 @@ def _handlers(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any]:
+    """Returns kind and place of the origin of one value."""
     origin = plan.origins[path]
     place = origin.place
     return {
@@ -96,6 +98,7 @@ def _groups(topology: Topology, rank: int | None) -> Iterator[GroupEntry]:
 
 
 def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields the lines of `show`."""
     yield from _values(plan)
     yield ""
     yield f"# world of {topology.world}: {_sizes(topology)}"
@@ -117,7 +120,7 @@ def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def _values(plan: Plan) -> Iterator[str]:
-    """The plan as TOML that could be run, with the origin of each value as a comment."""
+    """Yields the plan as TOML that can be run, with the origin of each value as a comment."""
     table: KeyPath = ()
     # Keys of the plan itself come first: after a table's header they would be that table's.
     for path, value in sorted(leaves(plan.tables), key=lambda leaf: len(leaf[0]) > 1):
@@ -129,7 +132,7 @@ def _values(plan: Plan) -> Iterator[str]:
 
 
 def _toml(value: Any) -> str:
-    """A value on one line."""
+    """Returns a value as TOML on one line."""
     if isinstance(value, list):
         return f"[{', '.join(_toml(item) for item in value)}]"
     import tomli_w
@@ -148,6 +151,7 @@ def _sizes(topology: Topology) -> str:
 
 
 def _rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields a table of ranks and their coordinates; long ones are cut."""
     yield "  rank  stage    dp    sp   wdp    wp"
     for each in list(_ranks(topology, rank))[:_MOST_RANKS]:
         at = topology.coordinates(each)
@@ -157,6 +161,7 @@ def _rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def _group_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields one line per axis and lane with its groups; long ones are cut."""
     for (axis, lane), entries in groupby(_groups(topology, rank), key=lambda each: (each.axis, each.lane)):
         every = list(entries)
         shown = "  ".join(each.label for each in every[:_MOST_GROUPS])

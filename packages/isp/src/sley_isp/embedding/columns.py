@@ -1,10 +1,10 @@
 """Embeddings whose tables are cut by columns: each rank of `wp` looks up its part of every rank's tokens.
 
-    forward    ids [n] ──gather──> [wp n] ──own columns──> [wp, n, h / wp] ──swap──> whole vectors of own tokens [n, h]
+    forward    ids [n] ──gather──> [wp n] ──own columns──> [wp, n, h / wp] ──swap──> full vectors of own tokens [n, h]
     backward   g [n, h] ──swap, in the background──> own columns' g [wp n, h / wp] ──summed by id──> store
 
-No table is gathered and no gradient of one is reduced, nor is either ever whole: what travels is as large as the tokens'
-vectors, once each way. The sum over `wp` is the one over the tokens, so what goes to the store needs no other.
+No table is gathered and no gradient of one is reduced, nor does either exist in full: the exchanges are as large as the
+tokens' vectors, once each way. Summing over all tokens of `wp` already sums over `wp`, so the store needs no other reduction.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ShardedEmbedding:
 
     @property
     def shard(self) -> nn.Parameter | None:
-        """Its columns."""
+        """This rank's columns of the table."""
         return own_of(self.module, "weight")
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the module does while the run is open."""
+        """The forward of the module while the run is open; exchanges over `wp`."""
         if type(self.module._parameters["weight"]) is not StandIn:  # another tensor, by `torch.func.functional_call`
             return nn.Embedding.forward(cast(nn.Embedding, self.module), input)
         self.columns.before(self)
@@ -56,11 +56,12 @@ class ShardedEmbedding:
 
 
 class Columns:
-    """The exchanges of all tables of a rank. All ranks of `group`, `wp`, run the same actions on the same layers, in one
-    order, forward and backward, and so they come to every exchange alike.
+    """The exchanges of all tables of a rank over `group`, which is `wp`.
 
-    before: called with a table before it is read. is_behind: whether the gradients' swaps may outlive what started them.
-    num_exchanges, num_bytes: swaps of vectors and of their gradients, and what came by them and as ids; since the beginning.
+    All its ranks run the same actions on the same layers in one order, forward and backward, and so make every exchange
+    alike. before: called with a table before it is read. is_behind: whether the gradients' exchanges may outlive the
+    call that started them. num_exchanges, num_bytes: exchanges of vectors and of their gradients, and bytes received by
+    them and as ids; since the beginning.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Columns:
         self._put_off: list[_Gradient] = []
 
     def look_up(self, table: ShardedEmbedding, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The vectors of `tokens` [...], [..., h]; and the tokens of all ranks, [size x most]."""
+        """Returns the vectors [..., h] of `tokens` [...], and all ranks' tokens [size x most]; blocks on both exchanges."""
         (of_all,) = self.tokens.of_all([tokens.reshape(-1)], [0], f"the tokens of {table.name}")
         self.num_bytes += self._foreign(of_all)
         weight = table.shard
@@ -100,15 +101,15 @@ class Columns:
         return whole_vectors(received, tokens.numel(), hidden).view(*tokens.shape, hidden), of_all
 
     def swap(self, received: Tensor, sent: Tensor, lane: str, what: str) -> Work:
-        """Starts an all-to-all over `wp`, and counts it."""
+        """Starts an all-to-all over `wp` on `lane`, and counts it."""
         self.num_exchanges += 1
         self.num_bytes += self._foreign(received)
         return self.group.transport(lane).all_to_all(received, sent, what=what)
 
     def take_gradient(self, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
-        """The gradient of what `look_up` returned travels now; the table's is in the store at once, or after `leave`.
+        """Starts the exchange of the gradient of what `look_up` returned; the table's gradient is in the store by `leave`.
 
-        While a D collects, when its W runs.
+        If the exchange may not overlap, it is there on return; within a D it is there once the W has run.
         """
         self.store.check_open(table.entry)  # before anything is sent
         started = _Gradient(self, table, gradient, of_all)
@@ -122,14 +123,14 @@ class Columns:
             started.finish()
 
     def leave(self, *, everything: bool) -> None:
-        """An action ends, and with it the gradients that were on their way when it began; or all of them."""
+        """Ends an action: finishes the exchanges that were in flight when it began, or all if `everything`."""
         left = 0 if everything else self._num_new
         self._num_new = 0
         while len(self._under_way) > left:
             self._under_way.popleft().finish()
 
     def forget(self) -> None:
-        """Waits for all, and adds none: a step failed."""
+        """Waits for all exchanges and discards their results, after a failed step."""
         for gradient in (*self._under_way, *self._put_off):
             gradient.work.wait_sent()
         self._under_way.clear()
@@ -137,7 +138,7 @@ class Columns:
         self._num_new = 0
 
     def _foreign(self, tensor: Tensor) -> int:
-        """Bytes of `tensor`, of which each rank brings as much, that are others'."""
+        """Returns the bytes of `tensor` that come from peers, if each rank contributes equally much."""
         return tensor.nbytes * (self.group.size - 1) // self.group.size
 
     def _finish_put_off(self, gradient: _Gradient) -> None:
@@ -146,7 +147,7 @@ class Columns:
 
 
 class _Gradient:
-    """The gradient of a table's vectors, on its way to the ranks that have their columns."""
+    """The gradient of a table's vectors, in flight to the ranks that have their columns."""
 
     def __init__(self, columns: Columns, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:
         size = columns.group.size
@@ -160,7 +161,7 @@ class _Gradient:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for it, and adds every token's to its row of the table's: no other tensor is as large as a shard."""
+        """Waits for the exchange and adds each token's gradient to its row of the table's, without a shard-sized temporary."""
         self.work.wait()
         rows = self._received.flatten(0, 1)
         padding = getattr(self._table.module, "padding_idx", None)
@@ -171,7 +172,7 @@ class _Gradient:
 
 
 class _LookUp(torch.autograd.Function):
-    """Autograd sees the shard as an input and gets None for it, as of any site."""
+    """The lookup for autograd; the shard is an input, with None as its gradient, as at any site."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, table: ShardedEmbedding) -> Tensor:
@@ -183,6 +184,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Starts the exchange of the vectors' gradient, if the table is trained."""
         (of_all,) = ctx.saved_tensors
         if ctx.table.entry.trainable and is_summed(ctx):
             assert of_all is not None, f"{ctx.table.name} was unfrozen between a forward and its backward"
@@ -191,13 +193,13 @@ class _LookUp(torch.autograd.Function):
 
 
 def whole_vectors(parts: Tensor, num_tokens: int, hidden: int) -> Tensor:
-    """[num_tokens, hidden] of `parts` [size, most, width], whose padding, of tokens and of columns, is left out."""
+    """Returns [num_tokens, hidden] from `parts` [size, most, width], without the padding of tokens and columns."""
     whole = parts[:, :num_tokens].transpose(0, 1).reshape(num_tokens, parts.shape[0] * parts.shape[2])
     return whole if whole.shape[1] == hidden else whole[:, :hidden].contiguous()
 
 
 def parts_of_vectors(vectors: Tensor, size: int, most: int, width: int) -> Tensor:
-    """What `whole_vectors` takes apart again: [size, most, width], contiguous, padded with zeros."""
+    """Undoes `whole_vectors`: returns [size, most, width], contiguous, padded with zeros."""
     if vectors.shape[1] != size * width:
         vectors = F.pad(vectors, (0, size * width - vectors.shape[1]))
     return padded(vectors, most).view(most, size, width).transpose(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""Which of a model's parameters are tables that can be cut by columns."""
+"""The check that a model's embedding tables can be cut by columns."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def check_tables(layers: Sequence[Layer]) -> None:
-    """The tables of all plain embeddings of the model's `layers` are held by plain embeddings alone, and there is one.
+    """Raises PlanError "embedding-hidden" unless there is a plain embedding and only such modules hold these tables.
 
-    Raises PlanError "embedding-hidden" where that is not so: a head that is tied to a table needs whole rows of it.
+    A head that is tied to a table needs full rows of it.
     """
     tables: dict[int, str] = {}
     others: dict[int, str] = {}
@@ -37,6 +37,7 @@ def check_tables(layers: Sequence[Layer]) -> None:
 
 
 def _refused(message: str, hint: str) -> PlanError:
+    """Returns the PlanError "embedding-hidden"."""
     return PlanError(
         "embedding-hidden", message, path=("weights", "embedding"), hint=f'{hint}; or `embedding = "gather"`'
     )

@@ -1,4 +1,4 @@
-"""Which plans say in vain where gathers ahead start, found without torch."""
+"""The check of a plan's prefetch launch point, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_launch(plan: Plan) -> Iterator[Problem]:
-    """Modules that are gathered one by one start the next one's gather, each. Names are looked for where the model is built."""
+    """Yields a problem if `launch` is set with `unit = "module"`, where each module starts the next one's gather anyway.
+
+    Whether the name matches a module is checked when the model is built.
+    """
     weights = plan.weights
     if weights is None or not isinstance(weights.config, CommunicatorConfig):
         return

@@ -1,4 +1,4 @@
-"""The modules of layers before whose forward the gathers ahead start."""
+"""Launch points: the modules of layers before whose forward prefetches start."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MOST_NAMES = 20
 
 
 class Launches:
-    """The launch points of a model. start: called with a layer's unit just before one that is no site of its own runs.
+    """The launch points of a model. start: called with a layer's unit just before a launch point that is no site runs.
 
-    pattern: of names within a layer. A forward-pre hook is called in recomputations too, wherever these stop.
+    pattern: of module names within a layer. The forward-pre hooks run in recomputations too.
     """
 
     def __init__(self, pattern: str, start: Callable[[Unit], None]) -> None:
@@ -35,7 +35,7 @@ class Launches:
         self.hooks: dict[nn.Module, RemovableHandle] = {}
 
     def take(self, layer: Layer, unit: Unit, sites: Sequence[Site]) -> None:
-        """Of `layer`, whose sharded modules are at `sites`, and gathered together in `unit` unless that is empty."""
+        """Marks the launch points of `layer` among its `sites`, and hooks the other ones. unit: the layer's; may be empty."""
         points = set(launch_points(layer, self.pattern) if unit.entries else ())
         for site in sites:
             site.launches = not points or site.module in points
@@ -43,12 +43,14 @@ class Launches:
             self.hooks[module] = module.register_forward_pre_hook(self._hook(unit))
 
     def close(self) -> None:
-        """No module calls any more."""
+        """Removes all hooks."""
         for handle in self.hooks.values():
             handle.remove()
         self.hooks.clear()
 
     def _hook(self, unit: Unit) -> Callable[..., None]:
+        """Returns a forward-pre hook that starts the prefetches of `unit`."""
+
         def before(*_: Any) -> None:
             self.start(unit)
 
@@ -56,14 +58,14 @@ class Launches:
 
 
 def launch_points(layer: Layer, pattern: str) -> list[nn.Module]:
-    """The modules of `layer` whose names within it match; none where any sharded one will do."""
+    """Returns the modules of `layer` whose names within it match; an empty list if any sharded module may start prefetches."""
     if pattern == ANYWHERE:
         return []
     return [module for name, module in _callable(layer).items() if fnmatchcase(name, pattern)]
 
 
 def check_points(layers: Sequence[Layer], pattern: str) -> None:
-    """Some layer of the model has a launch point. Raises PlanError "launch-point" where none has."""
+    """Raises PlanError "launch-point" if no layer has a launch point."""
     if pattern == ANYWHERE or any(launch_points(layer, pattern) for layer in layers):
         return
     names = list(dict.fromkeys(name for layer in layers for name in _callable(layer)))
@@ -78,7 +80,7 @@ def check_points(layers: Sequence[Layer], pattern: str) -> None:
 
 
 def _callable(layer: Layer) -> dict[str, nn.Module]:
-    """The modules of `layer` by their names within it; a list of modules, which nobody can call, is not among them."""
+    """Returns the modules of `layer` with a forward, by their names within it; containers such as ModuleList are left out."""
     return {
         name: module
         for name, module in layer.module.named_modules()

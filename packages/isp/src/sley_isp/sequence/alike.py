@@ -1,13 +1,13 @@
-"""Whether an attention does the same with every head, however many there are, and whichever of them they are.
+"""Tests that an attention computes the same for a head whatever its number, and however many heads there are.
 
     right    the heads of several ranks at once:  [f(a), f(b)] = f([a, b])
     wrong    slopes by a head's number (ALiBi), a scale by how many there are, `k.repeat(1, groups, 1, 1)`
 
-A rank attends with a few heads and counts them from 0, so that these are other numbers than with all of them. It is asked with
-random numbers: weights that begin as zeros, or near them, would let a wrong scale pass. Dropout is left out while it is asked.
+A rank attends with a few heads and counts them from 0, so a head's number differs from that in the full attention. The test
+uses random inputs: weights that begin at or near zero would let a wrong scale pass. Dropout is off during the test.
 
-Ranks that share a key head (fewer of these than ranks, or another remainder) are asked for two such heads, since one alone
-shows nothing of the order in which query heads take theirs.
+Ranks that share a key head (fewer key heads than ranks, or not a multiple) are tested with two such heads, since one alone
+does not show which query heads use which key head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def ask_alike(call: AttentionCall) -> None:
-    """Raises RunError "sequence-layout" where it does not; three to five forwards of this rank's size."""
+    """Raises RunError "sequence-layout" if a head's number or count matters; runs 3 to 5 forwards of this rank's size."""
     generator = torch.Generator(call.tensors[0].device)
     generator.manual_seed(0)  # alike on all ranks, so that all of them find the same
     num_parts, copies = _sizes(call)
@@ -54,20 +54,20 @@ def ask_alike(call: AttentionCall) -> None:
 
 
 def _sizes(call: AttentionCall) -> tuple[int, int]:
-    """For how many ranks' heads it is asked at once, and how often each of their key heads is among them."""
+    """Returns the number of ranks whose heads are tested together, and how many copies of each of their key heads there are."""
     if call.tensors[-1].shape[-2] * call.num_ranks == call.kv_heads:
         return 2, 1
     return (2, 2) if call.kv_heads == 1 else (4, 2)
 
 
 def _context(call: AttentionCall, tensors: Sequence[Tensor]) -> Tensor:
-    """The context [b, s, h, d]."""
+    """Returns the context [b, s, h, d] of `tensors`."""
     context = call.answer(tensors)
     return context if context.ndim == 4 else torch.unflatten(context, -1, (tensors[0].shape[-2], -1))
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Whether every head is the same to half the digits: kernels differ by the number of heads, in the last ones."""
+    """Returns whether all heads agree to half of the digits: kernels for other numbers of heads differ in the last ones."""
     wide = torch.promote_types(one.dtype, torch.float32)
     one, other = (tensor.to(wide).movedim(2, 0).flatten(1) for tensor in (one, other))
     if not torch.equal(one.isfinite(), other.isfinite()):
@@ -78,9 +78,10 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 class _NoDropout(TorchFunctionMode):
-    """What torch would drop stays."""
+    """Turns off every dropout of torch within the block."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls `func` without its dropout."""
         del types
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
@@ -96,7 +97,7 @@ _DROPPING = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @contextmanager
 def _without_dropout(attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Its module, where it is one's or one's method, does not train, and torch drops nothing."""
+    """Sets the attention's modules to evaluation and turns off dropout; restores both, and the random state, at the end."""
     training = [module for module in _modules(attention) if module.training]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), _NoDropout():
@@ -111,8 +112,7 @@ def _without_dropout(attention: Callable[..., Tensor]) -> Iterator[None]:
 
 @contextmanager
 def as_it_was(attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Afterwards the modules of `attention` have the attributes and buffers of before: one that counts its calls, or keeps
-    an average, has not been called."""
+    """Restores attributes and buffers of the modules of `attention` after the block, such as counters and running averages."""
     kept = [
         (
             module,
@@ -135,12 +135,13 @@ def as_it_was(attention: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def _modules(attention: Callable[..., Tensor]) -> list[nn.Module]:
-    """Those of the module that it is, or whose method."""
+    """Returns all modules of the module that `attention` is, or whose method it is; empty for other functions."""
     owner = getattr(attention, "__self__", attention)
     return list(owner.modules()) if isinstance(owner, nn.Module) else []
 
 
 def _refused(what: str, hint: str | None = None) -> RunError:
+    """Returns the RunError "sequence-layout"."""
     return RunError(
         "sequence-layout",
         f"an attention over slices {what}; a rank has some of the heads and counts them from 0",

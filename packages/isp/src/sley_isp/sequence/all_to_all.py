@@ -18,7 +18,7 @@ from sley_isp.sequence.mixing import check_apart
 
 
 class AllToAllAttention(SequenceCommunicator):
-    """Changes three kinds of modules: core's `Attention`, what a model wrapped itself, and what the plan names."""
+    """Makes attention work on slices: in core's `Attention`, in `SequenceAttention`, and in modules that the plan names."""
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
@@ -27,15 +27,18 @@ class AllToAllAttention(SequenceCommunicator):
         self._undo = ExitStack()
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Raises PlanError "sequence-attention" where a pattern matches no module, where there is no attention at all, and
-        for an `nn.MultiheadAttention`, whose projections are inside it; "sequence-mixing" for other modules that look
-        along a sequence.
+        """Patches every attention in `layers`, or none if it raises.
+
+        Raises PlanError "sequence-attention" if a pattern matches no module, if there is no attention, and for an
+        `nn.MultiheadAttention`, whose projections are inside it; "sequence-mixing" for other modules that look along a
+        sequence.
         """
         with ExitStack() as undo:
             self._attach(layers, undo)
             self._undo = undo.pop_all()  # only if nothing was refused
 
     def _attach(self, layers: Sequence[Layer], undo: ExitStack) -> None:
+        """Patches all attentions; `undo` then holds how to restore each, also if this raises."""
         unused = dict.fromkeys(self.patterns)
         changed: set[int] = set()
         inside: set[int] = set()
@@ -66,7 +69,7 @@ class AllToAllAttention(SequenceCommunicator):
             )
 
     def _split(self, module: nn.Module, undo: ExitStack) -> None:
-        """Makes `module` an attention of slices, until `undo` closes."""
+        """Makes `module` an attention over slices, until `undo` closes."""
         if isinstance(
             module, SequenceAttention
         ):  # asks for its group itself, so that a subclass may have its own forward
@@ -76,12 +79,12 @@ class AllToAllAttention(SequenceCommunicator):
             undo.callback(ForwardPatch(module, over_slices(module.forward, self.group)).undo)
 
     def detach(self) -> None:
-        """Calling an attention is what it was before `attach`."""
+        """Restores every attention."""
         self._undo.close()
 
 
 def _check_no_torch_attention(layers: Sequence[Layer], inside: Collection[int]) -> None:
-    """inside: ids of modules within those that work on slices."""
+    """Raises PlanError for an `nn.MultiheadAttention` that is not `inside` an attention over slices (ids of modules)."""
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if isinstance(module, nn.MultiheadAttention) and id(module) not in inside:

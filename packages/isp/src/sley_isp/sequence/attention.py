@@ -38,18 +38,19 @@ class SequenceAttention(nn.Module):
         self.join(None)
 
     def join(self, group: Group | None) -> None:
-        """From now on this is the attention of slices over `group`; None: of whole sequences, as it was built."""
+        """Makes this an attention over slices of `group`; with None, of full sequences, as it was built."""
         self.group = group
         self._proof = Proof()
 
     def forward(self, *args: Any, **more: Any) -> Tensor:
+        """Calls the attention, over slices if a group has joined: then with two exchanges, which all its ranks must make."""
         if self.group is None:
             return self.attention(*args, **more)
         return attend(self.attention, self.group, args, more, self._proof)
 
 
 def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
-    """`attention` for slices, as a function: for training loops of your own, with `run.groups["sp"]`.
+    """Returns `attention` as a function over slices, for training loops of your own, with `run.groups["sp"]`.
 
     attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in their order.
     """
@@ -64,14 +65,14 @@ def over_slices(attention: Callable[..., Tensor], group: Group) -> Callable[...,
 def attend(
     attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof
 ) -> Tensor:
-    """`attention(*args, **more)` on slices: one exchange there, one back; in the backward the same again.
+    """Returns `attention(*args, **more)` on slices: one exchange there, one back; in the backward the same again.
 
-    proof: of this attention. A compiled layer's graph breaks around it: nothing of an exchange is for a compiler.
+    proof: of this attention. A compiled layer has a graph break here, as exchanges cannot be compiled.
 
     Raises RunError "sequence-attention" for arguments, or a context, of other shapes than `SequenceAttention` says, and
-    "sequence-heads" where the query heads do not divide among the ranks; before anything is exchanged. "ranks-differ" where
-    ranks attend otherwise: by another function, with other options or other shapes; "sequence-layout" in the first call of
-    an attention that takes something else for heads and positions.
+    "sequence-heads" if the query heads cannot be divided among the ranks, before any exchange. Raises "ranks-differ" if
+    the ranks' functions, options or shapes differ, and "sequence-layout" in the first call of an attention that
+    mistakes heads for positions.
     """
     context: Tensor = _attend(attention, group, args, more, proof)
     return context
@@ -81,6 +82,7 @@ def attend(
 def _attend(
     attention: Callable[..., Tensor], group: Group, args: Sequence[Any], more: dict[str, Any], proof: Proof
 ) -> Tensor:
+    """Does the work of `attend`, outside of any compiled graph."""
     if group.size == 1:
         return attention(*args, **more)
     given = _leading(args)
@@ -107,13 +109,14 @@ def _attend(
 
 
 def _is_context(context: Tensor, sizes: tuple[int, int, int]) -> bool:
+    """Returns whether `context` is [b, s, h, d] or [b, s, h x d] for these sizes (b, s, h)."""
     if context.ndim == 3:
         return context.shape[:2] == sizes[:2] and context.shape[2] % sizes[2] == 0
     return context.ndim == 4 and context.shape[:3] == sizes
 
 
 def _kind(attention: Callable[..., Tensor], args: Sequence[Any], more: dict[str, Any]) -> int:
-    """A checksum of which attention it is, and of the options that it is called with; of tensors, that they are there."""
+    """Returns a checksum of the attention's name and the options of a call; of tensors, only that they are there."""
     named = attention if hasattr(attention, "__qualname__") else type(attention)
     options = [*(("", arg) for arg in args), *sorted(more.items())]
     told = (f"{name}={_option(value)}" for name, value in options)
@@ -121,14 +124,14 @@ def _kind(attention: Callable[..., Tensor], args: Sequence[Any], more: dict[str,
 
 
 def _option(value: Any) -> str:
-    """What must be alike on all ranks of an option: never the values of a tensor, which may be of this rank's slice."""
+    """Returns the part of an option that must be equal on all ranks: never a tensor's values, which may be of a slice."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_option, value))})"
     return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def _leading(args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The tensors at the beginning that are exchanged: qkv, or q and kv, or q, k and v."""
+    """Returns the leading tensors to exchange: qkv, or q and kv, or q, k and v. Raises RunError "sequence-attention" else."""
     tensors = [arg for arg in args[:3] if isinstance(arg, Tensor)]
     dims = [tensor.ndim for tensor in tensors]
     for wanted in ([5], [4, 5], [4, 4, 4]):
@@ -143,6 +146,7 @@ def _leading(args: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _check(given: Sequence[Tensor], num_ranks: int) -> None:
+    """Raises RunError if the heads cannot be divided among the ranks, or if the shapes do not fit together."""
     heads = given[0].shape[-2]
     if heads % num_ranks:
         message = f"heads = sp x heads per rank fails: {heads} is no multiple of {num_ranks}"

@@ -1,4 +1,4 @@
-"""One call of an attention, as a rank makes it, which can be made again with other tensors."""
+"""One call of an attention on a rank, which can be repeated with other tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sley_core.errors import RunError, SleyError
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Holds `attention(*tensors, *rest, **more)`, of whole sequences of this rank's heads.
+    """The call `attention(*tensors, *rest, **more)`, over full sequences of this rank's heads.
 
-    tensors: q, k, v [b, s, h, d], or q and kv, or qkv. kv_heads: heads of keys and values in all, of `num_ranks` ranks.
+    tensors: q, k, v [b, s, h, d], or q and kv, or qkv. kv_heads: key and value heads in all, over `num_ranks` ranks.
     """
 
     attention: Callable[..., Tensor]
@@ -27,9 +27,9 @@ class AttentionCall:
     num_ranks: int
 
     def answer(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns what the attention makes of `tensors` in place of its own.
+        """Returns the attention's result for `tensors` in place of its own.
 
-        Raises RunError "sequence-attention" where it fails: most do for their number of heads.
+        Raises RunError "sequence-attention" if it fails, which most do because of the number of heads.
         """
         try:
             return self.attention(*tensors, *self.rest, **self.more)

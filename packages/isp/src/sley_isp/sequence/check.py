@@ -1,4 +1,4 @@
-"""What is wrong with a plan's sizes for attention by heads, found without torch."""
+"""The check of a plan's sizes for attention by heads, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_heads(plan: Plan) -> Iterator[Problem]:
-    """Every rank of `sp` attends with as many heads. A model of one's own is checked at its first attention."""
+    """Yields a problem if the heads cannot be divided evenly over `sp`. Custom models are checked at their first attention."""
     size = plan.parallel.sp
     heads = getattr(plan.model.config, "heads", None)
     if plan.sequence is None or not isinstance(plan.sequence.config, AllToAllConfig) or not isinstance(heads, int):

@@ -21,10 +21,11 @@ from sley_isp.sequence.pack import pack_heads, pack_positions, repeat_heads, sum
 
 
 def heads_of_all(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Tensor, ...]:
-    """This rank's heads of tensors [b, s/n, ..., h, d] of one dtype, over the whole sequence: [b, s, ..., h', d].
+    """Exchanges tensors [b, s/n, ..., h, d] of one dtype for this rank's heads over the full sequence: [b, s, ..., h', d].
 
-    h' = lcm(h, n) / n: where there are fewer heads than ranks, or another remainder, several ranks get the same head, and
-    its gradient is the sum of theirs. For b = 1 the results are views of one buffer. contents: a checksum of whose they are.
+    h' = lcm(h, n) / n: if h is not a multiple of n, several ranks get the same head, and its gradient is the sum of
+    theirs. For b = 1 the results are views of one buffer. contents: a checksum that says for which attention, compared
+    between ranks. Blocks.
     """
     if group.size == 1:
         return tensors
@@ -33,9 +34,9 @@ def heads_of_all(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Ten
 
 
 def slice_of_all(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
-    """This rank's slice of a tensor [b, s, ..., h/n, d], with the heads of all ranks: [b, s/n, ..., h, d].
+    """Exchanges a tensor [b, s, ..., h/n, d] for this rank's slice with the heads of all ranks: [b, s/n, ..., h, d].
 
-    contents: as above.
+    contents: as in `heads_of_all`. Blocks.
     """
     if group.size == 1:
         return tensor
@@ -44,6 +45,8 @@ def slice_of_all(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
 
 
 class _HeadsOfAll(torch.autograd.Function):
+    """`heads_of_all` for autograd."""
+
     @staticmethod
     def forward(ctx: Any, group: Group, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.contents = group, contents
@@ -59,6 +62,8 @@ class _HeadsOfAll(torch.autograd.Function):
 
 
 class _SliceOfAll(torch.autograd.Function):
+    """`slice_of_all` for autograd."""
+
     @staticmethod
     def forward(ctx: Any, group: Group, contents: int, tensor: Tensor) -> Tensor:
         ctx.group, ctx.contents = group, contents
@@ -83,7 +88,7 @@ def _gather_heads(group: Group, tensors: Any, what: str, contents: int) -> list[
 
 
 def _exchanged(buffer: Tensor, group: Group, what: str, contents: int) -> Tensor:
-    """Row i of the result is this rank's row of rank i's buffer."""
+    """Returns the all-to-all of `buffer`: row i is this rank's row of rank i's buffer. Blocks."""
     received = torch.empty_like(buffer)
     # The ranks that hold the slices of the same samples; see above why they agree on the order.
     group.transport().all_to_all(received, buffer, what=what, contents=contents).wait_sent()

@@ -1,6 +1,6 @@
-"""Modules of torch's, beside attention, that look along a sequence: each rank would give them its slice alone.
+"""torch modules, beside attention, that look along a sequence: on each rank they would see one slice alone.
 
-Known by their class. What a forward does with `roll`, `cumsum` or a mean over positions nobody can see without running it.
+Known by their class. A forward that uses `roll`, `cumsum` or a mean over positions is not found.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sley_core.errors import Diagnostic, PlanError
 
 
 def check_apart(layers: Sequence[Layer], apart: Sequence[str], inside: Collection[int]) -> None:
-    """Raises PlanError "sequence-mixing" for each that no pattern of `apart` matches, and for a pattern without any.
+    """Raises PlanError "sequence-mixing" for each such module that no pattern of `apart` matches, and for each unused pattern.
 
-    inside: ids of what is within an attention, which sees whole sequences.
+    inside: ids of modules within an attention, which sees full sequences.
     """
     found = [(name, module) for name, module in _mixing(layers) if id(module) not in inside]
     wrong = [_mixes(name, module) for name, module in found if not any(fnmatchcase(name, one) for one in apart)]
@@ -27,6 +27,7 @@ def check_apart(layers: Sequence[Layer], apart: Sequence[str], inside: Collectio
 
 
 def _mixing(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields name and module of each recurrent layer and each convolution with overlapping windows."""
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and _overlaps(module)):
@@ -34,12 +35,13 @@ def _mixing(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _overlaps(module: nn.Conv1d) -> bool:
-    """Whether it sees more than one place; windows beside one another do not reach from a slice into the next."""
+    """Returns whether the windows of `module` overlap; if not, none reaches from a slice into the next."""
     reach = module.dilation[0] * (module.kernel_size[0] - 1) + 1
     return reach > module.stride[0]
 
 
 def _mixes(name: str, module: nn.Module) -> Diagnostic:
+    """Returns the diagnostic of a module that looks along the sequence."""
     return Diagnostic(
         "sequence-mixing",
         f"`{name}` is a {type(module).__name__}, which looks along the sequence and would see one slice alone",

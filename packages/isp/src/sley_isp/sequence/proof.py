@@ -1,10 +1,10 @@
-"""Whether an attention's tensors lie as it is taken for granted: [b, s, h, d], positions before heads.
+"""Tests at run time that an attention's tensors are [b, s, h, d], positions before heads.
 
     right    v of every second head changed:  contexts of the other heads are what they were
     wrong    [b, h, s, d], as torch's own attention wants it: those "heads" are positions, which see their neighbours
 
-Shapes do not tell the one from the other, so the attention is asked, once: two more forwards, without gradients. It finds
-as well heads that influence one another. Then it is asked whether a head's number changes anything (`ask_alike`).
+Shapes do not distinguish the two, so the attention is tested once, by two more forwards without gradients. That also finds
+heads that influence one another. Then `ask_alike` tests whether a head's number changes anything.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Proof:
-    """Asks one attention, at its first calls, until one of them could show it."""
+    """Tests one attention at its first calls, until one call was large enough to show it."""
 
     def __init__(self) -> None:
         self.is_given = False
 
     @torch.no_grad()
     def ask(self, call: AttentionCall) -> None:
-        """Raises RunError "sequence-layout" where what `call` computes is wrong."""
+        """Raises RunError "sequence-layout" if the attention of `call` mixes up heads and positions; reruns it to find out."""
         length, heads = _values(call.tensors[-1]).shape[1:3]
         if self.is_given or (length == 1 and heads == 1):
             return
@@ -38,13 +38,13 @@ class Proof:
             self.is_given = self._ask(call)
 
     def _ask(self, call: AttentionCall) -> bool:
-        """Whether it could be asked."""
+        """Returns whether this call could show it."""
         values = _values(call.tensors[-1])
         heads = values.shape[2]
         by_heads = heads > 1
         base = _quietly(call, call.tensors)
         if not isinstance(base, Tensor) or base.shape[:2] != values.shape[:2] or base[0, 0].numel() % heads:
-            return False  # for whoever calls to say
+            return False  # the caller raises for a wrong context
         changed = [*call.tensors[:-1], call.tensors[-1].clone()]
         _every_second(_values(changed[-1]), by_heads, 0).add_(1.0)
         before, after = (
@@ -58,23 +58,24 @@ class Proof:
 
 
 def _values(last: Tensor) -> Tensor:
-    """The values [b, s, h, d] of what comes last: they themselves, or kv or qkv [b, s, ..., h, d]."""
+    """Returns the values [b, s, h, d] of the last tensor: itself, or a view of kv or qkv [b, s, ..., h, d]."""
     return last if last.ndim == 4 else last[:, :, -1]
 
 
 def _every_second(tensor: Tensor, by_heads: bool, first: int) -> Tensor:
-    """A view of every second head of [b, s, h, d] from `first` on, or of every second position."""
+    """Returns a view of every second head of [b, s, h, d] from `first` on, or of every second position."""
     return tensor[:, :, first::2] if by_heads else tensor[:, first::2]
 
 
 def _quietly(call: AttentionCall, tensors: Sequence[Tensor]) -> Any:
-    """The context of `tensors`, drawn with the random numbers that the next call will draw too."""
+    """Returns the context of `tensors`; leaves the random state as it was, so the next call draws the same numbers."""
     device = tensors[0].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return call.answer(tensors)
 
 
 def _wrong(tensors: Sequence[Tensor]) -> RunError:
+    """Returns the RunError "sequence-layout"."""
     shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
     return RunError(
         "sequence-layout",

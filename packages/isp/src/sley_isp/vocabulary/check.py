@@ -1,4 +1,4 @@
-"""Which plans cannot share their vocabulary, found without torch."""
+"""The check of a plan with `head = "vocabulary"`, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_loss(plan: Plan) -> Iterator[Problem]:
-    """The loss meets logits of which no rank has all classes. The model is looked at where it is built."""
+    """Yields a problem if the loss cannot work on split logits. The model is checked when it is built."""
     weights = plan.weights
     if weights is None or not isinstance(weights.config, CommunicatorConfig) or weights.config.head != "vocabulary":
         return

@@ -1,4 +1,4 @@
-"""Where a model's head is."""
+"""Finds a model's head."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def find_head(layers: Sequence[Layer]) -> nn.Linear:
-    """The one plain linear of the last of the model's `layers`.
+    """Returns the one plain linear of the last of the model's `layers`.
 
-    That the layer returns what the linear returns is seen in the first forward. Raises PlanError "head-vocabulary" where
-    there is none, or several, or where its weight is held by a module that needs all of it.
+    Raises PlanError "head-vocabulary" if there is none, or several, or if a module that needs the full weight holds it
+    too. The first forward checks that the layer returns the linear's output.
     """
     last = layers[-1]
     linears = {name: module for name, module in last.module.named_modules() if type(module) is nn.Linear}
@@ -39,4 +39,5 @@ def find_head(layers: Sequence[Layer]) -> nn.Linear:
 
 
 def _refused(message: str, hint: str) -> PlanError:
+    """Returns the PlanError "head-vocabulary"."""
     return PlanError("head-vocabulary", message, path=("weights", "head"), hint=f'{hint}; or `head = "gather"`')

@@ -1,10 +1,10 @@
-"""The head of a model whose vocabulary the ranks of `wp` share: each multiplies all ranks' tokens by its own rows.
+"""Vocabulary-parallel head: each rank of `wp` multiplies the tokens of all ranks by its own rows of the weight.
 
     forward    x [n, h] ──gather──> [wp n, h] ──own rows──> logits [wp n, v / wp] ──statistics, gathered──> own tokens' losses
     backward   logits become their gradient P, in place;   P W ──reduce──> dx [n, h]   while   P^T [wp n, h] ──> store
 
-No weight of the head is gathered and no gradient of it is reduced: what travels is as large as the tokens, twice. Of the
-logits there are as many numbers as a rank's own would have been, once: their gradient takes their place.
+The head's weight is not gathered and its gradient not reduced: the exchanges are as large as the tokens, twice. The logits
+take as much memory as a rank's own would, once: their gradient overwrites them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class VocabularyHead:
-    """The forward of the linear at `site`. is_running: whether a run is in an action; a call by hand gathers the weight."""
+    """The forward of the linear at `site`. is_running: whether an action runs; outside of one the weight is gathered."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class VocabularyHead:
         self.sink = Handover(self._accumulate, queue)
 
     def forward(self, input: Tensor) -> Tensor | Scores:
-        """What the module does while the run is open: it returns logits that its loss computes."""
+        """Returns logits that are computed only by the loss; outside an action the full logits, with the weight gathered."""
         if self.site.is_replaced or not self.is_running():
             return linear_forward(self.site, input)
         if not torch.is_autocast_enabled(input.device.type):
@@ -65,21 +65,21 @@ class VocabularyHead:
         return Scores(self, as_autocast(input))
 
     def _check(self, x: Tensor) -> None:
-        """torch says here, and not when the loss comes, that `x` is of another dtype or width than the weight."""
+        """Lets torch raise here, and not only in the loss, if `x` has another dtype or width than the weight."""
         weight, bias = self.site.own("weight"), self.site.own("bias")
         assert weight is not None, self.site.unit
         with torch.no_grad():
             F.linear(x.new_empty((0, x.shape[-1])), weight, bias)
 
-    # -- communication: all ranks of `wp` run the same micro-batches in the same order, so they come here alike
+    # -- communication: all ranks of `wp` run the same micro-batches in the same order, so they call these alike
 
     def all_tokens(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Every rank's `x` [n, h] and `targets` [n], in the order of the group, padded to one size each."""
+        """Returns every rank's `x` [n, h] and `targets` [n], in the order of the group, each padded to one size; blocks."""
         inputs, all_targets = self.tokens.of_all([x, targets], [0, sums.NO_TARGET], "the head's inputs")
         return inputs, all_targets
 
     def all_slices(self, statistics: Tensor) -> Tensor:
-        """Every slice's `statistics` [k, n], in the order of the group: [size, k, n]."""
+        """Returns every slice's `statistics` [k, n], in the order of the group: [size, k, n]; blocks."""
         wholes = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
         self.tokens.gather([wholes], [statistics], "statistics of logits")
         return wholes.view(self.group.size, *statistics.shape)
@@ -87,24 +87,24 @@ class VocabularyHead:
     # -- this rank's slice
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """[n, rows of a shard]; padding rows of the weight give columns that `own` leaves out."""
+        """Returns this rank's logits [n, rows of a shard]; `own` removes the columns of padding rows."""
         weight, bias = self.site.own("weight"), self.site.own("bias")
         assert weight is not None, self.site.unit
         return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
     def own(self, logits: Tensor) -> Tensor:
-        """The columns of classes that there are."""
+        """Returns the columns of real classes, a view."""
         return logits[:, : self.classes.size]
 
     def start_input_gradient(self, gradient: Tensor) -> _Reducing:
-        """The logits' gradient [size x n, rows] times the weight, on its way to the ranks whose tokens they are."""
+        """Starts the reduce-scatter of the logits' gradient [size x n, rows] times the weight, by tokens."""
         weight = self.site.own("weight")
         assert weight is not None, self.site.unit
         return _Reducing(self, gradient, weight.to(gradient.dtype))
 
     @torch.no_grad()
     def _accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """The shards' gradients, summed over all tokens of `wp` already."""
+        """Adds the shards' gradients to the store; they are summed over all tokens of `wp` already."""
         for entry in self.site.trained:
             if entry is self.site.bias:
                 self.store.add(entry, gradient.sum(0, dtype=self.store.dtype))
@@ -113,7 +113,7 @@ class VocabularyHead:
 
 
 class _Reducing:
-    """The input gradient under way."""
+    """The input gradient in flight; a leased buffer holds it until `finish`."""
 
     def __init__(self, head: VocabularyHead, gradient: Tensor, weight: Tensor) -> None:
         size = head.group.size
@@ -130,7 +130,7 @@ class _Reducing:
         self._work = transport.reduce_scatter([whole], [scratch], what="the head's input gradient")
 
     def finish(self, num_tokens: int) -> Tensor:
-        """The gradient of this rank's tokens [num_tokens, h], in memory of its own."""
+        """Blocks until the gradient of this rank's tokens is complete; returns it [num_tokens, h], in its own memory."""
         self._work.wait()
         result = self._own[:num_tokens].clone()
         self._work.wait_sent()
@@ -139,7 +139,7 @@ class _Reducing:
 
 
 class Scores(SplitLogits):
-    """Logits that are not there: `x` [..., h] waits for the loss, which takes what it needs of them."""
+    """Logits not computed yet: `x` [..., h] waits for the loss, which computes its sum of losses from it."""
 
     def __init__(self, head: VocabularyHead, x: Tensor) -> None:
         self.head = head
@@ -147,13 +147,19 @@ class Scores(SplitLogits):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape that the full logits would have."""
         return (*self.x.shape[:-1], self.head.classes.total)
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype that the logits would have."""
         return self.x.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """Returns the sum of this rank's losses, a scalar; gathers over `wp`, so all its ranks must call it.
+
+        labels: of this rank's tokens, shaped as `x` without its last dim.
+        """
         site = self.head.site
         rows = self.x.reshape(-1, self.x.shape[-1])
         targets = labels.reshape(-1)
@@ -162,19 +168,19 @@ class Scores(SplitLogits):
         return total
 
     def __getattr__(self, name: str) -> Any:
-        """A tensor's methods, which it has not."""
+        """Raises RunError `logits-split` for the methods of a tensor, which do not exist here."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise _touched(name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Whatever torch is asked to do with them."""
+        """Raises RunError `logits-split` for every torch function."""
         raise _touched(getattr(function, "__name__", str(function)))
 
 
 class _LossSum(torch.autograd.Function):
-    """The sum of this rank's losses. Autograd sees the shards as inputs and gets None for them, as of any site."""
+    """The sum of this rank's losses for autograd; the shards are inputs, with None as their gradients, as at any site."""
 
     @staticmethod
     def forward(
@@ -186,6 +192,7 @@ class _LossSum(torch.autograd.Function):
         head: VocabularyHead,
         smoothing: float,
     ) -> Tensor:
+        """Gathers all tokens of `wp` and the slices' statistics; saves the logits, which the backward overwrites."""
         inputs, all_targets = head.all_tokens(x, targets)
         logits = head.logits(inputs)
         found = sums.statistics(head.own(logits), all_targets, head.classes, smoothing)
@@ -199,6 +206,7 @@ class _LossSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        """Turns the logits into their gradient in place; reduces the input's gradient, and sends the weight's to the sink."""
         head: VocabularyHead = ctx.head
         logits, inputs, targets, log_sum = ctx.saved_tensors
         sums.to_gradient(head.own(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
@@ -213,6 +221,7 @@ class _LossSum(torch.autograd.Function):
 
 
 def _touched(what: str) -> RunError:
+    """Returns the RunError `logits-split`."""
     return RunError(
         "logits-split",
         f"`{what}` of logits of which no rank has all: the last layer must return them as its linear gives them",

@@ -1,4 +1,4 @@
-"""Cross-entropy over classes of which every rank has a slice: what each does alone, without communication.
+"""Vocabulary-parallel cross-entropy: every rank has a slice of the classes. The local part, without communication.
 
     logits of a slice [n, c] ──statistics──> [k, n] ──of all slices──> combine ──> losses [n]
                                                                           └─ log of the sum ──> gradient of the slice
@@ -18,11 +18,11 @@ from torch import Tensor
 from sley_core.api.model import chunks, wide
 
 NO_TARGET = -(1 << 62)
-"""The target of a token whose label is ignored; no label is like it, so that a wrong one is not ignored too."""
+"""The target of a token whose label is ignored; no label has this value, so that a wrong label is not ignored too."""
 
 
 class Classes(NamedTuple):
-    """Which classes a slice has: `size` from `first` on, of `total`. The last slices may have none."""
+    """The classes of a slice: `size` from `first` on, of `total`. The last slices may be empty."""
 
     first: int
     size: int
@@ -30,9 +30,10 @@ class Classes(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """Of every token: the log of the sum of all exponentials, the target's logit, the sum of all logits or None; [n] each.
+    """Per token [n]: the log of the sum of all exponentials, the target's logit, and the sum of all logits or None.
 
-    A target that no slice has is -inf: the loss is infinite then, which ends the run without asking the device before.
+    A target that no slice has is -inf: the loss is then infinite, which ends the run without a device synchronisation
+    here.
     """
 
     log_sum: Tensor
@@ -41,7 +42,7 @@ class Combined(NamedTuple):
 
 
 def statistics(logits: Tensor, targets: Tensor, classes: Classes, smoothing: float) -> Tensor:
-    """What the others need of a slice's `logits` [n, size]: [3, n] with smoothing, [2, n] without; fp32 at least.
+    """Returns what the peers need of a slice's `logits` [n, size]: [3, n] with smoothing, else [2, n]; fp32 at least.
 
     targets: int64 [n], of all classes, or NO_TARGET.
     """
@@ -60,15 +61,15 @@ def statistics(logits: Tensor, targets: Tensor, classes: Classes, smoothing: flo
 
 
 def combine(parts: Tensor) -> Combined:
-    """What `statistics` of all slices, [slices, k, n], say together."""
+    """Combines the `statistics` of all slices, [slices, k, n]."""
     logit_sum = parts[:, 2].sum(0) if parts.shape[1] == 3 else None
     return Combined(parts[:, 0].logsumexp(0), parts[:, 1].amax(0), logit_sum)
 
 
 def losses(combined: Combined, targets: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """The cross-entropy of every token against its smoothed target, [n]; 0 where there is no target.
+    """Returns the cross-entropy of every token against its smoothed target, [n]; 0 for a token without a target.
 
-    Of the smoothed target, a share `smoothing` is spread evenly: log_sum - (1 - smoothing) target - smoothing mean.
+    A share `smoothing` of the target is spread evenly: log_sum - (1 - smoothing) target - smoothing mean.
     """
     found = combined.log_sum - (1.0 - smoothing) * combined.target
     if combined.logit_sum is not None:
@@ -79,9 +80,9 @@ def losses(combined: Combined, targets: Tensor, num_classes: int, smoothing: flo
 def to_gradient(
     logits: Tensor, targets: Tensor, classes: Classes, log_sum: Tensor, scale: Tensor, smoothing: float
 ) -> None:
-    """Writes the gradient of the sum of losses over a slice's `logits` [n, size], times `scale`, a scalar.
+    """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`.
 
-    Softmax minus the smoothed target; 0 for a token without one.
+    It is softmax minus the smoothed target; 0 for a token without a target.
     """
     if not classes.size:
         return
@@ -97,7 +98,7 @@ def to_gradient(
 
 
 def _local(targets: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
-    """Whether the slice has each target, and where in it; some class of it where not. [n] and [n, 1]."""
+    """Returns whether the slice has each target [n], and its index there [n, 1]; some valid index if not."""
     local = targets - classes.first
     inside = (local >= 0) & (local < classes.size)
     return inside, local.clamp(0, classes.size - 1).unsqueeze(-1)

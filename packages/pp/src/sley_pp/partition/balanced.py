@@ -18,9 +18,9 @@ from sley_pp.partition.boundaries import Boundaries, check_enough
 
 
 def balanced(costs: Sequence[float], num_positions: int) -> Boundaries:
-    """The cut of `costs`, one per layer, none negative, whose heaviest position is lightest; then the most even one.
+    """Returns the boundaries with the lightest heaviest position; among equal ones, the most even.
 
-    Raises PlanError "partition-empty".
+    costs: one per layer, none negative. Raises PlanError "partition-empty" if there are fewer layers than positions.
     """
     check_enough(len(costs), num_positions)
     before = [0.0, *accumulate(costs)]
@@ -28,7 +28,7 @@ def balanced(costs: Sequence[float], num_positions: int) -> Boundaries:
 
 
 def _lightest_maximum(before: Sequence[float], num_positions: int) -> float:
-    """before: the cost of the layers before each one, and of all."""
+    """Returns the cost of the heaviest position of the best cut. before: prefix sums of the layers' costs, [layers + 1]."""
     num_layers = len(before) - 1
     row = list(before)
     for done in range(1, num_positions):
@@ -44,6 +44,7 @@ def _lightest_maximum(before: Sequence[float], num_positions: int) -> float:
 
 
 def _most_even(before: Sequence[float], num_positions: int, most: float) -> Boundaries:
+    """Returns the cut with the least sum of squares among those in which no position costs more than `most`."""
     num_layers = len(before) - 1
     squares = [0.0] + [inf] * num_layers
     begins: list[list[int]] = []

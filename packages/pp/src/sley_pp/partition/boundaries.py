@@ -1,4 +1,4 @@
-"""What a partition is: where each position begins, and where the last one ends.
+"""The form of a partition: the first layer of each position, and the end of the last one.
 
 With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and position 2 has 5 6 7 8.
 """
@@ -12,7 +12,7 @@ Boundaries = tuple[int, ...]
 
 
 def check_enough(num_layers: int, num_positions: int) -> None:
-    """Returns if every position can have a layer, else raises PlanError "partition-empty"."""
+    """Raises PlanError "partition-empty" if there are fewer layers than positions."""
     if num_layers < num_positions:
         message = f"{num_layers} layers cannot be cut into {num_positions} parts, as each needs a layer"
         hint = f"use at most {num_layers} stages x chunks" if num_layers else "the model has no layers"

@@ -1,4 +1,4 @@
-"""From a table to a way of cutting models: `(costs, num_positions) -> boundaries`, costs being what the record asks for."""
+"""Partitioners from config tables: `(costs, num_positions) -> boundaries`, with the costs that the record asks for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ Partition = Callable[[Sequence[float], int], Boundaries]
 
 
 def build_uniform(config: UniformConfig) -> Partition:
+    """Returns the partitioner with equal numbers of layers."""
     return lambda costs, num_positions: uniform(len(costs), num_positions)
 
 
 def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
-    """By the costs in the table, else by those given. Raises PlanError "partition-length" if there is not one per layer."""
+    """Returns the partitioner by the table's costs, or else by those given.
+
+    It raises PlanError "partition-length" if the table does not have one cost per layer.
+    """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
         own = config.layer_costs
@@ -32,4 +36,5 @@ def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
 
 
 def build_explicit(config: ExplicitConfig) -> Partition:
+    """Returns the partitioner with the numbers of layers in the plan."""
     return lambda costs, num_positions: explicit(config.layers, len(costs), num_positions)

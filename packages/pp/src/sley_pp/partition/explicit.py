@@ -12,10 +12,10 @@ PATH = ("partition", "layers")
 
 
 def explicit(layers: Sequence[int], num_layers: int, num_positions: int) -> Boundaries:
-    """Position i has `layers[i]` layers.
+    """Returns the boundaries in which position i has `layers[i]` layers.
 
-    Raises PlanError: "partition-length" if there are not as many as positions, "partition-layers" if they are not all
-    layers of the model, "partition-empty" for a position without one.
+    Raises PlanError: "partition-length" if there are not as many numbers as positions, "partition-layers" if their sum
+    is not the model's number of layers, "partition-empty" for a position without one.
     """
     if len(layers) != num_positions:
         message = f"`layers` has {len(layers)} numbers, but there are {num_positions} parts (stages x chunks)"

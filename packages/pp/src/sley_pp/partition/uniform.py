@@ -6,10 +6,10 @@ from sley_pp.partition.boundaries import Boundaries, check_enough
 
 
 def uniform(num_layers: int, num_positions: int) -> Boundaries:
-    """Positions whose numbers of layers differ by one at most. The larger ones lie in the middle.
+    """Returns boundaries of positions whose numbers of layers differ by at most one. The larger ones lie in the middle.
 
-    The first and the last layers of a model, embedding and head, are rarely like its blocks; the ends are kept small.
-    Raises PlanError "partition-empty".
+    The first and last layers, embedding and head, usually cost more than a block, so the ends are kept small. Raises
+    PlanError "partition-empty" if there are fewer layers than positions.
     """
     check_enough(num_layers, num_positions)
     size, larger = divmod(num_layers, num_positions)

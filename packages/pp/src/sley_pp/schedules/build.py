@@ -1,4 +1,4 @@
-"""From a plan's `[pipeline]` table to its schedule."""
+"""Builds the schedule of a plan's `[pipeline]` table."""
 
 from __future__ import annotations
 
@@ -21,27 +21,35 @@ from sley_pp.schedules.zero_bubble_v import zero_bubble_v
 
 
 def build_gpipe(config: GPipeConfig) -> Schedule:
+    """Returns the GPipe schedule."""
     return Schedule(gpipe)
 
 
 def build_one_f_one_b(config: OneFOneBConfig) -> Schedule:
+    """Returns the 1F1B schedule."""
     return Schedule(one_f_one_b)
 
 
 def build_interleaved(config: InterleavedConfig) -> Schedule:
+    """Returns the interleaved schedule with the table's number of chunks per stage."""
     return Schedule(interleaved, config.chunks)
 
 
 def build_zero_bubble_h1(config: ZeroBubbleH1Config) -> Schedule:
+    """Returns the ZB-H1 schedule."""
     return Schedule(zero_bubble_h1)
 
 
 def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:
+    """Returns the ZB-V schedule, with two chunks per stage in a V."""
     return Schedule(zero_bubble_v, chunks=2, place=v)
 
 
 def build_csv(config: CsvConfig) -> Schedule:
-    """The lists of a file, which are for one number of stages and of micro-batches. Raises PlanError "schedule-file"."""
+    """Returns the schedule of a file, which fits one number of stages and of micro-batches.
+
+    It raises PlanError "schedule-file" for other numbers, and for a file that cannot be read.
+    """
     placement, lists = read_file(config.file)
     micros = 1 + max(action.micro for actions in lists for action in actions)
 

@@ -2,7 +2,7 @@
 
     0F0,0F1,,1F0,1I0,1W0,...        `1I0`: input gradients of model part 1 (counted along the model), micro-batch 0
 
-F and B are forward and whole backward, I and W the halves of a split one (our D and W); an empty cell is a wait.
+F and B are forward and full backward, I and W the halves of a split one (our D and W); an empty cell is a wait.
 `(0F4;1B2)OVERLAP_F_B` is read as its actions one after another. Sends and receives are not read: `lower` writes its own.
 """
 
@@ -26,7 +26,7 @@ Parsed = tuple[int, Kind, int]
 
 
 def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
-    """The text of compute lists, without waits."""
+    """Returns the text of compute lists, one line per stage, without waits."""
     rows = [
         [f"{placement.position(stage, action.chunk)}{WORDS[action.kind]}{action.micro}" for action in actions]
         for stage, actions in enumerate(lists)
@@ -35,9 +35,10 @@ def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
 
 
 def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
-    """The lists of `text` and the placement that their positions tell. name: of the file, for messages.
+    """Returns the placement and the lists in `text`. name: of the file, for error messages.
 
-    Whether the lists are a step is for `lower` to say. Raises PlanError "schedule-file".
+    Does not check that the lists form a valid step: `lower` does. Raises PlanError "schedule-file" with line and
+    column.
     """
     rows = [_row(line, name, number) for number, line in enumerate(text.splitlines(), start=1)]
     if not any(rows):
@@ -54,7 +55,7 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
 
 
 def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
-    """`read_csv` of a file. Raises PlanError "schedule-file" if it cannot be read."""
+    """Returns `read_csv` of a file. Raises PlanError "schedule-file" also if it cannot be read."""
     try:
         text = read_bounded(path).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -63,6 +64,7 @@ def read_file(path: Path) -> tuple[Placement, list[list[Action]]]:
 
 
 def _row(line: str, name: str, number: int) -> list[Parsed]:
+    """Returns the actions in one line, overlapped ones one after another. number: of the line, from 1."""
     found: list[Parsed] = []
     start = 0
     for cell in line.split(","):
@@ -75,6 +77,7 @@ def _row(line: str, name: str, number: int) -> list[Parsed]:
 
 
 def _word(word: str, place: Place) -> Parsed:
+    """Returns one parsed cell. Raises PlanError "schedule-file" if it is no compute action."""
     match = CELL.fullmatch(word)
     if match is None:
         raise _wrong(f"has `{word}`, which is no compute action such as `0F0`, `1B3`, `1I3` or `1W3`", place)
@@ -82,7 +85,7 @@ def _word(word: str, place: Place) -> Parsed:
 
 
 def _placement(held: Sequence[set[int]], place: Place) -> Placement:
-    """The placement in which rank i holds the positions `held[i]`."""
+    """Returns the placement in which rank i holds positions `held[i]`; raises PlanError if that is none."""
     holders = {position: rank for rank, positions in enumerate(held) for position in positions}
     told = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(held[:8]))
     if len(holders) != sum(map(len, held)) or sorted(holders) != list(range(len(holders))):
@@ -93,4 +96,5 @@ def _placement(held: Sequence[set[int]], place: Place) -> Placement:
 
 
 def _wrong(fault: str, place: Place) -> PlanError:
+    """Returns the PlanError "schedule-file"."""
     return PlanError("schedule-file", f"the schedule {place} {fault}", path=("pipeline", "file"))

@@ -15,7 +15,7 @@ from sley_pp.schedules.words import B, F, numbered, wrong_chunks
 
 
 def gpipe(stages: int, chunks: int, micros: int) -> list[list[Action]]:
-    """The same list for each stage. One chunk per stage; any number of micro-batches, M of which are held."""
+    """Returns the same list for each stage. One chunk per stage; any number of micro-batches, all in flight at once."""
     if chunks != 1:
         raise wrong_chunks("pp.gpipe", "one chunk", chunks, "use `pp.interleaved` for several")
     return [numbered([F] * micros + [B] * micros) for _ in range(stages)]

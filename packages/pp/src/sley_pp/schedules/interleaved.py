@@ -19,7 +19,7 @@ from sley_pp.schedules.words import Word, numbered, wrong_chunks
 
 
 def interleaved(stages: int, chunks: int, micros: int) -> list[list[Action]]:
-    """Two chunks per stage or more; any number of micro-batches.
+    """Returns one list per stage, for two chunks per stage or more and any number of micro-batches.
 
     With rounds of P, stage s holds P x C + P - 1 - 2s pairs at most, and the bubble is that of 1F1B divided by C.
     """
@@ -39,7 +39,7 @@ def interleaved(stages: int, chunks: int, micros: int) -> list[list[Action]]:
 
 
 def round_sizes(stages: int, micros: int) -> list[int]:
-    """As many rounds as there can be of at least `stages` micro-batches, as equal as can be, larger ones first."""
+    """Returns the most rounds possible of at least `stages` micro-batches each, as equal as can be, larger ones first."""
     num_rounds = max(1, micros // stages)
     size, larger = divmod(micros, num_rounds)
     return [size + 1] * larger + [size] * (num_rounds - larger)

@@ -15,7 +15,7 @@ from sley_pp.schedules.words import B, F, numbered, wrong_chunks
 
 
 def one_f_one_b(stages: int, chunks: int, micros: int) -> list[list[Action]]:
-    """One chunk per stage; any number of micro-batches, fewer than stages too. Holds min(P - s, M) pairs on stage s."""
+    """Returns one list per stage, for one chunk each and any number of micro-batches. Stage s holds min(P - s, M) pairs."""
     if chunks != 1:
         raise wrong_chunks("pp.one_f_one_b", "one chunk", chunks, "use `pp.interleaved` for several")
     lists = []

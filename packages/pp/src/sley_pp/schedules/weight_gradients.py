@@ -1,4 +1,4 @@
-"""Puts weight gradients where a stage would wait: nobody waits for them, so they fill what else would be a bubble.
+"""Puts weight gradients where a stage would wait: no other action needs them, so they can fill bubbles.
 
 A stage of ZB-H1 without them, and with:
 
@@ -15,11 +15,11 @@ from sley_core.api.actions import Action, Delivery, Kind, Placement, given, take
 
 
 def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, most: int) -> list[list[Action]]:
-    """`lists` of F and D, with a W for every D, so that no stage holds more than `most` pairs.
+    """Returns `lists` of F and D with a W added for every D, so that no stage holds more than `most` pairs.
 
-    Walks all stages in step, every action taking one tick. A stage does the next action of its list if what that takes was
-    made in an earlier tick, else the oldest W. It does a W first if it holds `most`, though not between an F and the D that
-    follows it: that D is what the stages before are waiting for.
+    Simulates all stages in step, one tick per action. A stage does the next action of its list if that action's input
+    was made in an earlier tick, else its oldest W. It does a W first if it holds `most` pairs, but not between an F and
+    the D that follows: earlier stages are waiting for that D.
     """
     fillings = [_Filling(actions, stage, placement, most) for stage, actions in enumerate(lists)]
     made: set[Delivery] = set()
@@ -33,7 +33,7 @@ def with_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placemen
 
 
 class _Filling:
-    """One stage: `rest` of its list, `done` so far, and the W that it owes, oldest first."""
+    """The state of one stage: `rest` of its list, `done` so far, and the W that it still has to do, oldest first."""
 
     def __init__(self, actions: Sequence[Action], stage: int, placement: Placement, most: int) -> None:
         self.rest = deque(actions)
@@ -46,7 +46,7 @@ class _Filling:
         self._held = 0
 
     def tick(self, made: set[Delivery]) -> set[Delivery]:
-        """Does one action or none, and returns what it makes for another one."""
+        """Does one action or none; returns its output for another action, if any. made: the outputs of earlier ticks."""
         self.moved = True
         if self.rest and not self._is_full() and self._has_come(made):
             return self._do(self.rest.popleft())
@@ -58,15 +58,18 @@ class _Filling:
         return set()
 
     def _is_full(self) -> bool:
+        """Returns whether a W must come before the next action to stay within `most`."""
         between = self.done and self.done[-1].kind is Kind.FORWARD and self.rest[0].kind is Kind.INPUT_GRADIENT
         return bool(self._owed) and self._held >= self._most and not between
 
     def _has_come(self, made: set[Delivery]) -> bool:
+        """Returns whether the input of the next action was made in an earlier tick."""
         action = self.rest[0]
         delivery = taken(action, self._placement.position(self._stage, action.chunk), self._placement)
         return delivery is None or delivery in made
 
     def _do(self, action: Action) -> set[Delivery]:
+        """Does an F or a D and queues the W of a D; returns its output for another action, if any."""
         self.done.append(action)
         if action.kind is Kind.FORWARD:
             self._held += 1

@@ -1,4 +1,4 @@
-"""What schedules are written with: patterns of words, numbered afterwards, and refusals of what a pattern cannot do."""
+"""Helpers to write schedules: patterns of words, whose micro-batches are numbered afterwards, and errors for bad sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sley_core.api.actions import Action, Kind
 from sley_core.errors import PlanError
 
 Word = tuple[Kind, int]
-"""A kind and a chunk: an action whose micro-batch is not said yet."""
+"""A kind and a chunk: an action without its micro-batch."""
 
 F: Word = (Kind.FORWARD, 0)
 B: Word = (Kind.BACKWARD, 0)
@@ -18,7 +18,7 @@ D: Word = (Kind.INPUT_GRADIENT, 0)
 
 
 def numbered(words: Iterable[Word]) -> list[Action]:
-    """The actions of a pattern: the first F of a chunk is of micro-batch 0, its second of 1, and so for every word."""
+    """Returns the actions of a pattern: the first F of a chunk is of micro-batch 0, its second of 1, and so for every word."""
     seen: Counter[Word] = Counter()
     actions = []
     for kind, chunk in words:
@@ -28,6 +28,6 @@ def numbered(words: Iterable[Word]) -> list[Action]:
 
 
 def wrong_chunks(name: str, wanted: str, chunks: int, hint: str | None = None) -> PlanError:
-    """The error "schedule-chunks" of the schedule `name`, which needs `wanted` per stage and is given `chunks`."""
+    """Returns the PlanError "schedule-chunks" for schedule `name`, which needs `wanted` per stage but is given `chunks`."""
     message = f"`{name}` needs {wanted} per stage, not {chunks}"
     return PlanError("schedule-chunks", message, path=("pipeline", "use"), hint=hint)

@@ -5,8 +5,8 @@
     stage 2  ......F0-F1-...D0=F2-D1=F3-D2=W0~D3=W1~W2~W3~
     stage 3  .........F0-D0=F1-D1=F2-D2=F3-D3=W0~W1~W2~W3~
 
-The gradient that the stage before waits for comes out after D; later stages put their W off until they hold P micro-batches,
-as much as stage 0 does in 1F1B. The bubble is (P - 1)(F + D - W), as long as W takes no longer than F or D.
+The gradient that the previous stage waits for is ready after D; later stages defer their W until they hold P micro-batches,
+as many as stage 0 holds in 1F1B. The bubble is (P - 1)(F + D - W), as long as W takes no longer than F or D.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sley_pp.schedules.words import D, F, numbered, wrong_chunks
 
 
 def zero_bubble_h1(stages: int, chunks: int, micros: int) -> list[list[Action]]:
-    """One chunk per stage; any number of micro-batches. Holds min(P, M) pairs on every stage."""
+    """Returns one list per stage, for one chunk each and any number of micro-batches. Every stage holds min(P, M) pairs."""
     if chunks != 1:
         raise wrong_chunks("pp.zero_bubble_h1", "one chunk", chunks, "use `pp.zero_bubble_v` for two")
     lists = []

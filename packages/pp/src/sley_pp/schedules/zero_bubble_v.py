@@ -23,9 +23,10 @@ D0, D1 = (Kind.INPUT_GRADIENT, 0), (Kind.INPUT_GRADIENT, 1)
 
 
 def zero_bubble_v(stages: int, chunks: int, micros: int) -> list[list[Action]]:
-    """Two chunks per stage, placed as a V; any number of micro-batches. Holds 2 min(P, M) pairs, half a stage each.
+    """Returns one list per stage, for two chunks each placed as a V and any number of micro-batches.
 
-    If F, D and W take the same time and M >= P, the step takes P - 1 of them longer than its work.
+    A stage holds 2 min(P, M) pairs, half a stage each. If F, D and W take the same time and M >= P, the step takes P -
+    1 of them longer than its work.
     """
     if chunks != 2:
         raise wrong_chunks("pp.zero_bubble_v", "two chunks", chunks, "use `pp.zero_bubble_h1` for one")
@@ -35,7 +36,7 @@ def zero_bubble_v(stages: int, chunks: int, micros: int) -> list[list[Action]]:
 
 
 def _pattern(stage: int, stages: int, micros: int) -> Iterator[Word]:
-    """What stage `stage` does, weight gradients left out, with at least 2P - 1 micro-batches."""
+    """Yields the words of stage `stage` without weight gradients, for at least 2P - 1 micro-batches."""
     after = stages - 1 - stage
     yield from [F0] * (2 * after + 1)  # until the first sample is back
     yield from [F1, F0] * stage  # until the last stage has a gradient for this one
