@@ -1,4 +1,4 @@
-"""What the `build(config)` of a schedule record gives: lists for any number of stages, and the placement they are made for."""
+"""What the `build(config)` of a schedule record returns: lists for any number of stages, and their placement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Generator = Callable[[int, int, int], list[list[Action]]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A generator with what its plan's table chose: how many chunks a stage has, and how they are dealt.
+    """A generator with the choices of its plan's table: how many chunks a stage has, and how they are placed.
 
     place: makes the placement for any number of stages, as `loop` and `v` do.
     """
@@ -24,7 +24,9 @@ class Schedule:
     place: Placing = loop
 
     def placement(self, stages: int) -> Placement:
-        """Who holds what. Raises PlanError "placement-wrong" where not each of `stages` holds `chunks` positions."""
+        """Returns the placement for `stages`. Raises PlanError "placement-wrong" if a stage would not hold `chunks`
+        positions.
+        """
         found = self.place(stages, self.chunks)
         if (found.stages, found.chunks) != (stages, self.chunks):
             has = f"{found.chunks} parts of the model on each of {found.stages} stages"
@@ -32,5 +34,5 @@ class Schedule:
         return found
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
-        """The lists of a training step, to be lowered for `placement(stages)`."""
+        """Returns every stage's compute actions in a training step; `lower` takes them with `placement(stages)`."""
         return self.generate(stages, self.chunks, micros)

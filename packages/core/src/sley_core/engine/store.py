@@ -172,8 +172,7 @@ class GradientStore:
         self._slots[entry].check_open(self.state)
 
     def add(self, entry: Entry, gradient: Tensor) -> None:
-        """Adds a contribution computed outside autograd, and may report it ready: shape of the parameter, any floating dtype.
-        """
+        """Adds a contribution computed outside autograd, and may report it: shape of the parameter, any floating dtype."""
         slot = self._slots[entry]
         slot.check_open(self.state)
         slot.take(gradient)
