@@ -23,9 +23,9 @@ class Announced(Protocol):
 
 
 class Works(Work):
-    """An exchange by works of a process group.
+    """An exchange carried by works of a process group.
 
-    received, sent: their works. finish: what is left to do with what came. headers: what the peers say that it is.
+    received, sent: their works. finish: called once, when all was received. headers: what the peers say that it is.
     """
 
     def __init__(
