@@ -41,6 +41,7 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def _check_positions(plan: Plan, model: Model) -> None:
+    """Raises PlanError "sequence-positions" if sequences are sliced and no layer takes the positions of its slice."""
     if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
         return
     if not any(POSITIONS in layer.fields for layer in model.layers):

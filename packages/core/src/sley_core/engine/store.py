@@ -290,6 +290,7 @@ class GradientStore:
         return [parameter.requires_grad for parameter in self._parameters]
 
     def _forget(self) -> None:
+        """Removes hooks, gradients, slots and buffers."""
         for hook in self._hooks:
             hook.remove()
         for slot in self._order:

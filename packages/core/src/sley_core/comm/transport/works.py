@@ -51,6 +51,9 @@ class Works(Work):
         return all(work.is_completed() for work in (*announced, *self._received))
 
     def wait(self) -> None:
+        """Compares the peers' headers before it waits for their data, so a different exchange is an error and not wrong
+        numbers.
+        """
         if self._headers is not None:
             self._await(self._headers.works)
             self._headers.compare()
