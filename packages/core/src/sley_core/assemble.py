@@ -1,7 +1,8 @@
-"""From a plan to a run, in one order on every rank; up to the parameter book the same in a fake world of any size.
+"""Assembles a run from a plan, in one order on every rank; up to the parameter book the same in a fake world of any
+size.
 
-checks ──> layers on meta, ties ──> groups, agree ──> book closed ──> layers materialised ──> store, handlers,
-                                                                       optimizer ──> data ──> executor
+checks ──> layers on meta, ties ──> groups, agree ──> book closed ──> layers materialised ──> store, handlers, optimizer
+──> data ──> executor
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ if TYPE_CHECKING:
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
-    """The run of `plan` on this rank of `world`; every rank calls it, and it communicates.
+    """Returns the run of `plan` on this rank of `world`; every rank calls it, and it communicates.
 
-    folder: the run's folder, in which rank 0's metrics writers and the profiler write; None, on all ranks, writes nothing.
-    In a fake world nothing is allocated and no data is read: the run can be looked at, not stepped.
-    Raises PlanError for whatever the plan's checks find, RunError where ranks disagree; then the model has no patches.
+    folder: where rank 0's metrics writers and every rank's profiler write; if it is None (on all ranks alike) nothing
+    is written. In a fake world nothing is allocated and no data is read: the run can be inspected, not stepped.
+
+    Raises PlanError for all that the plan's checks find, RunError if ranks disagree; then the model has no patches.
     """
     undo = ExitStack()
     try:
@@ -82,7 +84,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
 
 
 def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) -> Run:
-    """undo: takes what ends the influence of each part on the model; the run closes it."""
+    """Does as `assemble`. undo: collects what detaches each part from the model; the run closes it."""
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
     if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu":
@@ -128,7 +130,7 @@ def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack)
 
 
 def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:
-    """This rank's layers have memory and their first values; in a fake world their shards' shapes."""
+    """Gives this rank's layers memory and first values; in a fake world only the shapes of their shards."""
     if world.is_fake:
         cut_on_meta(stage.layers, shards)
         return
@@ -144,6 +146,7 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
 
 
 def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: Stage, book: ParameterBook) -> Parts:
+    """Makes what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     device = world.device.torch_device
     return Parts(
@@ -173,7 +176,7 @@ def _stepper(
     communicator: WeightCommunicator | None,
     undo: ExitStack,
 ) -> Stepper:
-    """What takes this rank's steps; in it, all that a plugin brought is attached to `parts`, and let go of by `undo`."""
+    """Returns what takes this rank's steps. Attaches all plugins' objects to `parts`; `undo` detaches them."""
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     if plan.model.config.compile:
@@ -215,7 +218,7 @@ def _stepper(
 
 
 def _link(plan: Plan, parts: Parts) -> StageLink | None:
-    """The plan's stage link, where there is another stage."""
+    """Returns the plan's stage link, prepared; None if there is only one stage."""
     if plan.link is None or parts.topology.pp == 1:
         return None
     link: StageLink = plan.link.build()
@@ -229,6 +232,7 @@ def _accumulates_directly(plan: Plan, device: Device) -> bool:
 
 
 def _update(plan: Plan, parts: Parts) -> Update:
+    """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
     config: Any = plan.optimizer.config
     working, wide = dtypes(plan)
     masters = Masters(working, wide)
@@ -253,6 +257,6 @@ def _update(plan: Plan, parts: Parts) -> Update:
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:
-    """Values of the plan that only the run could tell."""
+    """Returns values for the resolved plan that only the run could determine."""
     is_timed = layer_costs.are_timed(plan) and not world.is_fake
     return {("partition", "layer_costs"): costs} if is_timed else {}

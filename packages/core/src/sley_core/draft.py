@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:
-    """The model on meta, with what the plan freezes frozen.
+    """Returns the model on meta, with the parameters that the plan freezes frozen.
 
     Raises PlanError as `sliced_info`, `build_on_meta` and `frozen` do, and "sequence-positions" for a model that would
     count the positions of every slice from 0.
@@ -41,6 +41,7 @@ def draft_model(plan: Plan, info: DataInfo) -> Model:
 
 
 def _check_positions(plan: Plan, model: Model) -> None:
+    """Raises PlanError "sequence-positions" if sequences are sliced and no layer takes the positions of its slice."""
     if plan.sequence is None or plan.parallel.sp == 1 or not plan.sequence.config.positions:
         return
     if not any(POSITIONS in layer.fields for layer in model.layers):
@@ -52,7 +53,9 @@ def _check_positions(plan: Plan, model: Model) -> None:
 
 
 def layer_costs_of(plan: Plan, world: World, model: Model) -> tuple[list[float], list[str]]:
-    """What the partition goes by, and what is to be said about it."""
+    """Returns each layer's cost for the partition, and notes for the user. Times layers if the plan asks for it: then a
+    collective.
+    """
     if not layer_costs.are_timed(plan):
         return layer_costs.by_parameters(model), []
     if world.is_fake:
@@ -63,6 +66,6 @@ def layer_costs_of(plan: Plan, world: World, model: Model) -> tuple[list[float],
 
 
 def dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """The type of the working weights, and that of what the optimizer steps: fp32 at least."""
+    """Returns the dtype of the working weights, and that of the weights that the optimizer steps: fp32 at least."""
     working = DTYPES[plan.precision.compute]
     return working, torch.promote_types(working, torch.float32)

@@ -1,4 +1,4 @@
-"""Makes what a run has beside its parts: samples and what measures them, and the files that it writes."""
+"""Makes what a run needs besides its parts: the samples and their meter, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:
-    """What the run trains on and what it is measured by; in a fake world nothing is read."""
+    """Returns the training samples, their meter and the evaluation; in a fake world nothing is read."""
     executor, topology, groups = stepper.executor, parts.topology, parts.groups
     loss = executor.loss if executor.has_loss else None
     slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss)
@@ -46,6 +46,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
 
 
 def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True) -> Feed:
+    """Returns the feed of this rank's `rows`, which checks token ids as it reads."""
     return Feed(
         dataset,
         seed=plan.run.seed,
@@ -58,6 +59,7 @@ def _feed(plan: Plan, dataset: AnyDataset, rows: range, *, shuffle: bool = True)
 
 
 def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, splitter: BatchSplitter, rows: range) -> Evaluation | None:
+    """Returns the evaluation on held-out data; None if the plan has none."""
     if plan.evaluation is None:
         return None
     return Evaluation(
@@ -75,7 +77,7 @@ def _evaluation(plan: Plan, parts: Parts, stepper: Stepper, splitter: BatchSplit
 
 
 def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, folder: Path | None) -> Outputs:
-    """What writes into `folder`, the run's; None writes nothing."""
+    """Returns what writes into `folder`, the run's; nothing if it is None. Metrics writers are on rank 0 alone."""
     if folder is None:
         return Outputs()
     writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []

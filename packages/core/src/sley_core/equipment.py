@@ -61,7 +61,7 @@ class AssemblyFacts:
 
 
 def rows_of(global_size: int, parts: Parts) -> range:
-    """This rank's samples within a global batch of `global_size`; ranks of one `sp` group have the same ones, whole."""
+    """Returns this rank's rows of a global batch of `global_size`; all ranks of one `sp` group have the same ones."""
     size = global_size // parts.topology.dp
     start = parts.groups["dp"].coord * size
     return range(start, start + size)

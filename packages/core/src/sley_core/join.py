@@ -1,4 +1,4 @@
-"""The groups of a run, and what its ranks agree on once they have them: all come here with the same plan, or are named.
+"""Makes a run's groups, and checks over them that all ranks have the same plan, versions, groups, samples and model.
 
 lines of the topology ──> ties of stages ──> groups of plugins, in the plan's order ──> groups ──> agree
 """
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
-    """This rank's groups; a collective over the world.
+    """Returns this rank's groups; a collective over the world.
 
-    model: on meta. Raises PluginError "plugin-failed" for groups that a plugin lists wrongly, and RunError "ranks-disagree", on
-    every rank, where ranks have other plans, versions, groups, samples or models.
+    model: on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree",
+    on every rank, if ranks have different plans, versions, groups, samples or models.
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
     attaches = plan.parallel.cross_memory_attach
@@ -47,7 +47,7 @@ def join(plan: Plan, world: World, topology: Topology, model: Model, stage: Stag
 
 
 def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
-    """The lines of the groups that the plan's plugins list, in the plan's order."""
+    """Yields the lines of the groups that the plan's plugins list, in the plan's order, the same on all ranks."""
     taken: dict[str, Plugin] = {}
     for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
         for record in records:
@@ -60,7 +60,7 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
 
 
 def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
-    """What is wrong with a group, "" where nothing is."""
+    """Returns what is wrong with a plugin's group; "" if nothing is."""
     if not isinstance(record, ProcessGroupRecord):
         return f"{record!r} is no ProcessGroupRecord"
     named = f"the group {record.axis!r}"
@@ -77,6 +77,7 @@ def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
 
 
 def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model, dataset: AnyDataset) -> None:
+    """Compares plan, versions, group table, samples and model over all ranks; a blocking collective on `control`."""
     try:
         num_samples = samples_per_epoch(dataset, plan.data.config)
     except SleyError as error:
@@ -93,7 +94,9 @@ def _agree(plan: Plan, table: Sequence[GroupEntry], control: Group, model: Model
 
 
 def _digest(model: Model) -> str:
-    """Of the names, shapes and dtypes of all that the model holds: a factory may build another one on every rank."""
+    """Returns a hash of the names, shapes and dtypes of all parameters and buffers: a factory may build different
+    models per rank.
+    """
     held = sha256()
     for layer in model.layers:
         for kind in (layer.module.named_parameters, layer.module.named_buffers):

@@ -1,7 +1,7 @@
-"""Steps, one after the other, and a row for each.
+"""Takes steps, one after the other, and makes a row for each.
 
-launch ──> forward, backward, update, on the device ──> emit: totals on the host ──> row ──> writers ──> who is told
-   next launch ──> ...                             (CUDA: a row is read while the next step runs)
+launch ──> forward, backward, update, on the device ──> emit: totals on the host ──> row ──> writers ──> listeners next
+launch ──> ...                             (CUDA: a row is read while the next step runs)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Launched:
 class Loop:
     """Takes the steps of a run. tell: called with each row, on every rank, after the writers.
 
-    num_steps_done: optimizer steps, those that were refused included. was_stopped: whether all ranks have agreed to stop.
+    num_steps_done: optimizer steps, refused ones included. was_stopped: whether all ranks have agreed to stop.
     """
 
     def __init__(
@@ -69,12 +69,15 @@ class Loop:
         self._late: Launched | None = None
 
     def train(self) -> None:
-        """Steps until the plan's last, or until the ranks have agreed to stop."""
+        """Takes steps until the plan's last one, or until the ranks have agreed to stop."""
         self._clock = time.perf_counter()
         with self._while("_is_training"):
             self._train()
 
     def _train(self) -> None:
+        """Launches each step before it emits the one before, so that on CUDA the device is not idle while the host
+        reads totals.
+        """
         while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
             before, self._late = self._late, self.launch(None)
             if before is not None:
@@ -84,31 +87,32 @@ class Loop:
         self._emit_late()
 
     def step(self, batch: GivenBatch | None) -> Row:
-        """One step, as `Run.step` says."""
+        """Takes one step and returns its row, as `Run.step` says."""
         self._clock = time.perf_counter()
         return self._emit(self.launch(batch))
 
     def stop(self) -> None:
-        """This rank's vote to stop after the step in progress; safe in a signal handler."""
+        """Sets this rank's vote to stop after the step in progress; safe in a signal handler."""
         self._stop_asked = True
 
     def settle(self) -> None:
-        """Before anything but a step of `train`: emits a step that was under way when the one before it was refused.
+        """Emits a step that was in flight when the one before it was refused; called before anything but a step of
+        `train`.
 
-        Raises RunError `step-running` in the middle of a step, as a hook of a module is, and from a listener on CUDA, where
-        the weights are those of the next step already.
+        Raises RunError `step-running` within a step (from a module's hook), and from a listener on CUDA, where the
+        weights are those of the next step already.
         """
         if self._is_stepping or (self._is_training and self._late is not None):
             raise RunError("step-running", "a step is under way", hint="do it between two steps")
         self._emit_late()
 
     def weights_loaded(self) -> None:
-        """Buffers are as they should be now."""
+        """Tells the buffer watch, after weights were loaded, to take the present buffers as the reference."""
         if self._watch is not None:
             self._watch.look()
 
     def launch(self, given: GivenBatch | None) -> Launched:
-        """Runs a step on `given`, or on the next samples of the feed; on CUDA it goes on after this returns."""
+        """Starts a step on `given`, or on the next samples of the feed; on CUDA the device continues after this returns."""
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
         with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
             batch, wait_s, samples = self._take(given)
@@ -128,7 +132,7 @@ class Loop:
         return Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
 
     def _take(self, given: GivenBatch | None) -> tuple[StepBatch, float, tuple[int, ...]]:
-        """What the step trains on, for how many seconds the feed was waited for, and how it names the samples."""
+        """Returns the step's batch, the seconds spent waiting for the feed, and the numbers of its samples."""
         splitter, feed = self.samples.splitter, self.samples.feed
         if given is not None:
             return splitter.given(given), 0.0, ()
@@ -137,6 +141,7 @@ class Loop:
 
     @contextmanager
     def _while(self, flag: str) -> Iterator[None]:
+        """Returns a context manager that sets the attribute `flag` to True within the block."""
         setattr(self, flag, True)
         try:
             yield
@@ -149,7 +154,9 @@ class Loop:
             self._emit(late)
 
     def _emit(self, launched: Launched) -> Row:
-        """The row of a step, told. Raises RunError, on all ranks alike, for one that was refused."""
+        """Waits for a step's totals, evaluates if due, writes its row and returns it. Raises RunError, on all ranks
+        alike, if the step was refused.
+        """
         result = launched.totals.read()
         if self.outputs.timeline is not None:
             self.outputs.timeline.write(launched.number)

@@ -1,6 +1,6 @@
-"""What the live objects of a run look like. Hooks assemble them once; in the step loop they are called directly.
+"""The interfaces of a run's live objects. Hooks assemble the objects once; the step loop calls their methods directly.
 
-Third parties write classes with these methods; inheriting from a protocol gives its empty defaults.
+Plugins write classes with these methods; a class that inherits from a protocol gets its empty methods as defaults.
 """
 
 from __future__ import annotations
@@ -31,41 +31,45 @@ class GradientHandler(Protocol):
                        └────────────────────────────────────────────────────────────────────────────────┘
 
     The store calls `gradient_ready` once per entry and step, in one order that is the same on all ranks of the entry's
-    reduce group, so a collective may be started there. A step that fails ends at the next `begin_step`, which must
-    forget whatever was under way.
+    reduce group, so a collective may be started there. A failed step is followed directly by the next `begin_step`,
+    which must discard everything that was in flight.
 
-    With `[precision] loss_scale`, as fp16 needs, gradients are those of the loss times its scale in all of these methods: they
-    are unscaled after `finish_step`, and clipped after that. A handler whose result is not linear in the gradients refuses such
-    plans (`sley_check_plan`). `parts.numbers.add` in `attach` puts a number into every row; it is asked for unscaled ones.
+    With `[precision] loss_scale`, as fp16 needs, gradients are those of the scaled loss in all of these methods: they
+    are unscaled after `finish_step`, and clipped after that. A handler whose result is not linear in the gradients
+    refuses such plans (`sley_check_plan`). `parts.numbers.add` in `attach` adds a number to every metrics row; it must
+    be unscaled.
     """
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when book and groups are closed. A reducer lays the store out here."""
+        """Called once, when the parameter book and the groups are complete. A reducer lays out the store's buffers here."""
 
     def begin_step(self, step: StepState) -> None:
-        """Before the first forward of an optimizer step."""
+        """Called before the first forward of an optimizer step."""
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
-        """The accumulated gradient of `entry` on this rank is complete; its reduction may start."""
+        """Called when the accumulated gradient of `entry` on this rank is complete; its reduction may start."""
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
-        """The last gradient action of `chunk` is over; its entries are reported now, unless they wait for another chunk's."""
+        """Called after the last gradient action of `chunk`. Its entries have been reported ready, unless they wait for
+        another chunk's in the order.
+        """
 
     def finish_step(self, step: StepState) -> None:
-        """After the last action: on return `store.gradient(entry)` holds this handler's result."""
+        """Called after the last action: on return `store.gradient(entry)` must hold this handler's result."""
 
     def weights_updated(self, step: StepState) -> None:
-        """After the optimizer step."""
+        """Called after the optimizer step."""
 
     def detach(self) -> None:
-        """The run closes, or could not be assembled."""
+        """Called when the run closes, or when it could not be assembled."""
 
 
 class SchedulerHook(Protocol):
-    """Is called around every action, with the tensors that it concerns.
+    """Is called before and after every action, with the tensors that enter or leave it.
 
-    Of a backward in two halves, the second, of weight gradients, comes in phase `weights` and without tensors. A layer that
-    runs again within a backward is told by `before_forward`, in phase `recompute` and with its name.
+    The weight half of a split backward (action W) calls `before_backward` and `after_backward` in phase `weights`, with
+    None for the tensors. A layer that is recomputed within a backward calls `before_forward` in phase `recompute`, with
+    its name in `micro.layer`.
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None: ...
@@ -79,43 +83,48 @@ class SchedulerHook(Protocol):
 class Loss(Protocol):
     """A loss is two functions, so that the scale of a gradient does not depend on the layout.
 
-    The gradient of a step is the sum over everything it computes of d(loss)/dw, divided once by the weight of the whole
-    batch. A weight that depends on the output cannot be known before the first backward and is refused; so is one that is not
-    the sum of its micro-batches' weights, as that of a mean, and a loss with parameters, which belong in the last layer.
+    A step's gradient is the sum of d(loss)/dw over all its samples, divided once by the weight of the global batch.
+    Refused are a weight that depends on the output, because it is not known before the first backward; one that is not
+    the sum of its micro-batches' weights, as that of a mean; and a loss with parameters, which belong in the last
+    layer.
 
-    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device; and
-    `attach(parts)`, called once as a handler's is, to add numbers to rows. `loss` runs in evaluations too, without gradients.
+    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device. It may
+    have `attach(parts)`, called once as a handler's is, to add numbers to metrics rows. `loss` runs in evaluations too,
+    without gradients.
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """The weight of these samples, from the batch alone, on the host (cross-entropy: labels not ignored)."""
+        """Returns the weight of these samples, from the batch alone, on the host (cross-entropy: the number of labels
+        not ignored).
+        """
         ...
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """The **sum** of the loss over these samples: a scalar."""
+        """Returns the **sum** of the loss over these samples: a scalar tensor."""
         ...
 
 
 @runtime_checkable
 class SplitLogits(Protocol):
-    """What a weight communicator lets the last layer return in place of logits, where ranks share the classes.
+    """Vocabulary-parallel logits: what the last layer returns in place of logits where ranks share the classes.
 
-    Only a loss whose record says `split_logits` is given one.
+    A weight communicator makes it. Only a loss whose record says `split_logits` receives one.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's logits if there were any: [..., classes]."""
+        """Shape that this rank's unsharded logits would have: [..., classes]."""
         ...
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """The sum over this rank's `labels` int64 [...], fp32 at least; what `core.cross_entropy` means by its options.
+        """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], in fp32 at least; options as in
+        `core.cross_entropy`.
 
-        A collective of the ranks that share the classes. The gradient that comes in must be the same on all of them, as
-        the one over the weight of the global batch is.
+        Communicates: a collective of the ranks that share the classes. The gradient of the result must be the same on
+        all of them, as it is when it comes from the division by the weight of the global batch.
         """
         ...
 
@@ -127,35 +136,44 @@ class StageLink(Protocol):
                        ^                                         │
                        └─────────────────────────────────────────┘
 
-    key: what the shapes at a boundary depend on; equal on both ends for the same micro-batch. `testing/link_contract.py` holds
-    all of this, and the tests of a link inherit it.
+    key: everything on which the shapes at a boundary depend; equal on both ends for the same micro-batch.
+    `testing/link_contract.py` tests all of this, and the tests of a link inherit it.
     """
 
     def prepare(self, parts: Parts) -> None:
         """Called once, when the groups are made; messages travel on the lanes `up` and `down` of the group `pp`."""
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """Begins a walk through a list of actions over micro-batches with these `keys`. `peers`: the stages at this one's
-        boundaries, which begin the same walk; one that begins another is told by RunError `stages-differ`, on both ends, in
-        `take` or `drain`."""
+        """Starts the exchanges of one list of actions, over micro-batches with these `keys`; a step or an evaluation
+        calls it.
+
+        peers: the neighbouring stages, which begin the same list. If one begins another, `take` or `drain` raises
+        RunError `stages-differ` on both ends.
+        """
 
     def post(self, transfer: Transfer, key: Hashable) -> None:
-        """Says that `transfer` will be taken. In each direction both ends post and send in one order; waits for nobody."""
+        """Announces the receive `transfer`, which `take` will complete. Does not block. In each direction both ends
+        call `post` and `send` in the same order.
+        """
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
-        """Starts to send `tensors`, of `description`, as they are now: the caller uses their memory for something else at once.
-        Outputs arrive with the marks of `api.boundary.with_overlaps`."""
+        """Starts to send `tensors`, laid out as `description` says. Sends the values that they have now: the caller
+        reuses their memory as soon as this returns. Outputs arrive with the marks of `api.boundary.with_overlaps`.
+        """
 
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
-        """What came. The caller and everything that it calls may keep the tensors, views of them and what autograd makes
-        of them: their memory is not written to while any of these lives."""
+        """Waits for a posted `transfer` and returns its description and tensors.
+
+        The link must not write to their memory while the tensors, views of them or anything that autograd saved of them
+        is alive.
+        """
         ...
 
     def drain(self) -> None:
-        """Ends the walk: waits until everything sent is away."""
+        """Waits until everything is sent, and ends what `begin` started."""
 
     def abort(self, why: str) -> None:
-        """Forgets the walk after a failure, without waiting for anybody."""
+        """Discards all exchanges in flight after a failure, without waiting for peers."""
 
 
 class WeightCommunicator(Protocol):
@@ -165,81 +183,93 @@ class WeightCommunicator(Protocol):
                                             ^                        │
                                             └────────────────────────┘
 
-    Core cuts, along the dim that it is told. Before it gathers or reads any weight of a layer, the communicator calls
-    `parts.waits.wait_for` of that layer. What is written to shards between two steps counts from the next one on, and so do
-    parameters that are frozen or trained again. A step that fails ends at the next `begin`, which must forget whatever was
-    under way. `sley_core.testing.weight_contract` holds all of this.
+    Core shards the parameters, along the dim that `cuts` returns. Before it gathers or reads any weight of a layer, the
+    communicator calls `parts.waits.wait_for` of that layer. Values written to shards between two steps, and parameters
+    frozen or unfrozen there, take effect in the next step. A failed step is followed directly by the next `begin`,
+    which must discard everything that was in flight. `sley_core.testing.weight_contract` tests all of this.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """All of the model's layers, on meta, before anything is cut; raises PlanError for a model that cannot be done."""
+        """Receives all layers of the model, on meta, before anything is sharded. Raises PlanError for a model that it
+        does not support.
+        """
 
     def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
-        """The dim along which a parameter that `places` hold, and nothing else, is to be sharded; None: it stays whole.
+        """Returns the dim along which to shard a parameter, or None to keep it unsharded.
 
-        Asked on meta, on all ranks alike. What is cut so is padded with zeros; its gradient, of a shard's shape and summed
-        over `wp`, is what the communicator gives the store.
+        places: every (module, attribute) that holds the parameter. Asked on meta, with the same answer on all ranks.
+        Shards are padded with zeros; the communicator gives the store a gradient of a shard's shape, summed over `wp`.
         """
         ...
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when weights are cut and handlers attached. If it raises, modules are as they were."""
+        """Called once, when weights are sharded and handlers attached. If it raises, it leaves modules as they were."""
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """A step, or an evaluation, is about to run `actions` in this order."""
+        """Called before a step or an evaluation runs `actions`, in this order."""
 
     def during(self, action: Action) -> AbstractContextManager[None]:
-        """Around `action`. When a chunk's last gradient action ends, all gradients of its weights are in the store."""
+        """Returns a context manager that surrounds `action`. When a chunk's last gradient action ends, all gradients of
+        its weights must be in the store.
+        """
         ...
 
     def detach(self) -> None:
-        """The run closes, or could not be assembled: modules are as before `attach`, but for stand-ins of shards."""
+        """Called when the run closes, or could not be assembled. Restores modules as they were before `attach`;
+        stand-ins of shards stay.
+        """
 
 
 class SequenceCommunicator(Protocol):
-    """Makes attention see whole sequences, of which every rank of `sp` has a slice.
+    """Makes attention work on full sequences although every rank of `sp` holds only a slice.
 
-    What an attention cannot do over slices it refuses by name, alike on all ranks. `sley_core.testing.attention_contract` says
-    what it must be able to do.
+    An attention that it does not support over slices is refused by name, on all ranks alike.
+    `sley_core.testing.attention_contract` says what it must support.
     """
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Changes every attention in `layers`, all of the model's; called on meta, before the book is closed.
+        """Changes every attention in `layers`, all of the model's; called on meta, before the parameter book is made.
 
-        Names of parameters stay as they are. Raises PlanError where there is no attention that it knows; then nothing is
-        changed.
+        Parameter names do not change. Raises PlanError if it knows no attention in them; then nothing is changed.
         """
 
     def detach(self) -> None:
-        """The run closes, or could not be assembled: every attention is as it was, of whole sequences."""
+        """Called when the run closes, or could not be assembled. Restores every attention for full sequences."""
 
 
 class MemoryPool(Protocol):
-    """Lends buffers. A lease is a context manager; a buffer that is lent is never lent again before it came back."""
+    """Lends buffers. A lease is a context manager; a buffer is not lent again before its lease ends."""
 
-    def lease(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> AbstractContextManager[Tensor]: ...
-    def trim(self) -> int: ...
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
+        """Returns a context manager that gives a buffer with undefined contents, and takes it back at its end."""
+        ...
+
+    def trim(self) -> int:
+        """Frees every buffer that is not lent; returns how many bytes that were."""
+        ...
 
 
 class ActivationPolicy(Protocol):
-    """Decides what a layer keeps between its forward and its backward."""
+    """Decides what a layer saves between its forward and its backward."""
 
     def call(self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]) -> Any:
-        """`layer(*args, **fields)`, with this policy's choice of what autograd saves."""
+        """Returns `layer(*args, **fields)`, with this policy's choice of what autograd saves."""
         ...
 
 
 @runtime_checkable
 class Counts(Protocol):
-    """Any live object of a run that counts: a gradient handler, the weight communicator, a scheduler hook, a policy.
+    """Any live object of a run that counts something: a gradient handler, the weight communicator, a scheduler hook, a
+    policy.
 
-    `Run.counts` asks each after the last step; `summary.json` keeps what rank 0 found, and `train-cli run -v` prints it.
+    `Run.counts` asks each after the last step; `summary.json` keeps the numbers of rank 0, and `train-cli run -v`
+    prints them.
     """
 
     def counts(self) -> Mapping[str, float]:
-        """Numbers by name, with the unit in it (`gathered_bytes_per_step`); asked at any time, without communication."""
+        """Returns numbers by name, with the unit in the name (`gathered_bytes_per_step`). May be called at any time;
+        does not communicate.
+        """
         ...
 
 

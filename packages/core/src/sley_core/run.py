@@ -38,10 +38,9 @@ Outcome = Literal["finished", "interrupted", "failed"]
 class Run(AbstractContextManager["Run"]):
     """One rank's part of a run. All ranks call the same methods in the same order.
 
-    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are theirs. stepper: takes
-    the steps. samples: what it trains on. outputs: what it writes. facts: what assembling found out, `notes` among it: what a
-    user should know. loop: takes the steps. listeners:
-    called with each row, on every rank.
+    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are its attributes
+    too. stepper: takes one step; loop: takes many, and makes rows. samples: the training data. outputs: what it writes.
+    facts: what assembling found out; its `notes` are for the user. listeners: called with each row, on every rank.
     """
 
     def __init__(
@@ -73,28 +72,34 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def num_steps_done(self) -> int:
-        """Optimizer steps, those that were refused included: each keeps its number."""
+        """Number of optimizer steps, refused ones included: each keeps its number."""
         return self.loop.num_steps_done
 
     @property
     def rows(self) -> slice:
-        """This rank's samples within the global batch; ranks of one `sp` group have the same ones, whole."""
+        """This rank's rows (samples) of the global batch; all ranks of one `sp` group have the same ones, with full
+        sequences.
+        """
         rows = rows_of(self.plan.batch.global_size, self.parts)
         return slice(rows.start, rows.stop)
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan with what only the run could tell: the ranks of the world, how many samples an epoch has, ..."""
+        """The plan completed by what only the run could determine: the ranks of the world, how many samples an epoch
+        has, ...
+        """
         found: dict[KeyPath, Any] = {**self.facts.found, ("parallel", "dp"): self.topology.dp}
         if self.feed is not None and self.feed.num_samples is not None:
             found["data", "samples_per_epoch"] = self.feed.num_samples
         return with_values(self.plan, found)
 
     def train(self) -> Outcome:
-        """Steps until the plan's last step, or until somebody asked to stop; tells the plugins that listen.
+        """Takes steps until the plan's last one, or until any rank asked to stop; notifies the plugins that listen. All
+        ranks call it.
 
-        On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike and with no weight changed by that
-        step, `not-finite` when the loss or the gradient norm is no number, and `nothing-counts` for a batch without weight.
+        On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike and with no weight changed
+        by that step: `not-finite` if the loss or the gradient norm is not finite, `nothing-counts` for a batch of
+        weight 0.
         """
         self._settle()
         outcome: Outcome = "failed"
@@ -107,18 +112,20 @@ class Run(AbstractContextManager["Run"]):
         return outcome
 
     def step(self, batch: GivenBatch | None = None) -> Row:
-        """One optimizer step; returns its row, the same on every rank.
+        """Takes one optimizer step and returns its row, the same on every rank. All ranks call it.
 
-        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; left out, the
-        next ones of the plan's data. It may be larger or smaller than the plan's, by whole micro-batches, alike on all
-        ranks; or a list of micro-batches, whose sequences may differ in length, the same on all stages. Raises RunError, and
-        has changed nothing, for a batch that the data's declaration does not fit, and as `train` does.
+        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; if left out, the
+        next ones of the plan's data. It may have more or fewer micro-batches than the plan says, the same number on all
+        ranks. It may be a list of micro-batches, whose sequences may differ in length, the same on all stages. Raises
+        RunError, and changes nothing, for a batch that does not match the data's declaration, and as `train` does.
         """
         self._settle()
         return self.loop.step(batch)
 
     def evaluate(self) -> float:
-        """The mean loss on held-out data; changes nothing. Raises UsageError where the plan has no `[evaluation]`."""
+        """Returns the mean loss on held-out data; changes nothing. All ranks call it. Raises UsageError if the plan has
+        no `[evaluation]`.
+        """
         self._settle()
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
@@ -127,14 +134,16 @@ class Run(AbstractContextManager["Run"]):
     def load_weights(
         self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
     ) -> LoadedWeights:
-        """The model's weights are those of `state` from now on, exactly: {name in every layout: whole tensor}.
+        """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every
+        layout.
 
-        All ranks call it, between two steps, with the same state; each takes what it holds of it, its shards too, masters
-        of narrower weights included. A tied weight may stand under any of its names. Buffers are loaded where they are given.
-        What the optimizer has gathered (its moments) stays. A mapping is checked before anything is written; pairs, of which
-        only one tensor need be in memory, are written as they come. strict: names that are missing or unknown are refused;
-        else they are returned. Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` where ranks
-        were given other values.
+        All ranks call it, between two steps, with the same state; each copies what it holds of it, shards and fp32
+        masters included. A tied weight may stand under any of its names. Buffers in `state` are loaded too. Optimizer
+        states (moments) stay. A mapping is checked before anything is written; pairs are written as they come, so that
+        only one tensor need be in memory. strict: missing or unknown names are an error; else they are returned.
+
+        Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different
+        values.
         """
         self._settle()
         found = self._load_weights(state, strict=strict)
@@ -142,12 +151,12 @@ class Run(AbstractContextManager["Run"]):
         return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
-        """`wait` is called before every use of the weights of layer `name`, recomputation included, where it `is_due`."""
+        """Calls `wait` before every use of the weights of layer `name`, recomputation included, if `is_due` says so."""
         self._check_open()
         self.parts.waits.before_layer(name, wait, is_due)
 
     def stop(self) -> None:
-        """Asks all ranks to stop after the step in progress; safe in a signal handler, and nothing once the run is closed."""
+        """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""
         self.loop.stop()
 
     @property
@@ -157,14 +166,17 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
-        """What the parts of this rank's run have counted, by the name in the plan: those that are `protocols.Counts`."""
+        """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
+        `protocols.Counts`.
+        """
         return counts_of(self.plan, self.stepper)
 
     def close(self) -> None:
-        """Ends threads, files and hooks, each even if another fails to; the world stays for whoever joined it.
+        """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does
+        nothing.
 
-        Layers are ordinary modules again, without patches, hooks or attributes of the run's. A module of whose weight this
-        rank has a part raises RunError `weights-sharded` when it is called; what would do something, `run-closed`.
+        Layers are ordinary modules again, without patches, hooks or attributes of the run. A module with a sharded
+        weight raises RunError `weights-sharded` when it is called; methods of the run raise `run-closed`.
         """
         if self._is_closed:
             return

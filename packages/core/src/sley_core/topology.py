@@ -1,4 +1,4 @@
-"""Who computes what, who stores what, and which ranks talk: pure integers, for a world of any size.
+"""Which rank computes what, which stores what, and which ranks communicate: pure integers, for a world of any size.
 
 Pipeline stages are contiguous blocks of R = world / pp ranks. Inside a stage the same R ranks are seen twice:
 
@@ -36,7 +36,7 @@ TIE = "tie["
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands on every axis."""
+    """One rank's coordinate on every axis."""
 
     rank: int
     stage: int
@@ -72,10 +72,7 @@ class Topology:
 
     @classmethod
     def of(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
-        """The topology of `world` ranks.
-
-        Raises ValueError with the equation that fails, numbers put in.
-        """
+        """Returns the topology of `world` ranks. Raises ValueError with the equation that fails, numbers put in."""
         for name, size in (("world", world), ("pp", pp), ("sp", sp), ("wp", wp), ("dp", dp)):
             if size is not None and size < 1:
                 raise ValueError(f"{name} = {size}, but a size is at least 1")
@@ -100,7 +97,7 @@ class Topology:
         return self.ranks_per_stage // self.wp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` (global, 0 .. world - 1) stands."""
+        """Returns the coordinates of `rank` (global, 0 .. world - 1)."""
         assert 0 <= rank < self.world, f"rank {rank} of a world of {self.world}"
         stage, within = divmod(rank, self.ranks_per_stage)
         return Coordinates(
@@ -113,7 +110,7 @@ class Topology:
         )
 
     def ranks_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The members of the group of `axis` that `rank` belongs to, ascending."""
+        """Returns the global ranks of the group of `axis` that `rank` belongs to, ascending."""
         at = self.coordinates(rank)
         size = self.ranks_per_stage
         first = at.stage * size
@@ -138,11 +135,11 @@ class Topology:
         raise ValueError(f"no axis {axis!r}; the axes are {', '.join(AXES)}")
 
     def size_of(self, axis: str) -> int:
-        """How many ranks a group of `axis` has; the same for every group of one axis."""
+        """Returns how many ranks a group of `axis` has; the same for every group of one axis."""
         return len(self.ranks_of(axis, 0))
 
     def groups(self) -> Iterator[GroupEntry]:
-        """The global table, in the one order in which every rank walks it.
+        """Yields the global table of groups, in the one order in which every rank walks it.
 
         A group of one rank needs no communicator and has no line; `control` is always there.
         """
@@ -155,6 +152,7 @@ class Topology:
                     yield GroupEntry(axis, lane, ranks, backend)
 
     def _partition(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """Yields every group of `axis`, each once, by its first rank."""
         seen: set[int] = set()
         for rank in range(self.world):
             if rank not in seen:
@@ -164,6 +162,7 @@ class Topology:
 
 
 def _span(ranks: tuple[int, ...]) -> str:
+    """Returns ranks as text: `0-6:2` for an even sequence of three or more, else a list."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):

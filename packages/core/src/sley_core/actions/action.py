@@ -1,8 +1,8 @@
-"""The words that a step is written in.
+"""The vocabulary in which a step is written.
 
 A schedule generator writes compute actions only, `F0.3` for the forward of chunk 0 on micro-batch 3. `lower` adds the
-rest: transfers between stages, and the marks of finished chunks. Whoever reads a lowered list (the executor, the simulator,
-the drawing) reads the same words.
+rest: transfers between stages, and marks for finished chunks. The executor, the simulator and the drawing all read the
+same lowered lists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Kind(StrEnum):
     """What an action does.
 
     FORWARD, BACKWARD: of one chunk on one micro-batch. INPUT_GRADIENT and WEIGHT_GRADIENT are the two halves of a split
-    backward (arXiv 2401.10241). CHUNK_DONE is written by `lower`: every gradient of this chunk is complete now.
+    backward (arXiv 2401.10241). CHUNK_DONE is written by `lower`: all gradients of this chunk are complete now.
     """
 
     FORWARD = "F"
@@ -57,18 +57,18 @@ DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
 
 
 def direction_of(sender: int, receiver: int) -> Direction:
-    """The direction from one stage to another. Between two stages each communicator carries messages in one direction only."""
+    """Returns the direction from one stage to another. Between two stages each direction has a communicator of its own."""
     return "up" if receiver > sender else "down"
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One end of a hand-over between two stages.
+    """One end of a transfer between two stages.
 
-    op: `post` makes a buffer ready and starts to receive; the action that needs what comes waits for it, so there is no
-        word for that. `send` starts to send what the action before it has made. Neither waits.
-    chunk: this stage's, whose input (forward flow) or output gradient (backward flow) is received, or whose output or input
-        gradient is sent. peer: the stage at the other end. peer_chunk: the chunk there.
+    op: `post` prepares a buffer and starts the receive; the action that needs the value waits for it, so waiting has no
+    entry of its own. `send` starts to send what the action before it has made. Neither blocks. chunk: this stage's. It
+    receives its input (forward flow) or output gradient (backward flow), or sends its output or input gradient. peer:
+    the stage at the other end. peer_chunk: the chunk there.
     """
 
     op: Literal["post", "send"]
@@ -91,19 +91,19 @@ Lowered = tuple[Step, ...]
 
 
 def sequential(num_micros: int) -> list[Action]:
-    """The list without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one micro-batch is held at a time."""
+    """Returns the list without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one micro-batch is in flight at a time."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [Action(kind, 0, micro) for micro in range(num_micros) for kind in kinds]
 
 
 def forward_only(actions: Iterable[Action]) -> list[Action]:
-    """The list of an evaluation: the forwards of a training list, in their order.
+    """Returns the list of an evaluation: the forwards of a training list, in their order.
 
-    What is left of lists that can run together can run together too, since forwards wait for forwards alone.
+    Lists of all stages that run without deadlock still do so afterwards, since forwards wait for forwards alone.
     """
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 
 def actions_of(steps: Sequence[Step]) -> tuple[Action, ...]:
-    """A lowered list without its transfers."""
+    """Returns a lowered list without its transfers."""
     return tuple(step for step in steps if isinstance(step, Action))

@@ -1,4 +1,4 @@
-"""Refuses lists that are not a step: an action missing, repeated, unknown or before what it needs on its own stage."""
+"""Checks compute lists on each stage: no action may be missing, repeated, unknown, or before one that it needs there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWA
 
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
-    """Returns if each list holds every action that a step of `micros` micro-batches needs, once, in a possible order.
+    """Checks that each list holds every action that a step of `micros` micro-batches needs, once, in a possible order.
 
-    What stages owe one another is not looked at here. Raises PlanError "schedule-wrong" with the first bad action.
+    Dependencies between stages are not checked here. Raises PlanError "schedule-wrong" with the first bad action.
     """
     if len(lists) != placement.stages:
         raise PlanError(
@@ -40,6 +40,9 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 def _check_order(
     actions: Sequence[Action], stage: int, placement: Placement, micros: int, training: bool
 ) -> set[Action]:
+    """Returns the set of a stage's actions. Raises PlanError "schedule-wrong" for the first one that cannot stand where
+    it does.
+    """
     seen: set[Action] = set()
     for at, action in enumerate(actions):
         fault = _fault(action, seen, stage, placement, micros, training)
@@ -52,7 +55,7 @@ def _check_order(
 def _fault(
     action: Action, seen: set[Action], stage: int, placement: Placement, micros: int, training: bool
 ) -> str | None:
-    """What is wrong with `action` after those of `seen`."""
+    """Returns what is wrong with `action` after the actions `seen`; None if nothing is."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDS:
         return "is not a compute action"
@@ -71,7 +74,7 @@ def _fault(
 
 
 def _local_fault(action: Action, seen: set[Action], stage: int, placement: Placement) -> str | None:
-    """Whether what `action` takes from another chunk of its own stage is not there yet."""
+    """Returns what is wrong if `action` needs a value from another chunk of its own stage that was not made yet; else None."""
     if action.kind is Kind.FORWARD:
         neighbour, kinds = placement.previous(stage, action.chunk), frozenset({Kind.FORWARD})
     elif action.kind in SENDS_GRADIENT:
@@ -87,6 +90,7 @@ def _local_fault(action: Action, seen: set[Action], stage: int, placement: Place
 
 
 def _missing(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
+    """Yields the actions that a complete list would have besides those `seen`."""
     for chunk in range(chunks):
         for micro in range(micros):
             if Action(Kind.FORWARD, chunk, micro) not in seen:

@@ -1,4 +1,4 @@
-"""What actions and hand-overs take, in seconds and in bytes: what a simulation is told about the machine."""
+"""Costs of actions and transfers, in seconds and in bytes: what the simulator knows about the machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sley_core.actions.timeline import Timeline
 class Costs:
     """Entry i of every tuple belongs to position i of the model (see `Placement`).
 
-    seconds: of each kind of action. link_s: of what passes between position i and i + 1, in either direction.
-    graph_bytes: what a forward leaves for the backward of its micro-batch. queued_bytes: what of it, and of the gradients,
-    an input-gradient action leaves for the weight-gradient action. boundary_bytes: what passes between i and i + 1.
+    seconds: of each kind of action. link_s: of a transfer between position i and i + 1, in either direction.
+    graph_bytes: memory that a forward keeps for the backward of its micro-batch. queued_bytes: memory, of saved inputs
+    and output gradients, that an input-gradient action keeps for the weight-gradient action. boundary_bytes: size of
+    the value that crosses between i and i + 1.
     """
 
     seconds: Mapping[Kind, tuple[float, ...]]
@@ -37,7 +38,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> Costs:
-        """The same at every position; a whole backward takes what its two halves take, and nothing has bytes."""
+        """Returns equal costs for every position, without bytes; a full backward takes the sum of its two halves."""
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_gradient + weight_gradient,
@@ -50,9 +51,10 @@ class Costs:
 
     @classmethod
     def measured(cls, timelines: Iterable[Timeline], placement: Placement) -> Costs:
-        """The median time of each kind of action at each position, over `timelines` of one schedule; links are free.
+        """Returns the median time of each kind of action at each position, over `timelines` of one schedule; links take
+        no time.
 
-        A kind that never ran has no costs; one that ran elsewhere only takes no time.
+        A kind that never ran has no entry; one that did not run at a position takes no time there.
         """
         found: dict[Kind, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for timeline in timelines:

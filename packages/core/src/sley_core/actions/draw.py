@@ -30,7 +30,9 @@ COLUMNS_PER_ACTION = 3
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Rows of at most `width` columns, one per stage, with each stage's idle share, and a legend. Ends with a newline."""
+    """Returns rows of at most `width` columns, one per stage, with each stage's idle share, and a legend. Ends with a
+    newline.
+    """
     names = [f"stage {stage}  " for stage in range(timeline.stages)]
     notes = [f"  {timeline.idle(stage):4.0%} idle" for stage in range(timeline.stages)]
     indent = max(map(len, names))
@@ -43,13 +45,16 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def label(action: Action) -> str:
-    """Letter and micro-batch; the letter is small for every chunk but the first."""
+    """Returns letter and micro-batch, `F3`; the letter is lower case for every chunk but the first."""
     letter = action.kind.value if action.chunk == 0 else action.kind.value.lower()
     return f"{letter}{action.micro}"
 
 
 def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """As many as fit; whole columns for the shortest action if it has one at all, so that equal actions look equal."""
+    """Returns the scale that fits into `room` columns.
+
+    The shortest action gets a whole number of columns if it gets one at all, so that equal actions look equal.
+    """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:
         return 0.0
@@ -58,6 +63,7 @@ def _columns_per_second(timeline: Timeline, room: int) -> float:
 
 
 def _row(timeline: Timeline, stage: int, scale: float) -> str:
+    """Returns one stage's row of characters."""
     cells = ["."] * round(timeline.makespan_s * scale)
     for span in timeline.of_stage(stage):
         first, end = round(span.start_s * scale), round(span.end_s * scale)

@@ -29,9 +29,10 @@ LETTER = 7
 
 
 def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
-    """A picture `width` pixels wide of `timelines`, each under its title, with times and what colours mean below.
+    """Returns an SVG picture `width` pixels wide: each of `timelines` under its title, with time ticks and a legend
+    below.
 
-    Pointing at an action says what it is and when.
+    The tooltip of an action says what it is and when it ran.
     """
     longest = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
     scale = (width - LEFT) / longest if longest > 0 else 0.0
@@ -52,6 +53,7 @@ def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
 
 
 def _row(timeline: Timeline, stage: int, top: int, scale: float) -> Iterator[str]:
+    """Yields the SVG elements of one stage."""
     length = timeline.makespan_s * scale
     yield f'<text x="0" y="{top + ROW - 7}">stage {stage}, {timeline.idle(stage):.0%} idle</text>'
     yield f'<rect x="{LEFT}" y="{top}" width="{length:.2f}" height="{ROW}" fill="#f2f2f2"/>'
@@ -60,6 +62,7 @@ def _row(timeline: Timeline, stage: int, top: int, scale: float) -> Iterator[str
 
 
 def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
+    """Yields the time labels below the pictures, in ms."""
     for number in range(NUM_TICKS):
         time_s = longest_s * number / (NUM_TICKS - 1)
         anchor = "end" if number == NUM_TICKS - 1 else "start"
@@ -68,6 +71,7 @@ def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
 
 
 def _legend(timelines: Iterable[Timeline], top: int) -> Iterator[str]:
+    """Yields a coloured box and a name for each kind of action that occurs."""
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
     x = LEFT
     for kind, name in NAMES.items():
@@ -78,6 +82,7 @@ def _legend(timelines: Iterable[Timeline], top: int) -> Iterator[str]:
 
 
 def _box(span: TimedAction, top: int, scale: float) -> str:
+    """Returns one action as a rectangle with a tooltip, and a label if there is room."""
     x, length = LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
     colour = COLOURS[span.action.kind][min(span.action.chunk, 1)]
     told = f"{span.action} on stage {span.stage}, {span.start_s:.6g} s to {span.end_s:.6g} s"

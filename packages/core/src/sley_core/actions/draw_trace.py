@@ -12,7 +12,7 @@ MICROSECONDS = 1e6
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """JSON text: each of `timelines` is a process of that name, each of its stages a thread."""
+    """Returns JSON text: each of `timelines` is a process of that name, each of its stages a thread."""
     events: list[dict[str, Any]] = []
     for number, (title, timeline) in enumerate(timelines.items()):
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": title}})

@@ -1,11 +1,11 @@
-"""From what a schedule wants to what each rank does: checked as a whole, with transfers and marks added.
+"""Turns compute-only lists into what each rank executes: checks them together, adds transfers and marks.
 
     generator ──> lists of F B D W ──> check ──> send after each action that makes something for another stage
                                                  run once in simulated time: does it end?
                                                  post each receive ahead of the action that takes it
                                                  mark each chunk whose gradients are complete ──> lowered lists
 
-`lower` refuses what is not a step, so that no reader of the lowered lists has to.
+`lower` refuses lists that are not a valid step, so that readers of lowered lists need not check them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ def lower(
     *,
     training: bool = True,
 ) -> list[Lowered]:
-    """One lowered list per stage.
+    """Returns one lowered list per stage. Pure: every rank computes all of them and gets the same result.
 
     lists: each stage's compute actions over its chunks and `micros` micro-batches. training: whether every forward must
-    meet its backward, whole or split; else there is none.
+    have its backward, full or split; if False there must be none.
 
-    An action is followed by the send of what it has made, then by posts, then by CHUNK_DONE if no gradient of its chunk
-    comes after it.
-
-    Raises PlanError: "schedule-wrong" with the first bad action and its place, "schedule-deadlock" with what each stage
-    that stops waits for.
+    An action is followed by the send of its result, then by posts, then by CHUNK_DONE if it was its chunk's last
+    gradient action. Raises PlanError: "schedule-wrong" with the first bad action and its place, "schedule-deadlock"
+    with what each blocked stage waits for.
     """
     check_lists(lists, placement, micros, training=training)
     sending = [_with_sends(actions, stage, placement) for stage, actions in enumerate(lists)]
@@ -47,6 +45,7 @@ def lower(
 
 
 def _with_sends(actions: Sequence[Action], stage: int, placement: Placement) -> list[Step]:
+    """Returns the actions, each followed by the send of its result if another stage needs it."""
     steps: list[Step] = []
     for action in actions:
         send = send_of(action, stage, placement)
@@ -55,6 +54,7 @@ def _with_sends(actions: Sequence[Action], stage: int, placement: Placement) -> 
 
 
 def _lowered(actions: Sequence[Action], stage: int, placement: Placement, order: dict[Delivery, int]) -> Lowered:
+    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: of all transfers, the same on all stages."""
     posts = posts_of(actions, stage, placement, order, AHEAD)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
     steps: list[Step] = [*posts.get(0, ())]

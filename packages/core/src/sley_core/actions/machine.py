@@ -1,8 +1,8 @@
-"""Runs the lists of all stages at once, in simulated time, until every list is at its end or none can go on.
+"""Runs the lists of all stages in simulated time, until every list is at its end or no stage can go on.
 
-A stage does one action at a time, in the order of its list. An action waits for what it takes; a send or a post waits for
-nothing. What is sent travels when its receive is posted, one thing after another per sender and receiver, while both
-stages go on computing. The result does not depend on the order in which stages are looked at.
+A stage does one action at a time, in the order of its list. An action waits for its inputs; a send or a post does not
+wait. A sent value travels once its receive is posted, one after another per sender and receiver, while both stages go
+on computing. The result does not depend on the order in which stages are visited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sley_core.errors import PlanError
 
 
 class Delivery(NamedTuple):
-    """What is handed over: in flow `flow`, for the chunk at `position`, of micro-batch `micro`."""
+    """A value that crosses a boundary: in flow `flow`, to the chunk at `position`, of micro-batch `micro`."""
 
     flow: Flow
     position: int
@@ -27,12 +27,15 @@ class Delivery(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """The position that it comes from."""
+        """Position of the chunk that makes the value."""
         return self.position + (-1 if self.flow == "forward" else 1)
 
 
 class Machine:
-    """One run of `lists`. `posted`: a transfer waits for its post; else the lists have no posts, and it never does."""
+    """One simulated run of `lists`.
+
+    posted: whether a transfer waits for its post. If False the lists have no posts, and it starts when it is sent.
+    """
 
     def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs, *, posted: bool) -> None:
         self.lists = lists
@@ -50,9 +53,9 @@ class Machine:
         self._ready = deque(range(len(lists)))
 
     def run(self) -> None:
-        """Goes on until all stages are at the end of their lists.
+        """Runs until all stages are at the end of their lists; results are in `spans`, `sent_s` and `posted_s`.
 
-        Raises PlanError "schedule-deadlock" if some cannot go on: where each of them stands, and what it waits for.
+        Raises PlanError "schedule-deadlock" if some stages are blocked, with each one's place and what it waits for.
         """
         while self._ready:
             self._advance(self._ready.popleft())
@@ -62,6 +65,7 @@ class Machine:
             raise PlanError("schedule-deadlock", f"the schedule comes to a stop: {places}", path=("pipeline", "use"))
 
     def _advance(self, stage: int) -> None:
+        """Runs one stage's list until an action must wait for a value that has not arrived."""
         steps = self.lists[stage]
         while self._at[stage] < len(steps):
             step = steps[self._at[stage]]
@@ -72,7 +76,7 @@ class Machine:
             self._at[stage] += 1
 
     def _act(self, stage: int, action: Action) -> bool:
-        """Runs `action` if what it takes has come, else notes what it waits for."""
+        """Runs `action` and returns True if its input has arrived; else notes what the stage waits for and returns False."""
         position = self.placement.position(stage, action.chunk)
         start_s = self._now_s[stage]
         delivery = taken(action, position, self.placement)
@@ -90,6 +94,7 @@ class Machine:
         return True
 
     def _transfer(self, stage: int, step: Transfer) -> None:
+        """Notes one end of a transfer; when both ends are there, computes when the value arrives."""
         if step.op == "post":
             delivery = Delivery(step.flow, self.placement.position(stage, step.chunk), step.micro)
             channel = step.peer, stage
@@ -106,7 +111,7 @@ class Machine:
             self._arrive(delivery, end_s)
 
     def _place(self, stage: int, delivery: Delivery) -> str:
-        """Where `stage` stands, and whose action it waits for."""
+        """Returns in words where `stage` is blocked, and which stage's action it waits for."""
         before = actions_of(self.lists[stage][: self._at[stage]])
         action = self.lists[stage][self._at[stage]]
         source = self.placement.holder(delivery.origin)
@@ -123,7 +128,9 @@ class Machine:
 
 
 def taken(action: Action, position: int, placement: Placement) -> Delivery | None:
-    """What `action` of the chunk at `position` waits for, from this stage or another; None if nothing."""
+    """Returns the value that `action` of the chunk at `position` waits for, from this stage or another; None if it
+    needs none.
+    """
     if action.kind is Kind.FORWARD and position > 0:
         return Delivery("forward", position, action.micro)
     if action.kind in SENDS_GRADIENT and position + 1 < placement.num_positions:
@@ -132,7 +139,7 @@ def taken(action: Action, position: int, placement: Placement) -> Delivery | Non
 
 
 def given(action: Action, position: int, placement: Placement) -> Delivery | None:
-    """What `action` makes for a neighbour's action; None if nothing."""
+    """Returns the value that `action` makes for a neighbouring chunk; None if it makes none."""
     if action.kind is Kind.FORWARD and position + 1 < placement.num_positions:
         return Delivery("forward", position + 1, action.micro)
     if action.kind in SENDS_GRADIENT and position > 0:

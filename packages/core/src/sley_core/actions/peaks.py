@@ -37,7 +37,7 @@ class Peaks:
 
 
 def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
-    """The peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
+    """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
     keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
     graphs = queues = receives = num_bytes = 0
     peak = Peaks(0, 0, 0, 0)
@@ -66,7 +66,7 @@ def peaks_of(steps: Sequence[Step], stage: int, placement: Placement, costs: Cos
 
 
 def _change(kind: Kind) -> tuple[int, int]:
-    """By how much an action of this kind changes the number of graphs and of queues."""
+    """Returns by how much an action of this kind changes the number of (graphs, queues)."""
     match kind:
         case Kind.FORWARD:
             return 1, 0
@@ -81,10 +81,11 @@ def _change(kind: Kind) -> tuple[int, int]:
 
 
 def _from_elsewhere(action: Action, stage: int, position: int, placement: Placement) -> bool:
+    """Returns whether `action` takes a value from another stage."""
     delivery = taken(action, position, placement)
     return delivery is not None and placement.holder(delivery.origin).stage != stage
 
 
 def _boundary(forward: bool, position: int, costs: Costs) -> int:
-    """Bytes of what comes from the neighbour: the one before if `forward`, else the one after."""
+    """Returns the bytes of a value from the neighbour: from the position before if `forward`, else from the one after."""
     return costs.boundary_bytes[position - 1 if forward else position]

@@ -25,7 +25,7 @@ from sley_core.errors import PlanError
 
 
 class StageChunk(NamedTuple):
-    """Who holds a position: chunk `chunk` of stage `stage`, both counted from 0."""
+    """The holder of a position: chunk `chunk` of stage `stage`, both counted from 0."""
 
     stage: int
     chunk: int
@@ -33,10 +33,10 @@ class StageChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """How the positions of a model are dealt to stages; a stage numbers its chunks in the order in which a sample meets them.
+    """How the positions of a model are assigned to stages; a stage numbers its chunks in model order.
 
-    route: of each position, its stage. So every position has one holder. Neighbours may be on any two stages, or on one.
-    Raises PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap and hold equally many positions each.
+    route: the stage of each position, in model order. Neighbours may be on any two stages, or on the same one. Raises
+    PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap and hold equally many positions each.
     """
 
     route: tuple[int, ...]
@@ -71,32 +71,33 @@ class Placement:
         return len(self.route)
 
     def position(self, stage: int, chunk: int) -> int:
-        """The place of that chunk on a sample's way through the model, from 0."""
+        """Returns the position of a stage's chunk along the model, from 0."""
         assert 0 <= stage < self.stages, f"stage {stage} of {self.stages}"
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
         return self._positions[stage][chunk]
 
     def holder(self, position: int) -> StageChunk:
-        """The inverse of `position`."""
+        """Returns the stage and chunk that hold `position`; the inverse of `position`."""
         assert 0 <= position < self.num_positions, f"position {position} of {self.num_positions}"
         return self._holders[position]
 
     def previous(self, stage: int, chunk: int) -> StageChunk | None:
-        """Whose output this chunk takes, and who gets its input gradient; None at the first position.
+        """Returns the chunk whose output this chunk takes, and which gets its input gradient; None at the first
+        position.
 
-        The neighbour may be another chunk of the same stage: what passes between them is handed over in place.
+        It may be another chunk of the same stage: then nothing is sent.
         """
         position = self.position(stage, chunk)
         return self.holder(position - 1) if position > 0 else None
 
     def next(self, stage: int, chunk: int) -> StageChunk | None:
-        """Who takes this chunk's output, and whose input gradient it gets; None at the last position."""
+        """Returns the chunk that takes this chunk's output, and gives it the gradient of that; None at the last position."""
         position = self.position(stage, chunk)
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
     @cached_property
     def _positions(self) -> tuple[tuple[int, ...], ...]:
-        """By stage and chunk."""
+        """Position by [stage][chunk]."""
         held: list[list[int]] = [[] for _ in range(self.stages)]
         for position, stage in enumerate(self.route):
             held[stage].append(position)
@@ -104,7 +105,7 @@ class Placement:
 
     @cached_property
     def _holders(self) -> tuple[StageChunk, ...]:
-        """By position."""
+        """Holder of each position."""
         seen: Counter[int] = Counter()
         holders = []
         for stage in self.route:
@@ -118,17 +119,19 @@ Placing = Callable[[int, int], Placement]
 
 
 def loop(stages: int, chunks: int = 1) -> Placement:
-    """The placement in which a sample goes up all stages, and then again, `chunks` times."""
+    """Returns the interleaved placement: a sample passes all stages in order, `chunks` times."""
     return Placement(tuple(range(stages)) * chunks)
 
 
 def v(stages: int, chunks: int = 2) -> Placement:
-    """The placement in which a sample goes up all stages and down again; PlanError "placement-wrong" but for two chunks."""
+    """Returns the V placement: a sample passes all stages up, then down. Raises PlanError "placement-wrong" unless
+    `chunks` is 2.
+    """
     if chunks != 2:
         raise wrong_placement(f"is a V, which has two parts of the model per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))
 
 
 def wrong_placement(fault: str) -> PlanError:
-    """The error of a placement that cannot be: `fault` says what it has or does."""
+    """Returns the PlanError of an invalid placement. fault: the words for what is wrong."""
     return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))

@@ -37,7 +37,7 @@ link but in the processes at its ends (docs/adr/0014).
 
 
 def send_of(action: Action, stage: int, placement: Placement) -> Transfer | None:
-    """The transfer that `action` must be followed by; None where the neighbour is on the same stage, or there is none."""
+    """Returns the send that must follow `action`; None if the neighbour is on the same stage, or there is none."""
     delivery = given(action, placement.position(stage, action.chunk), placement)
     if delivery is None:
         return None
@@ -48,10 +48,10 @@ def send_of(action: Action, stage: int, placement: Placement) -> Transfer | None
 
 
 def order_of(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
-    """The one order of all transfers: by the time at which they are sent.
+    """Returns the global order of all transfers: by the time at which they are sent. All stages use the same one.
 
-    Of those that are sent at once, the one that comes first along its flow is first: a stage then posts what its neighbour
-    is about to send before it sends its own.
+    Of several sent at the same time, the one earlier along its flow is first: a stage then posts the receive of what
+    its neighbour is about to send before it sends its own value.
     """
 
     def place(delivery: Delivery) -> tuple[float, Flow, int, int]:
@@ -62,9 +62,9 @@ def order_of(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
 
 
 class _Issue(NamedTuple):
-    """One end of a transfer in one stage's list: `action` is the number of the one that makes it or takes it.
+    """One end of a transfer in one stage's list: `action` is the number of the action that makes it or takes it.
 
-    post: the word to place, None for a send, whose place is fixed. latest: the number of the first action that takes a
+    post: the entry to place; None for a send, whose place is fixed. latest: the number of the first action that takes a
     later transfer, or `action` if that is smaller.
     """
 
@@ -77,7 +77,10 @@ class _Issue(NamedTuple):
 def posts_of(
     actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int], ahead: int
 ) -> dict[int, list[Transfer]]:
-    """What `stage` posts: by the number of the action in its list before which it does."""
+    """Returns the posts of `stage`, by the number of the action in its list before which they stand.
+
+    order: of all transfers. ahead: how many actions before its taker a receive is posted, where the order allows that.
+    """
     issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
     for number, action in enumerate(actions):
@@ -101,10 +104,11 @@ def posts_of(
 
 
 def _placed(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
-    """Each post among `issues`, one direction of one stage in order, with the number of the action that it stands before.
+    """Returns each post among `issues` (one direction of one stage, in order) with the number of the action that it
+    precedes.
 
-    From the end: a post is `ahead` actions before the one that takes it, but not behind its latest place nor behind
-    anything that follows it in its direction. From the start: nor before anything that precedes it.
+    From the end: a post is `ahead` actions before its taker, but not behind its latest place nor behind anything that
+    follows it in its direction. From the start: nor before anything that precedes it.
     """
     wanted: list[int] = []
     following = max((issue.action for issue in issues), default=0)

@@ -1,4 +1,4 @@
-"""What the `build(config)` of a schedule record gives: lists for any number of stages, and the placement they are made for."""
+"""What the `build(config)` of a schedule record returns: lists for any number of stages, and their placement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Generator = Callable[[int, int, int], list[list[Action]]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A generator with what its plan's table chose: how many chunks a stage has, and how they are dealt.
+    """A generator with the choices of its plan's table: how many chunks a stage has, and how they are placed.
 
     place: makes the placement for any number of stages, as `loop` and `v` do.
     """
@@ -26,7 +26,7 @@ class Schedule:
     place: Placing = loop
 
     def placement(self, stages: int) -> Placement:
-        """Who holds what. Raises PlanError "placement-wrong" where not each of `stages` holds `chunks` positions."""
+        """Returns the placement for `stages`. Raises PlanError "placement-wrong" if a stage would not hold `chunks` positions."""
         found: Any = self.place(stages, self.chunks)
         if not isinstance(found, Placement):
             raise wrong_placement(f"is a `{type(found).__name__}`, not a `Placement`")
@@ -36,7 +36,7 @@ class Schedule:
         return found
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
-        """The lists of a training step, to be lowered for `placement(stages)`.
+        """Returns every stage's compute actions in a training step; `lower` takes them with `placement(stages)`.
 
         Raises PlanError "schedule-wrong" for what is not a sequence of actions for each stage.
         """

@@ -1,4 +1,4 @@
-"""How long a step takes and what it holds, told before it runs."""
+"""Predicts how long a step takes and what it holds, before it runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sley_core.actions.timeline import Timeline
 
 @dataclass(frozen=True)
 class Simulation:
-    """`timeline` says when what ran, `peaks` what each stage held at most."""
+    """The predicted `timeline` of every action, and each stage's `peaks`."""
 
     timeline: Timeline
     peaks: tuple[Peaks, ...]
 
 
 def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> Simulation:
-    """Runs lowered lists in simulated time; the same arguments give the same result.
+    """Runs lowered lists in simulated time. Pure: the same arguments give the same result.
 
-    Actions take their time and wait for what they take. A transfer starts when it is sent and its receive is posted, takes
-    the time of its link, and computes nothing: it runs beside the actions of both stages. From one stage to another, transfers
-    come one after another.
+    Actions take their time and wait for their inputs. A transfer starts when it is sent and its receive is posted, and
+    takes the time of its link, beside the actions of both stages. From one stage to another, transfers come one after
+    another.
 
     Raises PlanError "schedule-deadlock" for lists that come to a stop.
     """

@@ -1,4 +1,4 @@
-"""When each stage did what: the form that simulated and measured steps share, so that one drawing does for both."""
+"""When each stage ran which action: one form for simulated and measured steps, so that one drawing serves both."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Timeline:
 
     @classmethod
     def of(cls, stages: int, spans: Iterable[TimedAction]) -> Timeline:
-        """A timeline of spans in any order."""
+        """Returns a timeline of spans given in any order."""
         return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
 
     def of_stage(self, stage: int) -> tuple[TimedAction, ...]:
-        """The spans of one stage, by start."""
+        """Returns the spans of one stage, by start."""
         return tuple(span for span in self.spans if span.stage == stage)
 
     @property
@@ -40,7 +40,7 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def idle(self, stage: int) -> float:
-        """The bubble of a stage: the share of the step in which it computes nothing, from 0 to 1."""
+        """Returns the bubble of a stage: the share of the step in which it computes nothing, from 0 to 1."""
         makespan = self.makespan_s
         busy = sum(span.end_s - span.start_s for span in self.of_stage(stage))
         return 1.0 - busy / makespan if makespan > 0 else 0.0

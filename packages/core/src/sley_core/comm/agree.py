@@ -1,4 +1,4 @@
-"""Before the first step all ranks agree on what they are about to do, and the odd one is named."""
+"""Before the first step all ranks compare what they are about to do, and the error names the rank that differs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Parts = Callable[[], Mapping[str, str]]
 
 
 def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] = MappingProxyType({})) -> None:
-    """Compares `facts` (plan digest, versions, group table) over all ranks; a collective on `control`.
+    """Compares `facts` (plan digest, versions, group table) over all ranks; a blocking collective on `control`.
 
-    parts: what a fact is made of, by its name: gathered only where ranks differ, to name the part.
-    Raises RunError `ranks-disagree` on every rank alike, with the fact, the ranks that differ from the most, and both
-    values.
+    parts: by name of a fact, the pieces that make it up: gathered only if ranks differ, to name the piece. Raises
+    RunError `ranks-disagree` on every rank alike, with the fact, the ranks in the minority, and both values.
     """
     everyone = gather_objects(dict(facts), control, what="the facts that ranks agree on")
     for name in facts:
@@ -47,7 +46,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The parts that differ, the first of them with both values."""
+    """Returns in words which parts differ, the first of them with both values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     said = [
         f"`{name}` is {one.get(name, 'left out')}, not {other.get(name, 'left out')}" for name in names[:MOST_PARTS]

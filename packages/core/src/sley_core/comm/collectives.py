@@ -24,7 +24,7 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 
 
 class Pending:
-    """A collective under way. `wait` returns when the result is there (on CUDA: when this stream will see it)."""
+    """A collective in flight. `wait` returns when the result is there (on CUDA: ordered before later work on this stream)."""
 
     __slots__ = ("_group", "_operation", "_what", "_work")
 
@@ -35,14 +35,17 @@ class Pending:
         self._what = what
 
     def wait(self) -> None:
-        """Raises RunError `collective-failed`, naming operation, group and tensor, when time ran out or a peer died."""
+        """Waits for the result; a second call does nothing.
+
+        Raises RunError `collective-failed`, naming operation, group and tensor, after a timeout or if a peer died.
+        """
         if self._work is None:
             return
         guarded(self._work.wait, self._operation, self._group, self._what)
         self._work = None
 
     def is_done(self) -> bool:
-        """Whether `wait` would not block; asks without waiting."""
+        """Returns whether `wait` would return at once; never blocks."""
         return self._work is None or bool(self._work.is_completed())
 
 
@@ -110,7 +113,7 @@ def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: st
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
-    """Every rank's `value` (small, as JSON has it), in the order of the group's ranks; blocks. For `control` only."""
+    """Returns every rank's `value` (small, JSON), in the order of the group's ranks. Blocks. For the group `control` only."""
     if group.size == 1:
         return [value]
     found: list[Any] = guarded(lambda: gather_values(value, group.lane()), "all-gather of objects", group, what)

@@ -1,7 +1,7 @@
-"""Compares numbers of ranks by one sum over all of them, and what they have exchanged where no mark rides along.
+"""Compares numbers of all ranks by one sum, among them what each rank has exchanged by backends that carry no mark.
 
-In each group one rank adds size - 1 times a hash of its number, the others subtract theirs: a sum that costs the same for any
-number of groups, and is 0 where all agree.
+In each group one rank adds size - 1 times a hash of its number, the others subtract theirs: a sum that costs the same
+for any number of groups, and is 0 if all agree.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ _NOTHING = ((), 0, 0, "")
 
 
 def difference(group: Group, number: int) -> int:
-    """This rank's part of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
+    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
 
-    A whole number below 2^32 x the group's size; float64 sums are exact below 2^53. Ranks that differ make it 0 once in 2^32.
-    A hash of the group too: what differs in one group is not made up for in another, as something linear could be.
+    An integer below 2^32 x the group's size; float64 sums are exact below 2^53. Ranks that differ give 0 once in 2^32.
+    The group is in the hash too, so that differences in two groups do not cancel, as they could with a linear function.
     """
     told = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4)
     return int.from_bytes(told.digest(), "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
 
 
 def exchanges_of(groups: Iterable[Group]) -> Exchanges:
-    """This rank's exchanges since the logs of `groups` were cleared."""
+    """Returns this rank's exchanges since the logs of `groups` were cleared."""
     # A label lists the group's ranks, so it is written only where there is something to say: this is asked in every step.
     return {str(group): exchanged for group in groups if (exchanged := group.log.exchanged(group.ranks)) is not None}
 
 
 def exchanges_differ(groups: Iterable[Group]) -> int:
-    """This rank's part of a sum over all ranks that is 0 if those of each group have exchanged the same."""
+    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group have exchanged the same."""
     noted = ((group, group.log.exchanged(group.ranks)) for group in groups)
     return sum(difference(group, exchanged.number) for group, exchanged in noted if exchanged is not None)
 
 
 def differing(when: str, own: Exchanges, control: Group) -> RunError:
-    """The error `ranks-differ`, the same on all ranks, which all call it. own: this rank's exchanges."""
+    """Returns the error `ranks-differ`, the same on all ranks; a blocking collective on `control`. own: this rank's
+    exchanges.
+    """
     views = gather_objects(own, control, what="what ranks have exchanged")
     groups: dict[str, Sequence[int]] = {label: one[0] for view in views for label, one in view.items()}
     for label, ranks in groups.items():

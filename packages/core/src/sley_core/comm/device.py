@@ -37,9 +37,10 @@ class Device:
 
     @classmethod
     def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> Device:
-        """`name`: cpu, cuda, or auto, which is CUDA where every one of the `local_size` ranks here has a device.
+        """Returns this rank's device, and makes it torch's current one. name: cpu, cuda, or auto: CUDA if each of the
+        `local_size` ranks of this machine has a device of its own.
 
-        With cuda, more ranks than devices share them. Raises RunError `no-device` where there is no CUDA device.
+        With cuda, more ranks than devices share them. Raises RunError `no-device` if there is no CUDA device.
         """
         count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "auto":
@@ -86,7 +87,9 @@ class Device:
 
     @contextmanager
     def random_state_kept(self) -> Iterator[None]:
-        """After the block the generators that `seed` seeds are as before: a program's own draws go on unchanged."""
+        """Returns a context manager that restores the generators that `seed` seeds, so a program's own draws go on
+        unchanged.
+        """
         generators = [torch.default_generator]
         if self.type == "cuda":
             generators.append(torch.cuda.default_generators[self.torch_device.index])
@@ -98,7 +101,7 @@ class Device:
                 generator.set_state(state)
 
     def moment(self) -> Moment:
-        """Now, in the order of what the device was given to do; on CUDA it costs the host no wait."""
+        """Returns the present point in the device's work queue; on CUDA it records an event and does not wait."""
         if not self.is_async:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
@@ -106,12 +109,12 @@ class Device:
         return event
 
     def wait_until(self, moment: Moment) -> None:
-        """Returns when the device has come to `moment`."""
+        """Waits until the device has reached `moment`."""
         if isinstance(moment, torch.cuda.Event):
             moment.synchronize()
 
     def seconds_between(self, first: Moment, last: Moment) -> float:
-        """Waits until the device has come to `last`, which is not before `first`."""
+        """Returns the seconds from `first` to `last`, which is not earlier. Waits until the device has reached `last`."""
         if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
             self.wait_until(last)
             return float(first.elapsed_time(last)) / 1e3
@@ -120,7 +123,7 @@ class Device:
         return last - first
 
     def move(self, tensor: Tensor) -> Tensor:
-        """`tensor` on this device, without waiting for the copy: host memory is pinned on the way to CUDA."""
+        """Returns `tensor` on this device. Does not wait for the copy: host memory is pinned on the way to CUDA."""
         if tensor.device == self.torch_device:
             return tensor
         if self.is_async and tensor.device.type == "cpu":

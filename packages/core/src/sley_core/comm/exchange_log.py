@@ -37,13 +37,13 @@ class ExchangeLog:
         self._last = mark.what
 
     def clear(self) -> None:
-        """Forgets all of it: a step or an evaluation begins."""
+        """Discards all notes, when a step or an evaluation begins."""
         self._lanes.clear()
         self._count = 0
         self._last = ""
 
     def exchanged(self, ranks: tuple[int, ...]) -> Exchanged | None:
-        """All that was noted of the group of `ranks`; None if that is nothing."""
+        """Returns a summary of everything noted; None if there was nothing. ranks: the group's, copied into it."""
         if not self._count:
             return None
         number = 0

@@ -1,6 +1,6 @@
 """Communicators, made from the topology's table: all ranks walk it in one order and join the lines that name them.
 
-Nothing runs on the default group after start-up, and nobody else calls `new_group`.
+Nothing runs on the default group after start-up, and `new_group` is called only here.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Groups(Mapping[str, Group]):
         return len(self._groups)
 
     def close(self) -> None:
-        """Lets go of every communicator, so that their threads end now and not while the interpreter ends.
+        """Drops every communicator, so that their threads end now and not while the interpreter ends.
 
         A thread of gloo frees a tensor some time after its result was there. Doing so in an interpreter that is ending
-        would abort the process (exit status -6), in one of five runs that had succeeded.
+        aborts the process (exit status -6); it did so in one of five runs that had succeeded.
         """
         for group in self._groups.values():
             group.lanes.clear()
@@ -81,18 +81,20 @@ def make_groups(
     device: torch.device = _HOST,
     attaches: bool = False,
 ) -> Groups:
-    """Joins every line of the table that names `rank`; every rank of the world calls this once, with equal tables.
+    """Makes and joins every group of the table that names `rank`; every rank of the world calls this once, with equal
+    tables.
 
     Lines that do not name it are walked too, at 12 us each: torch names a group by how many there were before it. Named
-    by the members alone (`use_local_synchronization`) it still counts, and waits for ever where one member has joined
-    more groups than another, as with ties of stages (1, 2) and (2, 3).
+    by the members alone (`use_local_synchronization`) it still counts, and waits forever if one member has joined more
+    groups than another, as with ties of stages (1, 2) and (2, 3).
 
-    device: where the tensors lie that the transports carry. attaches: whether ranks may read each other's memory (cross-memory
-    attach), where they can: those that share weights, and those that sum gradients. Only on the host, by gloo.
-    extra: a rank that is in none of the lines of a plugin's axis has a group of its own there.
-    backend: of the device's lines; lines marked `gloo` keep it. Two lines with the same members and lane share one
-    communicator: what runs on them is issued in one order by all members anyway.
-    Raises RunError `group-failed` where a member does not come within `timeout`.
+    device: of the tensors that the transports carry. attaches: whether ranks may use cross-memory attach: those that
+    share weights, and those that sum gradients; only on the host, with gloo. extra: plugins' groups; a rank that is in
+    none of the lines of such an axis has a group of one there. backend: of the device's lines; lines marked `gloo` keep
+    it. Two lines with the same members and lane share one communicator: all members issue what runs on them in one
+    order anyway.
+
+    Raises RunError `group-failed` if a member does not come within `timeout`.
     """
     lanes: dict[str, dict[str, dist.ProcessGroup]] = {}
     members: dict[str, tuple[int, ...]] = {}
@@ -125,7 +127,7 @@ def make_groups(
 
 
 def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.device) -> Group:
-    """Returns the group of `members`, which exchange by messages."""
+    """Returns the group of `members`, with transports that exchange messages."""
     log = ExchangeLog()
     transports = message_transports(members, lanes, log, device)
     return Group(members.axis, members.ranks, members.rank, lanes, transports, log)
@@ -137,7 +139,9 @@ def _attaching(topology: Topology) -> tuple[str, ...]:
 
 
 def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group, or None on a rank outside of it."""
+    """Returns the new communicator, or None on a rank outside of it. All ranks of the world call it. RunError
+    `group-failed`.
+    """
     try:
         group = dist.new_group(
             list(entry.ranks),

@@ -1,8 +1,8 @@
-"""What an exchange is and how long: every rank says it, and compares what the others say before it takes a byte.
+"""A mark says what an exchange is and how long it is. Ranks compare marks before they take any data.
 
-Two exchanges that are not the same have other marks: another operation, other words, other names, sizes or dtypes of what is
-exchanged, another order of it. By cross-memory attach the mark lies beside the addresses; on sockets it goes ahead in a message
-of `HEADER_BYTES`, and into the tags of those that follow, so that no message is ever taken for one of another length.
+Two different exchanges have different marks: by operation, words, names, sizes or dtypes of the tensors, or their
+order. With cross-memory attach the mark lies beside the addresses. On sockets it is sent ahead in a message of
+`HEADER_BYTES`, and is in the tags of the messages that follow, so that none is taken for one of another length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HINT = (
 
 
 class Mark(NamedTuple):
-    """What an exchange is. what: in words. number: by which ranks see that it is the same, 31 bits. num_bytes: how long."""
+    """Identifies an exchange. what: in words. number: 31-bit checksum that ranks compare. num_bytes: its length."""
 
     what: str
     number: int
@@ -45,18 +45,18 @@ class Mark(NamedTuple):
 
     @property
     def words(self) -> bytes:
-        """For the others' errors: what it is, and how long."""
+        """Encoded words and length, for the peers' error messages."""
         return _words(self.what, self.num_bytes)
 
     def header(self) -> Tensor:
-        """uint8 [HEADER_BYTES], as `of_header` reads it."""
+        """Returns the mark as a message, uint8 [HEADER_BYTES]; `of_header` reads it."""
         return torch.frombuffer(bytearray(_FORMAT.pack(self.number, self.num_bytes, self.words)), dtype=torch.uint8)
 
 
 def mark_of(operation: str, what: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
-    """The mark of `operation` on `tensors`, which all ranks give with the same sizes and dtypes, in this order.
+    """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in this order.
 
-    what: the words for it, the same on all ranks. contents: a checksum of what the words leave open (`checksum`).
+    what: words for it, the same on all ranks. contents: a checksum of what the words do not cover (`checksum`).
     """
     sizes = array("q", (contents,))
     num_bytes = 0
@@ -68,13 +68,13 @@ def mark_of(operation: str, what: str, tensors: Iterable[Tensor], contents: int 
 
 
 def of_header(header: Tensor) -> Mark:
-    """The mark that a peer sent, with its words for it."""
+    """Returns the mark in a peer's header."""
     number, num_bytes, words = _FORMAT.unpack(bytes(header.tolist()))
     return Mark(words.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
 
 
 def checksum(names: Iterable[str]) -> int:
-    """A number for `names` in their order, the same in every process."""
+    """Returns a checksum of `names` in their order, the same in every process."""
     found = 0
     for name in names:
         found = zlib.crc32(name.encode(), zlib.crc32(b"\0", found))
@@ -82,7 +82,7 @@ def checksum(names: Iterable[str]) -> int:
 
 
 def differs(own: Mark, rank: int, theirs: str, peer: int) -> RunError:
-    """The error of rank `rank`, which exchanges `own` where rank `peer` says that it exchanges `theirs`."""
+    """Returns the RunError `ranks-differ` of rank `rank`, which exchanges `own` while rank `peer` exchanges `theirs`."""
     here = own.words.decode()
     return RunError(
         "ranks-differ",

@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value`, in the order of the group's ranks; blocks. The default group, where none is given.
+    """Returns every rank's `value`, in the order of the group's ranks. Blocks. Uses the default group if none is given.
 
-    value: what JSON has a form for; tuples come back as lists, and of mappings the keys as strings.
+    value: JSON; tuples come back as lists, and keys of mappings as strings.
     """
     mine = _encoded(value, group)
     size = dist.get_world_size(group)
@@ -30,7 +30,9 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
 
 
 def value_of_first(value: Any) -> Any:
-    """The value of rank 0 on all ranks of the default group; blocks. value: as in `gather_values`, read on rank 0 alone."""
+    """Returns the value of rank 0 on all ranks of the default group. Blocks. value: as in `gather_values`, read on rank
+    0 alone.
+    """
     mine = _encoded(value, None)
     length = torch.tensor([mine.numel()], device=mine.device)
     # All ranks of the default group: how long the text is, then the text.

@@ -45,15 +45,17 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def alone(cls, device: str = "auto") -> World:
-        """The world of one process."""
+        """Returns the world of one process."""
         return cls(0, 1, Device.pick(device))
 
     @classmethod
     def join(cls, device: str = "auto", *, timeout_s: float = 600.0, environ: Mapping[str, str] | None = None) -> World:
-        """The world that the launcher's environment describes; `alone` where there is none.
+        """Joins the world that the launcher's environment describes, and returns it; `alone` if there is no launcher.
+        Blocks until all ranks have joined.
 
-        A default group that exists is used and left open. timeout_s: of start-up and of every collective.
-        Raises RunError `rendezvous-failed` when the others do not come, or the environment does not say who is who.
+        A default group that exists already is used and left open. timeout_s: of start-up and of every collective on the
+        default group. Raises RunError `rendezvous-failed` when peers do not come, or the environment does not define
+        rank and size.
         """
         environ = os.environ if environ is None else environ
         local_rank = _whole(environ, "LOCAL_RANK", "0")
@@ -90,7 +92,7 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def fake(cls, rank: int, size: int) -> World:
-        """Rank `rank` of a world of `size` that exists only here: meta device, torch's fake backend."""
+        """Returns rank `rank` of a world of `size` that exists only here: meta device, torch's fake backend."""
         dist.init_process_group("fake", rank=rank, world_size=size)
         return cls(rank, size, Device(torch.device("meta")), owns_default_group=True)
 
@@ -99,11 +101,11 @@ class World(AbstractContextManager["World"]):
         return not self.device.is_real
 
     def from_first(self, make: Callable[[], T], what: str) -> T:
-        """What `make` returns on the first rank, given to all: for start-up, over the default group, before there are others.
+        """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over
+        the default group.
 
-        what: the words for what `make` does, which returns what JSON has a form for.
-
-        Raises on the first rank what `make` raises, RunError `start-failed` on others.
+        make: returns a JSON value. what: words for what it does, for errors. Raises what `make` raises on the first
+        rank, RunError `start-failed` on the others.
         """
         if self.size == 1:
             return make()
@@ -131,9 +133,9 @@ class World(AbstractContextManager["World"]):
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, attaches: bool = False
     ) -> Groups:
-        """This rank's communicators, those of `extra` after the topology's; a collective over the world.
+        """Makes this rank's communicators, those of `extra` after the topology's; a collective over the world.
 
-        attaches: whether ranks on the CPUs of one host may read each other's memory.
+        attaches: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
         assert topology.world == self.size, f"a topology of {topology.world} ranks in a world of {self.size}"
         groups = make_groups(
@@ -149,7 +151,9 @@ class World(AbstractContextManager["World"]):
         return groups
 
     def close(self) -> None:
-        """Leaves the default group and every group made from it, and waits for their threads to end."""
+        """Destroys the default group (if this object made it) and all groups made from it, and waits for their threads
+        to end.
+        """
         for groups in self.made:
             groups.close()
         self.made.clear()
@@ -170,7 +174,9 @@ class World(AbstractContextManager["World"]):
 
 
 def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """The number that a launcher puts into its environment under `name`."""
+    """Returns the integer that a launcher puts into its environment under `name`; RunError `rendezvous-failed` if it is
+    none.
+    """
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
         raise RunError(

@@ -31,9 +31,10 @@ class Keep:
 
 
 class Recompute:
-    """The layers named in `names` keep their inputs and run again, once, when their backward needs them.
+    """The layers named in `names` keep only their inputs and run again, once, when their backward needs them.
 
-    Raises RunError `recompute-in-place` for one whose inputs are written on: run again it would begin with what was written.
+    Raises RunError `recompute-in-place` if the inputs of one are written in place: the second run would start from
+    other values.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -54,6 +55,7 @@ class Recompute:
 
 
 def _check_unchanged(name: str, before: list[int], args: tuple[Any, ...], fields: Mapping[str, Any]) -> None:
+    """Raises RunError `recompute-in-place` if any input's version counter differs from `before`."""
     if _versions(args, fields) != before:
         raise RunError(
             "recompute-in-place",
@@ -67,6 +69,7 @@ def _versions(args: tuple[Any, ...], fields: Mapping[str, Any]) -> list[int]:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yields the tensors in `values`, nested containers and dataclasses included."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

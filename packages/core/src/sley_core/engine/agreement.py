@@ -71,10 +71,11 @@ class Agreement:
         self._pending: Pending | None = None
 
     def begin(self, what: str, batch: StepBatch | None = None) -> Agreement:
-        """Starts to compare; every rank calls it, and `check` after it. what: the words for what all ranks begin now.
+        """Starts to compare, by one all-reduce over all ranks on the host; every rank calls it, and `check` after it.
+        what: words for what all ranks begin now.
 
-        batch: what it takes of samples. Its weights are summed as well: all samples of the global batch lie on the ranks of one
-        stage, and where the model does not end they weigh nothing.
+        batch: the samples of it. Its weights are summed as well: all samples of the global batch lie on the ranks of
+        one stage; on ranks without the loss they weigh 0.
         """
         self.weight = batch.weight if batch else 0.0
         if self._everyone.size == 1:
@@ -95,7 +96,9 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Raises RunError `ranks-differ` on all ranks alike, naming what differs and where."""
+        """Waits for the sum, and sets `weight`. Raises RunError `ranks-differ` on all ranks alike, naming what differs
+        and where.
+        """
         if self._pending is None:
             return
         self._pending.wait()
@@ -109,11 +112,11 @@ class Agreement:
 
     @property
     def may_wait(self) -> bool:
-        """Whether `check` may come after the first action: that waits for no other rank, on any."""
+        """Whether `check` may be deferred until after the first action: if that action waits for no other rank, on any rank."""
         return all(self.groups[axis].size == 1 for axis in ("model", "sp"))
 
     def _entries(self) -> dict[str, View]:
-        """Which entries are trained, in which order they lie, by the group whose ranks must agree; once per layout."""
+        """Returns which entries are trained, in layout order, by the axis whose ranks must agree; computed once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(entry.name for entry in self.store.entries)
@@ -129,6 +132,7 @@ class Agreement:
         return self._trained
 
     def _samples(self, batch: StepBatch) -> dict[str, View]:
+        """Returns shapes and checksums of the batch, for the axes whose ranks must have the same samples."""
         axes = [axis for axis in ("pp", "sp") if self.groups[axis].size > 1]
         if not axes:
             return {}
@@ -140,7 +144,7 @@ class Agreement:
         return dict.fromkeys(axes, (seen, number))
 
     def _differing(self) -> RunError:
-        """The error; a collective, on `control`, to which all ranks come: they have seen the same sum."""
+        """Returns the error; a blocking collective on `control`. All ranks call it, since all have seen the same sum."""
         views = _hashable(gather_objects(self._views(), self._everyone, what="what ranks do differently"))
         for fact, differ in enumerate(self._sum[:_WEIGHT].tolist()):
             if not differ:

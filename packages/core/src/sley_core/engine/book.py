@@ -1,7 +1,7 @@
-"""Every parameter once: its name, its shape, who holds it, who must still sum its gradient.
+"""Every parameter once: its name, its shape, the modules that hold it, the group over which its gradient is reduced.
 
-Norm, clip, counts, checkpoints, offload and reports walk the book, never `module.parameters()`: a tied weight counts once,
-names do not depend on the layout, and nothing is hung on tensors.
+Norm, clip, counts, checkpoints, offload and reports walk the book, never `module.parameters()`: a tied weight counts
+once, names do not depend on the layout, and tensors carry no extra attributes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NORM_CLASSES = (
 
 @dataclass(frozen=True)
 class Holder:
-    """A place that holds a parameter: attribute `attribute` of `module`, which stands in model chunk `chunk`."""
+    """A place that holds a parameter: attribute `attribute` of `module`, which belongs to model chunk `chunk`."""
 
     module: nn.Module
     attribute: str
@@ -44,12 +44,14 @@ class Holder:
 class Entry:
     """One logical parameter.
 
-    name: the name under which the model's first layer that holds it knows it, e.g. `blocks.0.attention.q.weight`, also
-        where that layer belongs to another stage. shape: of the whole parameter, in every layout.
-    aliases: its other names on this rank (ties). stages: those that hold it; more than one is a tie across stages.
+    name: its name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer
+    belongs to another stage. shape: of the full parameter, in every layout. aliases: its other names on this rank
+    (ties). stages: those that hold it; more than one is a tie across stages.
+
     decays: whether weight decay applies (matrices do; norms, biases and other vectors do not).
+
     reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: which part of it this rank
-        holds; None where it holds all.
+    holds; None if it holds all.
     """
 
     name: str
@@ -64,9 +66,10 @@ class Entry:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The live parameter, a shard where it is sharded: looked up, since materialising and moving replace the object.
+        """The live parameter, or its shard if it is sharded. Looked up each time, since materialising and moving
+        replace the object.
 
-        Raises RunError "weight-replaced" where its module has none any more: a program computes it, or took it away.
+        Raises RunError "weight-replaced" if its module has none any more: a program computes it, or removed it.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
@@ -81,25 +84,29 @@ class Entry:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...]]:
-        """What shares a buffer: entries that reduce together and, if they are tied across stages, are tied alike."""
+        """Key of the buffer that the entry may share: entries with the same reduce group and, if tied across stages,
+        the same stages.
+        """
         return self.reduce_group, self.stages if len(self.stages) > 1 else ()
 
     @property
     def tie_group(self) -> str | None:
-        """The axis of the group over which a tie's gradients are summed; None where one stage holds it."""
+        """Axis of the group over which a tie's gradients are summed; None if only one stage holds it."""
         return tie_axis(self.stages) if len(self.stages) > 1 else None
 
     @property
     def chunks(self) -> frozenset[int]:
+        """This rank's model chunks that hold the parameter; several for a tie within the stage."""
         return frozenset(holder.chunk for holder in self.holders)
 
     @property
     def numel(self) -> int:
-        """Of what this rank holds, a shard's padding included."""
+        """Number of elements on this rank, a shard's padding included."""
         return self.parameter.numel()
 
     @property
     def trainable(self) -> bool:
+        """Whether `requires_grad` is set now; programs may freeze parameters between steps."""
         return self.parameter.requires_grad
 
     def __repr__(self) -> str:
@@ -109,8 +116,8 @@ class Entry:
 class ParameterBook:
     """The entries of this rank's layers, in the order in which the model names them.
 
-    chunks: this rank's layers, per model chunk. stages: all layers of the model, on meta; left out, this rank has all of
-    them. shards: which parameters are cut, and how.
+    chunks: this rank's layers, per model chunk. stages: all layers of the model, on meta; if left out, this rank has
+    all of them. shards: which parameters are sharded, and how.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class ParameterBook:
         self._by_name = {name: entry for entry in self.entries for name in (entry.name, *entry.aliases)}
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
-        """Raises RunError "weight-unknown" if `layers` hold a parameter that has no entry: nobody would train it."""
+        """Raises RunError "weight-unknown" if `layers` hold a parameter without an entry, which nothing would train."""
         known = {id(entry.parameter) for entry in self}  # or raises what says that it is no parameter any more
         known |= {id(getattr(holder.module, holder.attribute)) for entry in self for holder in entry.holders}
         for layer in layers:
@@ -161,7 +168,7 @@ class ParameterBook:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> Entry:
-        """The entry of any of a parameter's names."""
+        """Returns the entry with this name; a tied parameter has several."""
         return self._by_name[name]
 
     @property
@@ -179,22 +186,23 @@ class ParameterBook:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` normalises: one of torch's classes, or named so (`LlamaRMSNorm`, `MyLayerNorm`)."""
+    """Returns whether `module` normalises: one of torch's classes, or named so (`LlamaRMSNorm`, `MyLayerNorm`)."""
     return isinstance(module, NORM_CLASSES) or type(module).__name__.lower().endswith("norm")
 
 
 def tie_axis(stages: Sequence[int]) -> str:
-    """The name of the groups that join the holders of a tie: `tie[0,3]`."""
+    """Returns the axis name of the groups that join the stages of a tie: `tie[0,3]`."""
     return f"tie[{','.join(str(stage) for stage in stages)}]"
 
 
 def ties(stages: Stages) -> list[tuple[int, ...]]:
-    """The sets of stages that share a parameter, each once, in ascending order."""
+    """Returns the sets of stages that share a parameter, each once, in ascending order."""
     _, holders = _across(stages)
     return sorted({tuple(sorted(found)) for found in holders.values() if len(found) > 1})
 
 
 def _gone(name: str, holder: Holder, found: object) -> RunError:
+    """Returns the RunError for a parameter that is gone, or was replaced by something else, after the run was made."""
     what = "is gone" if found is None else f"became a {type(found).__name__}, which is no parameter"
     return RunError(
         "weight-replaced",
@@ -205,9 +213,9 @@ def _gone(name: str, holder: Holder, found: object) -> RunError:
 
 
 def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]]]:
-    """By id of a parameter: what holds where it comes first in the model, and the stages that hold it.
+    """Returns, by id of a parameter, its (name, decays) at its first place in the model, and the stages that hold it.
 
-    The former is its name and whether it decays there: the same on every stage, so that copies of a tie stay alike.
+    Name and decay are computed from the whole model, the same on every stage, so that copies of a tie stay equal.
     """
     firsts: dict[int, tuple[str, bool]] = {}
     holders: dict[int, set[int]] = {}
@@ -222,6 +230,7 @@ def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[
 
 
 def _held(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:
+    """Yields each parameter's full name and holder, once per place that holds it."""
     for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             del parameter

@@ -1,8 +1,8 @@
-"""What crosses from one layer's stage to the next: tensors in containers, described so that both ends agree.
+"""What crosses from one stage to the next: tensors in containers, with a description on which both ends agree.
 
-A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. Containers are tuples, lists
-and dicts, and types that `containers` takes apart. A tensor that stands in two places is one on the other side, whether it does
-so always or as the data say: a leaf for each place, and a mark on the later ones.
+A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. Containers are tuples,
+lists and dicts, and types that `containers` supports. A tensor that stands in two places is still one tensor on the
+other side, even if that varies with the data: there is a leaf for each place, and a mark on the later ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _FIRST = 4
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor: its dtype and shape, and what may be another from one micro-batch to the next.
+    """One tensor: its dtype and shape, and flags that may vary between micro-batches.
 
-    has_gradient: whether a gradient comes back for it. same_as: the number of an earlier leaf, of which this is the very
-    tensor; a gradient comes back for that one. overlaps: it arrives as a copy, but shared memory with another leaf.
+    has_gradient: whether a gradient comes back for it. same_as: the number of an earlier leaf that is the same tensor;
+    a gradient comes back for that one. overlaps: it arrives as a copy, but shared memory with another leaf.
     """
 
     dtype: torch.dtype
@@ -49,12 +49,12 @@ class Leaf:
 
     @property
     def flags(self) -> int:
-        """What varies, as one number below 2^32."""
+        """The varying flags as one number below 2^32."""
         first = 0 if self.same_as is None else self.same_as + 1
         return _FIRST * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def flagged(self, flags: int) -> Leaf:
-        """This leaf with what `flags` say."""
+        """Returns this leaf with the flags encoded in `flags`."""
         first = flags // _FIRST
         return replace(
             self,
@@ -74,25 +74,25 @@ FLAG_BYTES = 4
 
 @dataclass(frozen=True)
 class Description:
-    """The leaves in order, and how they hang together."""
+    """The leaves in order, and the structure of the containers around them."""
 
     leaves: tuple[Leaf, ...]
     structure: Structure
 
     @property
     def flags(self) -> bytes:
-        """What varies of each leaf, FLAG_BYTES of them each."""
+        """Flags of all leaves, FLAG_BYTES each, little-endian."""
         return struct.pack(f"<{len(self.leaves)}I", *(leaf.flags for leaf in self.leaves))
 
     def fits(self, other: Description) -> bool:
-        """Whether it is `other` but for the flags."""
+        """Returns whether both have the same structure, shapes and dtypes; flags are ignored."""
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
         pairs = zip(self.leaves, other.leaves, strict=True)
         return all(one.dtype == two.dtype and one.shape == two.shape for one, two in pairs)
 
     def flagged(self, flags: bytes) -> Description:
-        """This description with other flags."""
+        """Returns this description with the flags encoded in `flags`."""
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
@@ -103,18 +103,18 @@ class Description:
 
 
 def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
-    """The tensors of `value` in order, and its structure. layer: whose output it is, for the error.
+    """Returns the tensors of `value` in order, and its structure. layer: whose output it is, for the error.
 
-    Raises RunError `boundary-type` for anything else in it.
+    Raises RunError `boundary-type` if it holds anything else than tensors, None and supported containers.
     """
     leaves: list[Tensor] = []
     return leaves, _structure(value, leaves, layer)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """The value that `flatten` took apart, with `leaves` in the places of its tensors.
+    """Returns the value that `flatten` took apart, with `leaves` as its tensors.
 
-    Raises RunError `boundary-type` for a type that no module imported here has.
+    Raises RunError `boundary-type` for a type that no module imported in this process has.
     """
     if structure is None:
         return None
@@ -135,7 +135,10 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
 
 
 def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Description:
-    """The description of an output that is about to be copied: of each leaf, whether another one reaches into its memory."""
+    """Returns `description` with `overlaps` set on each leaf whose memory range another tensor of `tensors` touches.
+
+    For an output that is about to be copied: on the other side its tensors no longer share memory.
+    """
     spans = {at: _span(tensors[at]) for at, leaf in enumerate(description.leaves) if leaf.same_as is None}
     if len(spans) < 2:
         return description
@@ -153,7 +156,7 @@ def with_overlaps(description: Description, tensors: Sequence[Tensor]) -> Descri
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first address of its elements, and the one behind the last."""
+    """Returns the first address of the tensor's elements, and the address behind the last."""
     if not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -161,14 +164,15 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def gradients_of(description: Description) -> Description:
-    """What comes back for a boundary's tensors: one gradient for each that has one, in order."""
+    """Returns the description of the gradients that come back: one for each leaf that has one, in order."""
     return Description(tuple(leaf for leaf in description.leaves if leaf.has_gradient), None)
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
-    """Puts the tensors of `part` into `leaves`.
+    """Returns the structure of `part`, and appends its tensors to `leaves`.
 
-    No function within `flatten`: one that calls itself is a cycle, which would keep the tensors until the next collection.
+    Not a closure within `flatten`: a recursive closure is a reference cycle, which would keep the tensors alive until
+    the next garbage collection.
     """
     if part is None:
         return None

@@ -51,7 +51,9 @@ class LayerCaller:
         self._layer_seeds: dict[str, int] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """`layer(*args, **fields)`. args: the previous layer's output, or nothing for the first layer."""
+        """Returns `layer(*args, **fields)`, called under the activation policy. args: the previous layer's output, or
+        () for the first layer.
+        """
         if micro.phase is Phase.EVALUATE or self._keeps_all:
             return self._run(layer, args, fields, micro)
         runs = 0
@@ -66,6 +68,9 @@ class LayerCaller:
         return self.policy.call(layer.name, run, args, fields)
 
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+        """Waits for the layer's weights, seeds the generators, and calls it; recomputation comes here again with the
+        same seed.
+        """
         self.waits.wait_for(layer.name)
         self.device.seed(self._of_micro(micro) ^ self._of_layer(layer.name))
         try:

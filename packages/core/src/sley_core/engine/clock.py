@@ -26,20 +26,20 @@ class ActionClock:
         self._zero = self._started = device.moment()
 
     def begin(self) -> None:
-        """From here on seconds are counted; the device has nothing to do."""
+        """Sets time zero; the device must be idle."""
         self.zero_s = time.perf_counter()
         self._zero = self._device.moment()
 
     def start(self) -> None:
-        """The next action has what it takes."""
+        """Notes that the next action's inputs have arrived."""
         self._started = self._device.moment()
 
     def stop(self, action: Action) -> None:
-        """It has computed all that it makes."""
+        """Notes that `action` is over; on CUDA it does not wait."""
         self._noted.append((action, self._started, self._device.moment()))
 
     def spans(self, stage: int) -> list[TimedAction]:
-        """What was noted, in order; waits until the device has done it."""
+        """Returns the noted actions in order; waits until the device has done them."""
         seconds = self._device.seconds_between
         return [
             TimedAction(stage, action, seconds(self._zero, start), seconds(self._zero, stop))

@@ -25,7 +25,7 @@ def name_of(kind: type) -> str | None:
 
 
 def find(name: str) -> Any:
-    """The class of that name; None where there is none in the modules imported here."""
+    """Returns the class of that name; None if no module imported here has it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for attribute in path.split("."):
@@ -50,7 +50,9 @@ def take_apart(value: Any) -> tuple[Context, list[Any]] | None:
 
 
 def put_together(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
-    """A `kind` of `parts`. No initialiser of a dataclass or named tuple runs: it ran where the value was made."""
+    """Returns a `kind` made of `parts`. Does not run initialisers of dataclasses or named tuples: they ran where the
+    value was made.
+    """
     if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
         return kind(parts)
     if issubclass(kind, tuple):

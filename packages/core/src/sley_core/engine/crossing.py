@@ -1,9 +1,9 @@
-"""How values get into a chunk and out of it: over the stage link, from hand to hand within a stage, or not at all.
+"""How values get into a chunk and out of it: over the stage link, directly within a stage, or not at all.
 
-    previous chunk ──give──> [ link | this rank's hands ] ──bring──> this chunk
+    previous chunk ──give──> [ link | this rank's memory ] ──bring──> this chunk
 
-Outputs travel in the flow `forward`, gradients on `backward`. What is brought over the link may lie in the link's memory, which
-the link uses again when nobody has it any more.
+Outputs travel in the flow `forward`, gradients in `backward`. Received tensors may lie in the link's memory, which the
+link reuses once nothing refers to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Spot = tuple[Flow, int, int]
 
 
 class Crossing:
-    """The boundaries of one stage's chunks. link: None where there is no other stage."""
+    """The boundaries of one stage's chunks. link: None if there is only one stage."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement
@@ -38,7 +38,9 @@ class Crossing:
         self._handed: dict[Spot, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """A new walk through a list. keys: per micro-batch, what its boundaries' shapes depend on."""
+        """Starts a new list; discards the values of one that failed. keys: per micro-batch, everything its boundaries'
+        shapes depend on.
+        """
         if self._outgoing or self._handed:
             self.abort("the step before did not end")
         self._keys = keys
@@ -46,7 +48,7 @@ class Crossing:
             self.link.begin(keys, self._neighbours)
 
     def transfer(self, step: Transfer) -> None:
-        """Posts or sends."""
+        """Posts the receive, or sends the output, that `step` names. Does not block."""
         assert self.link is not None, f"{step} without a link"
         if step.op == "post":
             self.link.post(step, self._keys[step.micro])
@@ -55,7 +57,9 @@ class Crossing:
             self.link.send(step, description, tensors, self._keys[step.micro])
 
     def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """What comes into `chunk`: the previous chunk's output, or the gradients of its own."""
+        """Returns what enters `chunk`: the previous chunk's output, or the gradients of its own output. Waits if it
+        comes over the link.
+        """
         spot = (flow, chunk, micro)
         if spot in self._handed:
             return self._handed.pop(spot)
@@ -63,7 +67,7 @@ class Crossing:
         return self.link.take(self._post(flow, chunk, micro))
 
     def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """What leaves `chunk`; if the neighbour is on another stage, the list's next word sends it."""
+        """Takes what leaves `chunk`. If the neighbour is on another stage, the list's next entry, a send, sends it."""
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._handed[flow, peer.chunk, micro] = payload
@@ -77,6 +81,7 @@ class Crossing:
             self.link.drain()
 
     def abort(self, why: str) -> None:
+        """Discards all values in flight, after a failure, without waiting for peers."""
         self._outgoing.clear()
         self._handed.clear()
         if self.link is not None:
@@ -87,7 +92,7 @@ class Crossing:
         return Transfer("post", flow, chunk, micro, peer.stage, peer.chunk)
 
     def _peer(self, flow: Flow, chunk: int) -> StageChunk:
-        """Where what comes in on `flow` comes from."""
+        """Returns the chunk from which values of `flow` come into `chunk`."""
         source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"
@@ -95,6 +100,6 @@ class Crossing:
 
 
 def _neighbours(placement: Placement, stage: int) -> tuple[int, ...]:
-    """The other stages that `stage` exchanges anything with."""
+    """Returns the other stages with which `stage` exchanges anything, ascending."""
     peers = [side(stage, chunk) for chunk in range(placement.chunks) for side in (placement.previous, placement.next)]
     return tuple(sorted({peer.stage for peer in peers if peer is not None} - {stage}))

@@ -31,9 +31,9 @@ Sink = Callable[[Tensor, Tensor], None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """`F.linear` whose backward hands the weight's gradient to `sink` instead of to autograd.
+    """`F.linear` whose backward gives the weight's gradient to `sink` instead of to autograd.
 
-    To `sink` goes only what would be added to the weight's `grad`; whoever asks for the gradient itself gets it from autograd.
+    Only if the backward would add it to the weight's `grad`; `autograd.grad` of the weight gets it from autograd.
     """
 
     @staticmethod
@@ -59,8 +59,9 @@ class DirectLinear(torch.autograd.Function):
 
 
 def no_view(result: Tensor) -> Tensor:
-    """`result`, as a function may return it: to a view autograd lets nobody write. Of a linear with a bias it is one where
-    there are more than two dims."""
+    """Returns `result` as a tensor that may be written in place: autograd forbids that on a view returned by a custom
+    function. A linear with a bias returns a view if there are more than two dims.
+    """
     found: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
     return found
 
@@ -74,9 +75,10 @@ class Asked(Enum):
 
 
 def asked_of(ctx: Any, place: int = 1) -> Asked:
-    """Asks the engine, which comes by here in every backward: a forward may take gradients for purposes of its own.
+    """Returns what the running backward wants of a weight's gradient. Asked in every backward: a forward may call
+    `autograd.grad` for purposes of its own.
 
-    place: of the weight, which is a leaf, among the inputs of the function whose backward this is.
+    place: index of the weight, a leaf, among the inputs of the function whose backward this is.
     """
     accumulation = ctx.next_functions[place][0]
     if accumulation is None:
@@ -120,13 +122,14 @@ def accumulate_directly(
     *,
     all_types: bool = False,
 ) -> Callable[[], None]:
-    """Makes every plain `nn.Linear` of `layers` hand its weight gradient to `store`; returns what undoes it.
+    """Makes every plain `nn.Linear` of `layers` add its weight gradient to `store` directly; returns a function that
+    undoes it.
 
-    One of which any parameter is sharded is its communicator's; one whose weight is no parameter (`weight_norm` makes it
-    of others) or whose forward somebody has replaced is autograd's.
+    Left out are linears with a sharded parameter (its communicator handles them), and those whose weight is no
+    parameter (`weight_norm`) or whose forward was replaced (autograd handles them).
 
-    queue: takes the products instead while a D runs. Only where weight and store have one dtype, unless `all_types`: a
-    product of bf16 does not go into fp32 in one call everywhere.
+    queue: takes the products instead while a D runs. Only if weight and store have the same dtype, unless `all_types`:
+    one call cannot accumulate a bf16 product into fp32 everywhere.
     """
     patches = ExitStack()
     queue.on_last = store.passed

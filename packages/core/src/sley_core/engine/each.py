@@ -27,7 +27,7 @@ class Each(GradientHandler):
         self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
 
     def begin_step(self, step: StepState) -> None:
-        # What a failed step began still writes into the slots.
+        # Reductions of a failed step may still be in flight, and write into the slots: wait for them first.
         self.finish_step(step)
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:

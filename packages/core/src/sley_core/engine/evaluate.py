@@ -55,9 +55,9 @@ class Evaluation:
         self.num_micros = num_micros
 
     def __call__(self) -> float:
-        """The mean loss over all held-out samples seen; a collective over all ranks.
+        """Returns the mean loss over the held-out samples. All ranks call it, and it communicates.
 
-        Raises RunError, on all ranks alike, "not-finite" where it is no number and "nothing-counts" where no label counts.
+        Raises RunError, on all ranks alike: "not-finite" if it is not finite, "nothing-counts" if no label counts.
         """
         every = [part for module in self.modules for part in module.modules()]
         training = [part.training for part in every]
@@ -72,6 +72,7 @@ class Evaluation:
                 part.training = was
 
     def _measure(self) -> float:
+        """Runs the batches in evaluation mode, and sums losses, weights and exchange checks over all ranks at the end."""
         self.feed.restore({"samples": 0})
         state = StepState()
         totals = torch.zeros(2, dtype=torch.float64)

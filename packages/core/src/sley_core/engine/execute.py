@@ -1,7 +1,8 @@
-"""Runs a rank's lowered list: moves micro-batches in, calls chunks, fires scheduler hooks, frees what is no longer needed.
+"""Executes a rank's lowered list: moves micro-batches to the device, calls chunks, fires scheduler hooks, frees memory.
 
 The batch stays on the host. A micro-batch is moved when its first action starts, only the fields that this rank reads,
-and is dropped after its last action. Between forward and backward a chunk holds its inputs and the edges of its outputs.
+and is dropped after its last action. Between forward and backward a chunk holds its inputs and the edges of its
+outputs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 class Executor:
     """Executes lists over `chunks`, this rank's layers per model chunk.
 
-    crossing: how values get into chunks and out. fields: what the dataset declares of each batch field. over_positions: looks
-    at the loss where ranks have slices.
+    crossing: brings values into chunks and out of them. fields: what the dataset declares of each batch field.
+    over_positions: checks the loss where ranks have slices of sequences.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Executor:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the model ends on this rank."""
+        """Whether this rank holds the model's last chunk."""
         return self._has_loss
 
     def train(
@@ -83,11 +84,11 @@ class Executor:
         weight: BatchWeight | None,
         clock: ActionClock | None = None,
     ) -> Tensor:
-        """Runs a training list; gradients go to `store`.
+        """Runs a training list, with the exchanges in it; gradients go to `store`.
 
-        batch: this rank's micro-batches, on the host.
-        weight: the loss weight of the global batch, by which every gradient is divided once; only where the loss is.
-        clock: notes when actions run.
+        batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, by which every
+        gradient is divided once; None on ranks without the loss. clock: notes when actions run.
+
         Returns the sum of the loss over this rank's samples: a float64 scalar on the device.
         """
         actions = actions_of(steps)
@@ -115,7 +116,9 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, steps: Lowered, batch: Sequence[Batch], state: StepState) -> Tensor:
-        """Runs a forward-only list, saving nothing and touching no gradient; returns the sum of the loss."""
+        """Runs a forward-only list without saving activations; touches no gradient. Returns the sum of the loss as
+        `train` does.
+        """
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
         for step in steps:
             if isinstance(step, Transfer):
@@ -134,6 +137,9 @@ class Executor:
     def _begin(
         self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], clock: ActionClock | None = None
     ) -> Tensor:
+        """Discards what a failed list left behind, and announces `actions` to the weights and the link. Returns the
+        zero to which losses are added.
+        """
         self._clock = clock
         self._micros.clear()
         self._held.clear()
@@ -144,7 +150,7 @@ class Executor:
         return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
 
     def _keys(self, batch: Sequence[Batch], phase: Phase) -> list[tuple[Any, ...]]:
-        """Per micro-batch, what the shapes at the boundaries depend on; only pipelines ask."""
+        """Returns, per micro-batch, everything on which the shapes at the boundaries depend; empty without a pipeline."""
         if self.crossing.link is None:
             return []
         return [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch]
@@ -157,6 +163,7 @@ class Executor:
         weight: BatchWeight | None,
         total: Tensor,
     ) -> None:
+        """Runs one compute action of a training list, and times it if there is a clock."""
         place = action.chunk, action.micro
         self._ready()
         match action.kind:
@@ -174,11 +181,14 @@ class Executor:
             self._clock.stop(action)
 
     def _ready(self) -> None:
-        """What the running action takes is there."""
+        """Restarts the clock: the inputs of the running action have arrived, so time spent waiting for them is not counted."""
         if self._clock is not None:
             self._clock.start()
 
     def _forward(self, micro: MicroStep, held: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
+        """Runs the chunk's forward, and the loss after the last chunk. Keeps the edges for the backward and hands the
+        output on.
+        """
         fields = self._fields(batch, micro.micro)
         args: tuple[Any, ...] = ()
         if not self._is_first(micro.chunk):
@@ -203,6 +213,7 @@ class Executor:
             self.crossing.give("forward", micro.chunk, micro.micro, (description, sent))
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
+        """Returns the loss of one micro-batch; calls the loss hooks around it."""
         for hook in self.hooks:
             hook.before_loss(micro, output)
         try:
@@ -217,6 +228,7 @@ class Executor:
         return loss
 
     def _backward(self, micro: MicroStep, held: InFlight, weight: BatchWeight | None) -> None:
+        """Runs the chunk's backward from the loss, or from the gradients that the next chunk made; hands input gradients on."""
         if held.loss is not None:
             assert weight is not None, "the loss without its weight"
             gradients = [weight.inverse(held.loss)]
@@ -233,13 +245,14 @@ class Executor:
             self.crossing.give("backward", micro.chunk, micro.micro, payload)
 
     def _fields(self, batch: Sequence[Batch], micro: int) -> dict[str, Tensor]:
+        """Returns a micro-batch's fields on the device; moves them at the first call for it."""
         if micro not in self._micros:
             given = batch[micro].items()
             self._micros[micro] = {name: self.device.move(value) for name, value in given if name in self._reads}
         return self._micros[micro]
 
     def _weight_gradients(self, micro: MicroStep) -> None:
-        """What D of this micro-batch put off; no tensor crosses a boundary."""
+        """Runs the weight gradients that D of this micro-batch deferred; no tensor crosses a boundary."""
         for hook in self.hooks:
             hook.before_backward(micro, None)
         self.queue.run((micro.chunk, micro.micro))
@@ -254,7 +267,7 @@ class Executor:
 
 
 def reads(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
-    """The batch fields that these layers and the loss read; all of them where a loss does not tell."""
+    """Returns the names of the batch fields that these layers and the loss read; all of them if the loss has no `fields`."""
     by_layers = {name for layers in chunks for layer in layers for name in layer.fields}
     by_loss = () if loss is None else getattr(loss, "fields", None)
     return frozenset(by_layers | set(fields if by_loss is None else by_loss))

@@ -67,7 +67,7 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
-    """What other ranks have too: its name, its value and the axis of those ranks, in the order of the book."""
+    """Yields the values of which other ranks have copies: name, value and the axis of those ranks, in the order of the book."""
     for entry in sorted(parts.book, key=lambda entry: entry.name):
         for axis in (entry.reduce_group, entry.tie_group):
             if axis is not None and parts.groups[axis].size > 1 and entry.numel:
@@ -79,7 +79,7 @@ def _copies(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str
 
 
 def _differing(names: list[str], prints: Tensor, group: Group) -> str:
-    """What differs over `group`, whose ranks have fingerprints of the same names; "" where nothing does."""
+    """Returns in words what differs over `group`, whose ranks pass the same names; "" if nothing does. Communicates."""
     extremes = torch.stack([prints, ~prints])
     all_reduce(extremes, group, "max", what="the fingerprints of first values").wait()
     is_odd = extremes[0] != ~extremes[1]

@@ -46,7 +46,7 @@ class FlatBuffer:
 
 
 def offsets(shapes: Sequence[Sequence[int]], alignment: int) -> tuple[list[int], int]:
-    """Where each shape starts, in elements and a multiple of `alignment`, and how many elements all take."""
+    """Returns where each shape starts, in elements and a multiple of `alignment`, and how many elements all take."""
     starts: list[int] = []
     end = 0
     for shape in shapes:

@@ -40,11 +40,11 @@ class GradientMemory:
         self._data = torch.empty(0, dtype=dtype, device=device)
 
     def forget(self) -> None:
-        """The next layout gets memory of its own: somebody may still write into this one."""
+        """Drops the memory, so that the next layout gets new one: a collective in flight may still write into this."""
         self._data = self._data.new_empty(0)
 
     def buffers(self, lists: Sequence[Sequence[Entry]]) -> list[GradientBuffer]:
-        """One zeroed buffer for each list of entries. Those of the layout before are not to be used any more."""
+        """Returns one zeroed buffer for each list of entries. Buffers of the layout before must not be used any more."""
         alignment = ALIGNMENT_BYTES // self._data.dtype.itemsize
         sizes = [offsets([entry.parameter.shape for entry in entries], alignment)[1] for entries in lists]
         if self._data.numel() == sum(sizes):

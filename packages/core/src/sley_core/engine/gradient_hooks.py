@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """PlanError "model-hook", with one diagnostic per parameter with hooks of which no rank makes a whole gradient.
+    """Raises PlanError "model-hook", with one diagnostic per parameter with hooks of which no rank makes a full
+    gradient.
 
     stages: all parts of the model, on meta. num_slices: of a sequence. The same on all ranks.
     """

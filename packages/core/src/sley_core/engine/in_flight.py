@@ -3,8 +3,8 @@
     received ──enters──> inputs ──> chunk ──> output ──> sent away; its storage is free as soon as nobody else needs it
                  └ its gradient              └ edges: where the backward will start
 
-Keeping `GradientEdge`s instead of outputs is what gives the storage of a sent output back, views included. What came in is
-kept by whoever needs it (autograd, a layer that stores it), and by nobody here.
+Keeping `GradientEdge`s instead of outputs frees the storage of a sent output, views included. Inputs are kept alive
+only by those who need them (autograd, a layer that stores them), not from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sley_core.errors import RunError
 
 
 class Input:
-    """One tensor that came in, until the chunk has it, and its gradient, when the backward has come there."""
+    """One input tensor until the chunk takes it, and then its gradient, once the backward has reached it."""
 
     __slots__ = ("device", "gradient", "leaf", "tensor")
 
@@ -33,7 +33,7 @@ class Input:
         self.gradient: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """The tensor, once; with a history that ends in `gradient` where it has one."""
+        """Returns the tensor, and drops it here; call once. If it needs a gradient, its history ends in `gradient`."""
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             entered: Tensor = _Enter.apply(_ROOT, self)  # type: ignore[no-untyped-call]  # torch's
@@ -43,7 +43,7 @@ class Input:
         return entered
 
     def take_gradient(self) -> Tensor:
-        """What the backward brought, zeros where it did not come; once."""
+        """Returns the gradient, and drops it here; zeros if the backward did not reach the input."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
@@ -51,16 +51,16 @@ class Input:
 
 
 class _Enter(torch.autograd.Function):
-    """Where a chunk's graph begins: the tensor that came in, with a history that ends here.
+    """The root of a chunk's graph: gives the input tensor a history that ends here.
 
-    A leaf would do, if layers did not write to what they are given (`ReLU(inplace=True)`), which autograd forbids on a leaf
-    and on a view of one. The tensor is neither, as in one process, and shares its version counter with what came in: an
-    output that its maker's graph has saved, handed on within a stage, is not overwritten without an error.
+    A leaf would do, if layers did not write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
+    and on a view of one. This tensor is neither, as in one process, and shares its version counter with the input: if a
+    layer overwrites an output of the same stage that an earlier graph has saved, autograd raises an error.
     """
 
     @staticmethod
     def forward(ctx: Any, _root: Tensor, came: Input) -> Tensor:
-        """_root: a tensor that requires a gradient, so that the output does."""
+        """Returns `came`'s tensor. _root: any tensor that requires a gradient, so that the output does."""
         assert came.tensor is not None, came.leaf
         ctx.came = came
         return came.tensor.detach()
@@ -78,9 +78,10 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 @dataclass
 class InFlight:
-    """One chunk and one micro-batch. inputs: what came in; description: of them, None on the first chunk.
+    """One chunk and one micro-batch in flight.
 
-    loss: the sum over the micro-batch, on the last chunk; edges: of the outputs that have a gradient, elsewhere.
+    inputs: the tensors that came in. description: of them; None on the first chunk. loss: the sum over the micro-batch,
+    on the last chunk. edges: on other chunks, of the outputs that have a gradient.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -90,7 +91,7 @@ class InFlight:
     _watched: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def enter(self, description: Description, tensors: Sequence[Tensor]) -> Any:
-        """The value that the chunk is called with, of `tensors` that came in; its graph begins there."""
+        """Returns the value to call the chunk with, rebuilt from the received `tensors`; its graph begins there."""
         self.description = description
         self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
         entered: list[Tensor] = []
@@ -102,7 +103,9 @@ class InFlight:
         return unflatten(entered, description.structure)
 
     def check_unwritten(self, layer: str) -> None:
-        """Raises RunError `boundary-overlap` where the chunk, which begins with `layer`, wrote to a copy of shared memory."""
+        """Raises RunError `boundary-overlap` if the chunk wrote in place to an input that shared memory with another
+        before it was sent. layer: the chunk's first, for the error.
+        """
         watched, self._watched = self._watched, []
         if any(tensor._version != version for tensor, version in watched):
             raise RunError(
@@ -113,9 +116,10 @@ class InFlight:
             )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Runs this chunk's backward from `gradients` of its outputs; returns those of its inputs, zeros where none came.
+        """Runs this chunk's backward from `gradients` of its outputs, and frees its graph.
 
-        Raises RunError `no-gradient` for a loss that no gradient could leave.
+        Returns the gradients of its inputs, zeros where autograd made none. Raises RunError `no-gradient` for a loss
+        that depends on no trained parameter.
         """
         if self.loss is not None:
             if not self.loss.requires_grad:
@@ -133,7 +137,9 @@ class InFlight:
 
 
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
-    """The description of a chunk's output, and its tensors in order. layer: the last one, for the error of `flatten`."""
+    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last, for the error of
+    `flatten`.
+    """
     tensors, structure = flatten(value, layer)
     firsts: dict[int, int] = {}
     leaves = []
@@ -147,6 +153,8 @@ def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
 
 
 def edges_of(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
-    """Where the backward of those `tensors`, an output's, starts for which a gradient comes back."""
+    """Returns where the backward of an output starts: the gradient edge of each of its `tensors` that will receive a
+    gradient.
+    """
     pairs = zip(description.leaves, tensors, strict=True)
     return [get_gradient_edge(tensor) for leaf, tensor in pairs if leaf.has_gradient]

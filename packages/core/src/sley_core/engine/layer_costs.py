@@ -40,7 +40,7 @@ DIGITS = 6
 
 
 def by_parameters(model: Model) -> list[float]:
-    """The parameters of each layer; one that several layers hold costs each of them."""
+    """Returns the number of parameters of each layer; one that several layers hold counts in each of them."""
     return [float(sum(p.numel() for p in layer.module.parameters())) for layer in model.layers]
 
 
@@ -52,9 +52,9 @@ def are_timed(plan: Plan) -> bool:
 
 
 def timed(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """The seconds of each layer, equal on every rank; a collective of start-up.
+    """Returns the seconds of each layer, equal on every rank; a blocking collective of start-up.
 
-    draft: makes the model on meta; only the first rank asks. dtype: of the working weights.
+    draft: makes the model on meta; only the first rank calls it. dtype: of the working weights.
     """
 
     def measure() -> list[float]:
@@ -78,7 +78,7 @@ class _Bench:
         self.micro = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 
     def seconds(self) -> list[float]:
-        """Of each layer, in order: every one gets what the one before it returned."""
+        """Returns each layer's shortest time, in order; every layer gets the output of the one before."""
         found = []
         value: Any = None
         remembered = [(layer, layer.written, layer.held) for layer in self.model.layers]
@@ -105,7 +105,7 @@ class _Bench:
         return found
 
     def _call(self, layer: Layer, value: Any) -> tuple[Any, float]:
-        """The layer's output, its graph used up, and the seconds of forward and backward."""
+        """Returns the layer's output, after its backward, and the seconds of forward and backward."""
         held = InFlight()
         args: tuple[Any, ...] = ()
         if value is not None:

@@ -36,12 +36,12 @@ Planner = Callable[[list[Entry]], Layout]
 
 
 def loose(entries: list[Entry]) -> Layout:
-    """No buffers: for a run in which nobody reduces."""
+    """Returns a layout without buffers: for a run without a reduction."""
     return Layout([], entries, entries)
 
 
 def by_reduce_group(entries: list[Entry]) -> Layout:
-    """One buffer for each family of entries, in the order given."""
+    """Returns a layout with one buffer for each family of entries, in the order given."""
     families: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
         families.setdefault(entry.family, []).append(entry)

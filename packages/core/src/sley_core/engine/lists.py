@@ -14,7 +14,9 @@ Generate = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class Lists:
-    """Generates, lowers and keeps. All stages lower all lists, so that each finds a wrong schedule by itself."""
+    """Generates and lowers lists, and caches them. Every stage lowers the lists of all, so that each finds a wrong
+    schedule itself.
+    """
 
     def __init__(self, generate: Generate, placement: Placement, stage: int) -> None:
         self.placement = placement
@@ -29,11 +31,11 @@ class Lists:
         return cls(lambda micros: [sequential(micros)], loop(1), 0)
 
     def splits_backward(self, micros: int) -> bool:
-        """Whether this stage's list has input and weight gradients apart."""
+        """Returns whether this stage's list has split backwards (D and W)."""
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))
 
     def training(self, micros: int) -> Lowered:
-        """What this stage does in a training step."""
+        """Returns this stage's lowered list of a training step."""
         return self.of_all_stages(micros)[self.stage]
 
     def _of_all_stages(self, micros: int) -> list[Lowered]:

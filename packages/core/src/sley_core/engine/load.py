@@ -70,7 +70,7 @@ class WeightLoader:
         self._masters = masters
 
     def __call__(self, state: Mapping[str, Tensor] | Pairs, *, strict: bool) -> LoadedWeights:
-        """As `Run.load_weights` says. Two collectives over `control`: every rank calls it."""
+        """Loads `state` as `Run.load_weights` says. Every rank calls it: two blocking collectives over `control`."""
         Agreement(self._parts.groups).begin("loading weights").check()
         loading = _Loading(self._names, self._parts, self._masters)
         if isinstance(state, Mapping):
@@ -85,7 +85,7 @@ class WeightLoader:
 
 
 class _Loading:
-    """One call on this rank."""
+    """The state of one call on this rank."""
 
     def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
         self.first = names.first
@@ -102,7 +102,9 @@ class _Loading:
         self.given: set[str] = set()
 
     def look(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair, and may write it if all was well until then; what raises is kept for the ranks to agree on."""
+        """Checks every pair; with `writes`, also writes it if nothing was wrong so far. Errors are kept for `agreed`,
+        not raised.
+        """
         try:
             for name, value in pairs:
                 self._look(name, value)
@@ -113,7 +115,7 @@ class _Loading:
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """The weight or buffer that this rank holds under `name`, if there is one, is `value`."""
+        """Copies `value` into the weight or buffer that this rank holds under `name`, if there is one; cuts it for a shard."""
         entry, buffer = self._held(name)
         if entry is not None:
             own = value.detach() if entry.shard is None else entry.shard.cut(value.detach())
@@ -122,7 +124,9 @@ class _Loading:
             buffer.copy_(value)
 
     def agreed(self, strict: bool) -> LoadedWeights:
-        """What all ranks miss or do not know; RunError on all of them alike where something is wrong."""
+        """Returns what all ranks miss or do not know; a blocking collective. Raises RunError on all ranks alike if any
+        rank found a fault.
+        """
         control = self.control
         missing = [name for name in self.entries if name not in self.given]
         if strict:
@@ -151,6 +155,7 @@ class _Loading:
         return self.entries.get(self.first.get(name, name)), self.buffers.get(name)
 
     def _look(self, name: str, value: Tensor) -> None:
+        """Checks name, shape and dtype, and adds a checksum of the values to the report; ranks compare these in `agreed`."""
         first = self.first.get(name, name)
         self.given.add(first)
         if name not in self.first and name not in self.all_buffers:
@@ -169,6 +174,7 @@ class _Loading:
             self.report.wrong.append(f"{name!r} has other values than the name that it is tied to")
 
     def _fits(self, name: str, value: Tensor, shape: tuple[int, ...], *, is_weight: bool) -> bool:
+        """Returns whether `value` can be loaded; else adds the reason to the report."""
         if not isinstance(value, Tensor):
             self.report.wrong.append(f"{name!r} is a {type(value).__name__}, no tensor")
         elif tuple(value.shape) != shape:

@@ -23,7 +23,7 @@ LARGEST = 3.4028234663852886e38
 
 
 class LossScale:
-    """The scale of the next step. value: by which its loss is multiplied. num_skipped: steps that nobody took, so far."""
+    """The loss scale of the next step. value: the factor of its loss. num_skipped: steps skipped so far."""
 
     def __init__(self, config: LossScaleTable) -> None:
         self.config = config
@@ -32,7 +32,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """After the vote on `step`, which counts from 0.
+        """Adjusts the scale after the vote on `step`, which counts from 0.
 
         Raises RunError `loss-scale-exhausted`, on all ranks alike, for an overflow at the smallest scale.
         """
@@ -56,11 +56,11 @@ class LossScale:
                 self.value *= config.growth_factor
 
     def state(self) -> dict[str, float | int]:
-        """What a checkpoint keeps, the same on every rank."""
+        """Returns what a checkpoint keeps, the same on every rank."""
         return {"value": self.value, "num_good": self._num_good, "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
-        """Goes on where `state` was taken."""
+        """Restores what `state` returned."""
         self.value = float(state["value"])
         self._num_good = int(state["num_good"])
         self.num_skipped = int(state["num_skipped"])

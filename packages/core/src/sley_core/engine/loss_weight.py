@@ -23,10 +23,10 @@ MOST_SHAPES = 16
 
 
 class BatchWeight:
-    """What every gradient is divided by.
+    """The divisor of every gradient.
 
-    total: all ranks' weights, asked for in the first backward; their sum travels beside the first forward. scale: by which
-    every gradient is multiplied until the step ends (fp16).
+    total: returns the sum of all ranks' weights; called in the first backward, since the sum travels beside the first
+    forward. scale: the factor of every gradient until the step ends (fp16).
     """
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
@@ -35,7 +35,9 @@ class BatchWeight:
         self._inverse: Tensor | None = None
 
     def inverse(self, like: Tensor) -> Tensor:
-        """The scale over the weight, in the dtype of the loss `like`; 0 where nothing in the batch counts."""
+        """Returns scale / weight as a scalar of the dtype of the loss `like`; 0 if the batch has weight 0. The first
+        call may wait.
+        """
         if self._inverse is None:
             total = self._total()
             self._inverse = like.new_full((), self.scale / total if total > 0 else 0.0)
@@ -43,7 +45,7 @@ class BatchWeight:
 
 
 class Additive:
-    """Shows that the weight of a batch is the sum of its micro-batches' weights, once for each of its first shapes."""
+    """Checks that the weight of a batch is the sum of its micro-batches' weights, once for each of its first shapes."""
 
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss

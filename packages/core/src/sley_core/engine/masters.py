@@ -24,9 +24,9 @@ from sley_core.errors import RunError
 
 @dataclass(frozen=True)
 class Stepped:
-    """What the optimizer steps for one entry: `parameter`, whose gradient is the entry's slot in the store.
+    """The parameter that the optimizer steps for one entry; its gradient is the entry's slot in the store.
 
-    original: the working weight that the entry's modules hold; the same object where there is no master.
+    original: the working weight that the entry's modules hold; the same object if there is no master.
     """
 
     entry: Entry
@@ -63,7 +63,7 @@ class Masters:
         ] = []  # version and address of each parameter, when it was its master's rounding
 
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
-        """Takes charge of `entries`; returns what the optimizer steps for them."""
+        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them."""
         if self.wide == self.dtype:
             added = [Stepped(entry, entry.parameter, entry.parameter) for entry in entries]
         else:
@@ -77,16 +77,18 @@ class Masters:
         return sum(flat.num_bytes for flat in self._flats)
 
     def take_gradients(self, store: GradientStore) -> None:
-        """`grad` of what is stepped becomes the entry's slot, a view and no copy; None while the entry is frozen.
+        """Sets `grad` of each stepped parameter to the entry's slot, a view and no copy; None while the entry is
+        frozen.
 
-        Masters follow what was written since the last step. Raises RunError `weight-replaced`.
+        First copies into the masters what a program wrote to weights since the last step. Raises RunError
+        `weight-replaced`.
         """
         self._follow()
         for stepped in self.stepped:
             stepped.parameter.grad = store.gradient(stepped.entry) if stepped.entry in store else None
 
     def write_back(self) -> None:
-        """The working weights become their masters, rounded; masters let go of the store's views."""
+        """Copies masters, rounded, into the working weights; drops the masters' references to the store's views."""
         if self._working:
             torch._foreach_copy_(self._working, self._masters)
             self._seen = [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
@@ -95,7 +97,7 @@ class Masters:
 
     @torch.no_grad()
     def set(self, entry: Entry, value: Tensor) -> None:
-        """The entry's weight is `value`, of its parameter's shape, to the last digit that what is stepped can hold."""
+        """Sets the entry's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
         parameter = entry.parameter
         parameter.copy_(value)
         at = self._places.get(id(parameter))
@@ -106,7 +108,9 @@ class Masters:
             self._seen[at] = parameter._version, parameter.data_ptr()
 
     def _follow(self) -> None:
-        """Looks at a counter of each parameter, in the time of a loop over them; nothing of the device."""
+        """Copies values that a program wrote to working weights into their masters; found by version and address,
+        without a device sync.
+        """
         for stepped in self.stepped:
             now = stepped.entry.parameter
             if now is not stepped.original or now.dtype != self.dtype:
@@ -123,6 +127,7 @@ class Masters:
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _narrowed(self, entries: Sequence[Entry]) -> list[Stepped]:
+        """Moves the entries' values into a wide flat buffer, and narrows their parameters to the working dtype."""
         flat = FlatBuffer([entry.parameter.shape for entry in entries], self.wide, entries[0].parameter.device)
         self._flats.append(flat)
         narrowed = []

@@ -30,19 +30,21 @@ class RankReport(NamedTuple):
 
 
 def is_refused(result: StepResult) -> bool:
-    """Whether a step with this `result` was not taken, and must not pass unseen."""
+    """Returns whether the step with this `result` was not taken because of an error; a skip by fp16's loss scale is none."""
     return result.ranks_differ or (not result.skipped and not (result.is_finite and result.weight > 0))
 
 
 def refusal(
     parts: Parts, number: int, result: StepResult, totals: PendingTotals, samples: Sequence[int], *, is_latest: bool
 ) -> RunError:
-    """The error of step `number`, which was refused: the same on all ranks, which all call it.
+    """Returns the error of the refused step `number`: the same on all ranks, which all call it; a blocking collective
+    on `control`.
 
-    "not-finite": the loss or the norm is no number. "nothing-counts": the loss weight of the global batch is 0, so that there
-    is no mean: torch's own cross-entropy gives NaN for labels that are all ignored. "ranks-differ": some have exchanged other
-    weights or gradients than the others.
-    samples: of this rank in that step, empty where a program brought them. is_latest: whether the store has its gradients.
+    "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so
+    there is no mean (torch's own cross-entropy gives NaN if all labels are ignored). "ranks-differ": some ranks
+    exchanged other weights or gradients than the others.
+
+    samples: this rank's in that step, empty if a program brought them. is_latest: whether the store has its gradients.
     """
     if is_latest:
         parts.store.state.was_taken = False
@@ -70,7 +72,7 @@ def refusal(
 
 
 def _first_bad(store: GradientStore) -> str | None:
-    """In the order in which a backward completes gradients, so the one nearest to where it began."""
+    """Returns the first parameter with a gradient that is not finite, in backward order: the one nearest to the cause."""
     for entry in store.entries:
         if not bool(torch.isfinite(store.gradient(entry)).all()):
             return entry.name
@@ -78,7 +80,7 @@ def _first_bad(store: GradientStore) -> str | None:
 
 
 def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
-    """The ranks whose loss it is, with their samples; the first parameter, of the last stage that has one."""
+    """Returns in words the ranks whose loss is not finite, and the first bad parameter, of the last stage that has one."""
     bad = [rank for rank, one in enumerate(seen) if not math.isfinite(one.loss)]
     text = ""
     if bad:

@@ -39,10 +39,10 @@ class OverPositions:
 
     @torch.no_grad()
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
-        """Raises RunError "loss-not-additive" for a loss that looks from one position to another.
+        """Raises RunError "loss-not-additive" for a loss that relates one position to another.
 
-        output: what the model made of `batch`, whose fields are this rank's slice. Left alone are losses that draw random
-        numbers, and those that cannot be asked about a part: their output has no dim of positions.
+        output: the model's output for `batch`, whose fields are this rank's slice. Not checked are losses that draw
+        random numbers, and those that cannot be evaluated on a part: their output has no dim of positions.
         """
         if self._is_shown or type(output) is not Tensor:
             return
@@ -61,7 +61,7 @@ class OverPositions:
         self._is_shown = any(shown)
 
     def _ask(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
-        """Whether these positions could show it, or the loss cannot be asked at all."""
+        """Compares the loss of a window with the sum over its halves; returns whether no further check is needed."""
         half = size // 2
         spans = (start, size), (start, half), (start + half, half)
         devices = [output.device] if output.device.type == "cuda" else []

@@ -1,9 +1,10 @@
-"""How a weight is cut over the ranks of `wp`: equal stretches of one of its dims, the last ones padded with zeros.
+"""How a weight is sharded over the ranks of `wp`: equal ranges of one of its dims, the last ones padded with zeros.
 
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, which no gradient ever changes
 
-Rows (dim 0) or columns (dim 1), as the communicator says. Every rank holds as much, so that buffers, buckets and messages are
-alike everywhere. Values are drawn whole and then cut, so they do not depend on the layout.
+Rows (dim 0) or columns (dim 1), as the communicator says. Every rank holds the same size, so that buffers, buckets and
+messages have the same shape everywhere. Initial values are drawn for the full weight and then cut, so they do not
+depend on the layout.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ REDUCE_GROUP = "wdp"
 """The axis over which the gradient of a shard is still partial, once a communicator has reduced it over `wp`."""
 
 FEW = 0.01
-"""The share of a model's parameters that may stay whole without a word: norms and biases are no more."""
+"""The share of a model's parameters that may stay unsharded without a note: norms and biases are no more."""
 
 NAMED = 3
-"""How many of the others are named."""
+"""How many of the unsharded kinds are named in that note."""
 
 Place = tuple[nn.Module, str]
 """A module, and the attribute under which it holds a parameter."""
@@ -51,26 +52,26 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Of a shard along `dim`, padding included; the same on every rank."""
+        """Size of a shard along `dim`, padding included; the same on every rank."""
         return -(-self.shape[self.dim] // self.count)
 
     @property
     def own_size(self) -> int:
-        """How much of this shard's size belongs to the whole."""
+        """Size of this rank's shard along `dim` without padding; may be 0."""
         return max(0, min(self.size, self.shape[self.dim] - self.index * self.size))
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Of a shard, padding included; the same on every rank."""
+        """Shape of a shard, padding included; the same on every rank."""
         return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
 
     @property
     def padding(self) -> int:
-        """Elements of this shard that are no elements of the whole."""
+        """Number of padding elements in this rank's shard."""
         return (self.size - self.own_size) * prod((*self.shape[: self.dim], *self.shape[self.dim + 1 :]))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, in memory of its own, padded with zeros."""
+        """Returns this rank's shard of the full tensor `whole`: a copy of shape `own_shape`, padded with zeros."""
         assert tuple(whole.shape) == self.shape, f"a tensor of {list(whole.shape)} for a shard of {list(self.shape)}"
         own = whole.new_zeros(self.own_shape)
         first = min(self.index * self.size, self.shape[self.dim])
@@ -78,7 +79,9 @@ class Shard:
         return own
 
     def joined(self, parts: Tensor) -> Tensor:
-        """A copy of the whole of which every rank's part is in `parts`, [count, *own_shape]."""
+        """Returns the full tensor as a contiguous copy, from all ranks' shards in `parts` [count, *own_shape]; drops
+        the padding.
+        """
         padded = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return padded.narrow(self.dim, 0, self.shape[self.dim]).clone(memory_format=torch.contiguous_format)
 
@@ -88,9 +91,11 @@ Shards = dict[int, Shard]
 
 
 def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
-    """The shards of those parameters of the whole model that can be cut, the same on all ranks but for their index.
+    """Returns the shards of all parameters of the full model that can be sharded; the same on all ranks but for their
+    index.
 
-    cuts: along which dim a parameter that is held at all of these places can be; None: not at all.
+    cuts: returns the dim along which to shard a parameter held at all of these places; None: it stays unsharded. Empty
+    if `group` has one rank.
     """
     places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -110,9 +115,9 @@ def shards_of(layers: Iterable[Layer], cuts: Callable[[Sequence[Place]], int | N
 
 
 def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
-    """One line of those parameters that every rank will hold whole, the largest first; none where they are few.
+    """Returns a one-line note that names the unsharded parameters, the largest first; no line if they are few.
 
-    layers: of the whole model, on meta. Layers of one kind are named together, as `blocks.*.experts.up`.
+    layers: of the full model, on meta. Layers of one kind are named together, as `blocks.*.experts.up`.
     """
     sizes = {
         id(one): (name, one.numel()) for layer in layers for name, one in layer.module.named_parameters(layer.name)
@@ -135,7 +140,7 @@ def left_whole(layers: Iterable[Layer], shards: Shards) -> list[str]:
 
 
 def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
-    """What `materialize` does to the parameters of `layers`, without values: for a fake world."""
+    """Replaces the parameters of `layers` by shards on meta, as `materialize` does with values: for a fake world."""
     cut: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.module.modules():
@@ -147,9 +152,11 @@ def cut_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
 
 
 def wholes(parts: Mapping[Entry, Tensor], groups: Groups) -> dict[Entry, Tensor]:
-    """Copies of the wholes of which `parts`, each of the shape of its entry's parameter, are this rank's.
+    """Returns full copies of sharded tensors: `parts` holds this rank's shard of each, of the shape of its entry's
+    parameter.
 
-    One collective over `wp` per dtype of what is sharded: its ranks ask for the same entries in the same order.
+    Communicates: one all-gather over `wp` per dtype that is sharded, so its ranks must ask for the same entries in the
+    same order. An unsharded part is cloned.
     """
     found = {entry: own.detach().clone() for entry, own in parts.items() if entry.shard is None}
     sharded = {entry: own.detach() for entry, own in parts.items() if entry.shard is not None}

@@ -1,4 +1,4 @@
-"""The gradient of one entry: where it lies, and what a step has brought so far."""
+"""The gradient of one entry: where it lies, and which contributions it got in this step."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from sley_core.errors import RunError
 
 @dataclass(slots=True)
 class Habit:
-    """What the steps before have shown of how a gradient comes; the entry's slot in the next layout begins with a copy.
+    """How a gradient came in earlier steps; the entry's slot in the next layout begins with a copy.
 
-    expected: what `Slot.final` was in the first step. is_irregular: that number varies, so the gradient is complete at the end
-    of the chunk and not before.
+    expected: what `Slot.final` was in the first step. is_irregular: that number varies, so the gradient is complete
+    only at the end of the chunk.
     """
 
     expected: int = 0
     is_irregular: bool = False
 
     def is_met(self, final: int) -> bool:
-        """Whether nothing more is to come after `final` times."""
+        """Whether `final` passes are all that is expected."""
         return not self.is_irregular and final >= self.expected > 0
 
     def learn(self, final: int) -> None:
-        """At the end of a chunk: `final` is what is expected, until it varies."""
+        """Records, at the end of a chunk, that the gradient came in `final` passes; marks it irregular if that differs
+        from before.
+        """
         if self.expected and final and final != self.expected:
             self.is_irregular = True
         self.expected = max(self.expected, final)
@@ -60,10 +62,11 @@ class Slot:
                     └──── check_open ──────┘                                             └── check_open: `gradient-late`
                      a backward within the backward came once more
 
-    contributions: in this step. final: how often the action that completes the gradient has passed by: autograd once per
-    backward, however often a parameter is used in it, the queue of a W after the entry's last product, a communicator with
-    every contribution.
-    autograd: IN_VIEW only where parameter and view have one dtype, which is settled after the first layout.
+    contributions: their number in this step. final: how many passes there were in the action that completes the
+    gradient. Autograd makes one per backward, however often it uses the parameter; the queue of a W makes one after the
+    entry's last product; a communicator makes one with every contribution.
+
+    autograd: IN_VIEW only if parameter and view have the same dtype, which is settled after the first layout.
     """
 
     __slots__ = (
@@ -89,27 +92,29 @@ class Slot:
 
     @property
     def is_open(self) -> bool:
-        """Whether contributions are still to come."""
+        """Whether more contributions are expected."""
         return self.state is State.OPEN
 
     def reset(self) -> None:
-        """A new step: what the view holds is overwritten by the first contribution."""
+        """Begins a step: the first contribution will overwrite the view."""
         self.contributions = 0
         self.final = 0
         self.state = State.OPEN
         self.parameter.grad = None
 
     def passed(self, *, learning: bool) -> None:
-        """One more passed by in the action that completes the gradient; the first step learns how many there are."""
+        """Counts one pass in the action that completes the gradient, and completes it if no more are expected.
+        learning: in the first step the number is not known yet, so the end of the chunk completes it.
+        """
         self.final += 1
         if self.is_open and not learning and self.habit.is_met(self.final):
             self.complete()
 
     def check_open(self, state: StepState) -> None:
-        """A contribution is about to come; a gradient that nobody knows to be complete is open again.
+        """Checks that a contribution may come now; a COMPLETE gradient that was not yet reported is opened again.
 
-        Raises RunError `gradient-complete` where the gradient is complete and no step runs: a backward by hand. And
-        `gradient-late` where its reduction has begun: no sum is made of a part.
+        Raises RunError `gradient-complete` if the gradient is complete and no step runs: a user's own backward. Raises
+        `gradient-late` if the gradient was already reported: its reduction would sum a part of it.
         """
         if self.state is State.OPEN:
             return
@@ -134,18 +139,18 @@ class Slot:
         )
 
     def take(self, gradient: Tensor) -> None:
-        """Adds `gradient`, of any floating dtype; the first is copied."""
+        """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
         if self.contributions:
             self.view.add_(gradient)
         else:
             self.view.copy_(gradient)
 
     def adopt(self, gradient: Tensor) -> None:
-        """As `take`, of a tensor that nobody else will use."""
+        """Adds `gradient` as `take` does, and may keep the tensor itself: the caller must not use it again."""
         self.take(gradient)
 
     def take_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, without a tensor in between where all have one dtype."""
+        """Adds left^T right; without a temporary tensor if all have the same dtype."""
         if left.dtype != self.view.dtype:
             self.take(left.t() @ right)
         elif self.contributions:
@@ -154,22 +159,23 @@ class Slot:
             torch.mm(left.t(), right, out=self.view)
 
     def take_rows(self, indices: Tensor, rows: Tensor) -> None:
-        """Adds each of `rows` at its index; the first call of a step writes zeros everywhere else."""
+        """Adds each of `rows` at its index of dim 0; the first call of a step zeroes the rest."""
         if not self.contributions:
             self.view.zero_()
         add_at(self.view, indices, rows.to(self.view.dtype))
 
     def complete(self) -> None:
-        """Nothing more comes; what nothing reached is zero."""
+        """Marks the gradient complete; zeroes it if there was no contribution."""
         if not self.contributions:
             self.view.zero_()
         self.state = State.COMPLETE
 
 
 class LooseSlot(Slot):
-    """The gradient stays where autograd made it, if its dtype is the store's: nobody reduces it, so no buffer is needed.
+    """An unbuffered gradient: it stays in the tensor that autograd made, if that has the store's dtype.
 
-    Saves one pass over memory, and the buffer. The view is a new tensor in every step.
+    For entries that no handler reduces. Saves the buffer and one pass over memory. `view` is a new tensor in every
+    step.
     """
 
     __slots__ = ("dtype", "nothing")
@@ -204,13 +210,14 @@ class LooseSlot(Slot):
         add_at(self.view, indices, rows.to(self.dtype))
 
     def check_nothing_came_late(self) -> None:
-        """What a hook would have said of a contribution after `complete`."""
+        """Asserts that no contribution followed `complete`; without a hook this is the only place that can see it."""
         gradient = self.parameter.grad
         is_watched = self.autograd is not Autograd.UNWATCHED
         is_late = not is_watched and not self.is_open and gradient is not None and gradient is not self.view
         assert not is_late, f"{self.entry.name}: a contribution after its gradient was reported ready"
 
     def complete(self) -> None:
+        """Takes over what autograd summed in `parameter.grad` without a hook; then as `Slot.complete`."""
         summed = self.parameter.grad if self.autograd is Autograd.UNWATCHED else None
         if summed is not None:
             self.adopt(dense(summed, self.entry))
@@ -222,7 +229,7 @@ class LooseSlot(Slot):
 
 
 def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [n, ...], of its dtype, at `indices` [n] of dim 0, equal ones in one order: a run repeats bit for bit."""
+    """Adds `rows` [n, ...], of the table's dtype, at `indices` [n] of dim 0. Deterministic: a run repeats bit for bit."""
     if table.is_cuda:
         table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
     else:
@@ -230,7 +237,7 @@ def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
 
 
 def dense(gradient: Tensor, entry: Entry) -> Tensor:
-    """`gradient` of `entry`. Raises RunError `sparse-gradient` if it holds some rows only."""
+    """Returns `gradient` of `entry` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
     if gradient.is_sparse:
         raise RunError(
             "sparse-gradient",
@@ -250,6 +257,8 @@ def frozen(entry: Entry) -> RunError:
 
 
 def check_not_sharded(entry: Entry) -> None:
-    """Raises RunError `sharded-weight-read`: autograd came to a shard, which only its communicator may use."""
+    """Raises RunError `sharded-weight-read` if `entry` is sharded: autograd reached a shard, which only its
+    communicator may use.
+    """
     if entry.shard is not None:
         raise sharded_read(entry, "the forward reads")

@@ -1,4 +1,5 @@
-"""Which layers this rank holds, in which chunks, and whom it shares parameters with: the plan's partition, applied.
+"""Which layers this rank holds, in which chunks, and with which stages it shares parameters: the plan's partition,
+applied.
 
 layers of the model ──partition──> positions ──placement──> chunks of each stage
 """
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's part of the model. stages: all of it, in its order, by who holds what; chunks: this stage's, per chunk."""
+    """One rank's part of the model.
+
+    stages: all layers in model order, each part with the stage that holds it. chunks: this stage's layers, per chunk.
+    """
 
     lists: Lists
     stages: Stages
@@ -35,14 +39,14 @@ class Stage:
 
     @property
     def ties(self) -> list[tuple[int, ...]]:
-        """The sets of stages that share a parameter."""
+        """Sets of stages that share a parameter."""
         return ties(self.stages)
 
 
 def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
-    """The part of `model` (on meta) that `rank` holds; `costs` are those of its layers.
+    """Returns the part of `model` (on meta) that `rank` holds; `costs` has one entry per layer. Does not communicate.
 
-    Raises PlanError: what the partitioner finds, and "handler-missing" where stages share a parameter and no handler of
+    Raises PlanError: what the partitioner finds, and "handler-missing" if stages share a parameter and no handler of
     the plan sums its gradients.
     """
     if plan.pipeline is None:
@@ -65,7 +69,9 @@ def stage_of(plan: Plan, topology: Topology, rank: int, model: Model, costs: Seq
 
 
 def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
-    """The groups that join the holders of each tie: one rank of every stage that has it, for each place in a stage."""
+    """Returns the groups that join the holders of each tie: for each place within a stage, one rank of every stage that
+    has it.
+    """
     size = topology.ranks_per_stage
     return [
         GroupEntry(tie_axis(stages), DEFAULT_LANE, tuple(number * size + place for number in stages))
@@ -75,6 +81,7 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
 
 
 def _check_ties(plan: Plan, stage: Stage) -> None:
+    """Raises PlanError "handler-missing" if stages share a parameter and no gradient handler has the role "tie"."""
     records = [component.record for component in plan.gradient_handlers]
     if stage.ties and not any(isinstance(one, GradientHandlerRecord) and one.role == "tie" for one in records):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"

@@ -1,10 +1,10 @@
-"""What a module holds in place of a weight of which its rank has a shard: the whole one's face, without its values.
+"""Placeholder that a module holds for a sharded weight: it has the shape of the full weight, without its values.
 
-    module.weight ──> StandIn   shape, size, numel, len: of the whole;  dtype, device: of the shard
-                         │      values: refused by name, whenever somebody asks
+    module.weight ──> StandIn   shape, size, numel, len: of the full weight;  dtype, device: of the shard
+                         │      values: refused with the parameter's name, whenever code reads them
                          └────> shard   what the book, the optimizer and the communicator work with
 
-Nothing is watched, so it costs nothing until somebody touches it, in the first forward or in the last.
+It costs nothing until code touches it, in the first forward or in the last.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ GRADIENT = {T.grad.__get__, T.grad.__set__}
 
 
 class StandIn(nn.Parameter):
-    """A parameter of the shape of `entry`, whose `shard` this rank holds; without memory of its own.
+    """A parameter of the shape of `entry`, of which this rank holds `shard`; without memory of its own.
 
-    Raises RunError `sharded-weight-read`, with the name, for whatever needs values: in training, in an evaluation, without
-    gradients, in the tenth step as in the first. After the run: RunError `weights-sharded`.
+    Raises RunError `sharded-weight-read`, with the name, for any operation that needs values, in training and
+    evaluation. After the run: RunError `weights-sharded`.
     """
 
     entry: Entry
@@ -89,6 +89,9 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers functions of shape from the full weight, those of dtype and device from the shard; refuses all that
+        need values.
+        """
         kwargs = kwargs or {}
         if function in OF_SHARD:
             return function(*(one.shard if isinstance(one, StandIn) else one for one in args), **kwargs)
@@ -106,7 +109,7 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's
-        """Whatever came past `__torch_function__`."""
+        """Refuses any operation that got past `__torch_function__`."""
         raise next(_stand_ins((args, kwargs or {})))._refused(str(function))
 
     def _refused(self, what: str) -> Exception:
@@ -114,7 +117,7 @@ class StandIn(nn.Parameter):
 
 
 def stand_in(entries: Iterable[Entry]) -> None:
-    """From now on modules hold stand-ins of those of `entries` that are sharded; `Entry.parameter` finds the shard."""
+    """Replaces the sharded parameters of `entries` by stand-ins in their modules; `Entry.parameter` still finds the shard."""
     for entry in entries:
         if entry.shard is not None:
             made = StandIn(entry)
@@ -123,7 +126,7 @@ def stand_in(entries: Iterable[Entry]) -> None:
 
 
 def close_stand_ins(entries: Iterable[Entry]) -> None:
-    """From now on the stand-ins of `entries` say that the run is over; modules keep them, for a shard is no weight."""
+    """Marks the stand-ins of `entries` as closed: their errors say that the run is over. Modules keep them."""
     for entry in entries:
         held = entry.holders[0].module._parameters.get(entry.holders[0].attribute)
         if isinstance(held, StandIn):
@@ -153,7 +156,7 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def sharded_read(entry: Entry, what: str) -> RunError:
-    """The error `sharded-weight-read`: `what` wants the values of `entry`, of which no rank has all."""
+    """Returns the error `sharded-weight-read`: `what` wants the values of `entry`, of which no rank has all."""
     return RunError(
         "sharded-weight-read",
         f"{what} the parameter {entry.name!r}, of which this rank holds {_part(entry)}, without its module",

@@ -93,7 +93,9 @@ class BatchSplitter:
         return count_micros(piece, self.info.fields, self.micro_size)
 
     def _split(self, whole: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> StepBatch:
-        """counts: the micro-batches in each piece of `whole`."""
+        """Takes this rank's slices, checks the weights, and cuts micro-batches. counts: of micro-batches in each piece
+        of `whole`.
+        """
         own = [self.slices(piece) for piece in whole]
         for piece, count in zip(own, counts, strict=True):
             self._additive.check(piece, count)
@@ -106,7 +108,7 @@ class BatchSplitter:
 
 
 def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:
-    """`batch`, where it is a list of micro-batches."""
+    """Returns `batch` if it is a list of micro-batches; else raises RunError "batch-fields"."""
     if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
         return batch
     found = f"a {type(batch).__name__}"

@@ -55,16 +55,18 @@ class StepNumbers:
         self._kinds[name] = of
 
     def fraction(self, entry: Entry) -> float:
-        """What a share over the elements of `entry` is multiplied by, so that the sum over all ranks counts each once.
+        """Returns the factor for a share summed over `entry`'s elements, so that the sum over all ranks counts each
+        element once.
 
         Ranks of its reduce group hold the same gradient, and so do the stages of a tie.
         """
         return 1.0 / (self._groups[entry.reduce_group].size * len(entry.stages))
 
     def agree(self) -> None:
-        """Makes the numbers of all ranks those of every rank; a collective over all ranks of the world.
+        """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks of the
+        world.
 
-        Raises RunError `number-name` on all ranks where two of them mean another kind of number by one name.
+        Raises RunError `number-name` on all ranks if one name is a sum on one rank and a root on another.
         """
         self._is_agreed = True
         found: dict[str, Of] = {}
@@ -76,7 +78,7 @@ class StepNumbers:
         self.names = tuple(self._kinds)
 
     def own(self, device: torch.device) -> Tensor:
-        """This rank's shares, float64 [numbers] on `device`."""
+        """Returns this rank's shares, float64 [numbers] on `device`; 0 for names that this rank did not add."""
         shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
         values = torch.zeros(len(shares), dtype=torch.float64)
         on_device: dict[int, Tensor] = {}
@@ -91,7 +93,7 @@ class StepNumbers:
         return values
 
     def row(self, sums: Sequence[float]) -> dict[str, float]:
-        """The part of a row that `sums`, over all ranks, make."""
+        """Returns the numbers for the row, by name, from their `sums` over all ranks."""
         numbers = zip(self._kinds.items(), sums, strict=True)
         return {name: _root(number) if of == "root" else number for (name, of), number in numbers}
 

@@ -1,6 +1,6 @@
 """The one place that knows the step, the micro-batch, and which gradient is the last.
 
-Nobody else counts: store, handlers, communicators and offload read it.
+Store, handlers, communicators and offload read it instead of counting themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sley_core.actions.action import GRADIENT_KINDS, Action
 
 
 class Phase(StrEnum):
-    """Why something runs: for the first time, again inside a backward, for weight gradients put off, or without any."""
+    """Why something runs: in training, again inside a backward, for deferred weight gradients, or without gradients."""
 
     TRAIN = "train"
     RECOMPUTE = "recompute"
@@ -41,10 +41,10 @@ class StepState:
 
          begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the place of the
-    first of them among those of all ranks. was_taken: whether weights moved in the step that ended last; not if its loss or a
-    gradient was no number, so that nothing that was kept of these gradients is of use. after_first: called once, when the
-    first action is over.
+    step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the number of
+    its first one among those of all ranks. was_taken: whether the last step changed weights; not if its loss or a
+    gradient was not finite, so that anything a handler kept from these gradients is useless. after_first: called once,
+    after the first action.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class StepState:
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
-        """A new optimizer step, whatever became of the one before."""
+        """Starts a new optimizer step, even if the one before failed."""
         self.step = step
         self.num_micros = num_micros
         self.first_micro = first_micro
@@ -70,15 +70,17 @@ class StepState:
         self._settled = None
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
-        """What `action` works on."""
+        """Returns the chunk, micro-batch and step that `action` works on."""
         return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)
 
     def enter(self, action: Action) -> None:
+        """Marks `action` as running; decides whether it is its chunk's last gradient action."""
         self.action = action
         is_last = self._last.get(action.chunk) == action
         self._settled = self._done | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
+        """Marks `action` as over, and calls `after_first` after the first one."""
         if self._last.get(action.chunk) == action:
             self._done |= {action.chunk}
         self.action = None
@@ -88,10 +90,10 @@ class StepState:
             after()
 
     def gradients_final(self, chunks: frozenset[int]) -> bool:
-        """Whether the running action is the last of this step that can add to a gradient of all `chunks`."""
+        """Returns whether the running action is the last of this step that can add to a gradient of all `chunks`."""
         return self._settled is not None and chunks <= self._settled
 
     @property
     def done(self) -> frozenset[int]:
-        """The chunks that have had their last gradient action."""
+        """Chunks whose last gradient action is over."""
         return self._done

@@ -36,10 +36,10 @@ STARTING_STEPS = 2
 
 
 class Stepper:
-    """Takes steps. `handlers` are called in the plan's order, which is the order of their collectives.
+    """Takes steps. `handlers` are called in the plan's order, so their collectives have the same order on all ranks.
 
-    undo: closed with it; lets go of the model, of handlers and of whatever else was attached, the last first.
-    compare_first: what all ranks compare before the first step.
+    undo: closed with the stepper; detaches handlers and all else from the model, the last first. compare_first:
+    compares all ranks' first values before the first step.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class Stepper:
     def step(
         self, step: int, batch: StepBatch, *, stop: bool = False, clock: ActionClock | None = None
     ) -> PendingTotals:
-        """Trains on `batch`. step: counts from 0. stop: this rank's vote to stop after the step. clock: notes when actions run.
+        """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        After an exception the next call starts clean.
+        step: counts from 0. stop: this rank's vote to stop after the step. clock: notes when actions run. On CUDA it
+        returns before the device is done; `read` of the result waits. After an exception the next call starts clean.
         """
         if self.is_closed:
             raise closed("stepper")
@@ -104,18 +105,19 @@ class Stepper:
         return PendingTotals(totals, self.device)
 
     def _weight(self, batch: StepBatch) -> BatchWeight | None:
-        """The loss weight of the global batch, where the model ends: only there is it needed."""
+        """Returns the loss weight of the global batch, on ranks with the loss; others do not need it."""
         if not self.executor.has_loss:
             return None
         scale = self.update.scale.value if self.update.scale else 1.0
         return BatchWeight(self._global_weight, scale)
 
     def _global_weight(self) -> float:
+        """Waits for the sum of all ranks' weights, which travels with the agreement, and returns it."""
         self.agreement.check()
         return self.agreement.weight
 
     def close(self) -> None:
-        """Lets go of all that was attached, once, each even if another fails to; no step is taken after it."""
+        """Detaches everything from the model, once; continues if one part fails to. No step may follow."""
         self.is_closed = True
         self._undo.close()
 

@@ -1,19 +1,18 @@
-"""The only owner of accumulated gradients, and the only one that knows when a gradient is complete.
+"""The only owner of accumulated gradients, and the only place that knows when a gradient is complete.
 
 Each trainable entry of the book has a slot: a view into a flat buffer in `precision.gradients`. Contributions come from
-autograd (a post-accumulate hook per parameter, the store's own) or from code that computes weight gradients itself
+autograd (through the store's post-accumulate hook on each parameter) or from code that computes weight gradients itself
 (`add`). With StepState the store reports each entry ready once per step:
 
     begin_step ──> contribution* ──> ready, in the order of `order` ──> finish_step
-                                       ^ in the chunk's last gradient action, when autograd, which counts the uses of a
-                                         parameter in each graph anew, says so, or the queue that a W empties; else when
-                                         that action ends. What is untouched then is completed as zeros
+                                       ^ in the chunk's last gradient action: as soon as autograd (which counts the uses of
+                                         a parameter per graph) or W's weight queue says so, else when that action ends.
+                                         An entry without a contribution is then completed as zeros
 
-Code that adds to a gradient says no such thing: as many contributions as in the first step complete it, or, where their number
-varies, the end of the action. One that comes after `ready` is refused: ours within a step, a user's backward between two.
+Other code does not say when it is done: the store expects as many contributions as in the first step or, if their number
+varies, waits for the end of the action. One after `ready` is refused: ours within a step, a user's backward between two.
 
-One order for all ranks of a reduce group is what makes it safe to start a collective at `ready`: two ranks that start two
-reductions in opposite order sum the wrong tensors without an error.
+All ranks of a reduce group report in one order: collectives started in different orders would sum the wrong tensors silently.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ Ready = Callable[[Entry], None]
 class GradientStore:
     """Slots for all trainable entries of `book`, in `dtype` on `device`.
 
-    The reducer gives its own planner when it attaches; until then it is `planner`. `on_ready` is called once per entry and
-    step, `on_chunk_done` once per chunk. Parameters frozen or unfrozen between steps are followed at the next `begin_step`.
+    A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once
+    per entry and step, `on_chunk_done` once per chunk. `begin_step` follows parameters frozen or unfrozen between steps.
     """
 
     def __init__(
@@ -75,9 +74,8 @@ class GradientStore:
         self.lay_out(planner or by_reduce_group)
 
     def lay_out(self, planner: Planner) -> None:
-        """Makes the buffers anew, as `planner` says from now on. What they held, and a step under way, is forgotten.
-
-        Nobody writes into those of before any more: their memory is taken over.
+        """Makes the buffers anew, as `planner` says from now on. Discards all gradients, and a step in flight. Nothing may
+        write into the old buffers any more: the new ones reuse their memory.
         """
         self._planner = planner
         trainable = self.book.trainable
@@ -102,10 +100,9 @@ class GradientStore:
             self.watch()
 
     def watch(self) -> None:
-        """From now on parameters are hooked, in every layout; the first `begin_step` does it where it was not done.
+        """Installs the autograd hooks, now and in later layouts; the first `begin_step` does it if nobody did.
 
-        Only when dtypes and products are settled is it known which gradients need no hook, and no Python call per backward:
-        where nobody reduces, nobody waits for them, and what has the store's dtype autograd sums by itself.
+        Gradients that no handler reduces, of the store's dtype, get none: autograd sums them itself, without a Python call.
         """
         self._is_watching = True
         for slot in self._order:
@@ -123,7 +120,7 @@ class GradientStore:
         return entry in self._slots
 
     def gradient(self, entry: Entry) -> Tensor:
-        """The accumulated gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError if it is frozen."""
+        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError if it is frozen."""
         if entry not in self._slots:
             raise frozen(entry)
         return self._slots[entry].view
@@ -140,12 +137,12 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all gradients; those that lie in no buffer count while they are there."""
+        """Bytes of all gradients; those outside the buffers count while they exist."""
         loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
         return sum(buffer.num_bytes for buffer in self.buffers) + loose
 
     def pieces(self) -> Iterator[Piece]:
-        """All gradients in as few tensors as possible."""
+        """Yields all gradients in as few tensors as possible: one per buffer, then lists of the unbuffered ones."""
         for buffer in self.buffers:
             yield Piece([buffer.data], buffer.reduce_group, buffer.num_holders)
         families: dict[tuple[str, int], list[Tensor]] = {}
@@ -158,7 +155,7 @@ class GradientStore:
             yield Piece(tensors, reduce_group, num_holders)
 
     def begin_step(self) -> None:
-        """Forgets the step before, complete or not: the first contribution of this one overwrites."""
+        """Starts a step: discards the gradients of the one before, complete or not. The first contribution overwrites."""
         if self._is_closed:
             raise closed("gradient store")
         if self._trainability() != self._laid_out_for:
@@ -173,47 +170,47 @@ class GradientStore:
             slot.reset()
 
     def check_open(self, entry: Entry) -> None:
-        """Raises RunError `gradient-complete` where no step runs and the gradient of `entry` is that of the one before."""
+        """Raises RunError `gradient-complete` if no step runs and the gradient of `entry` is that of the step before."""
         self._slots[entry].check_open(self.state)
 
     def add(self, entry: Entry, gradient: Tensor) -> None:
-        """A contribution computed outside autograd: shape of the parameter, any floating dtype."""
+        """Adds a contribution computed outside autograd, and may report it: shape of the parameter, any floating dtype."""
         slot = self._slots[entry]
         slot.check_open(self.state)
         slot.take(gradient)
         self._contributed(slot)
 
     def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
-        """The contribution left^T right, for left [n, out] and right [n, in] in the store's dtype; allocates nothing."""
+        """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype; allocates no memory."""
         self.put_product(entry, left, right)
         self.passed(entry)
 
     def put_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
-        """As `add_product`, of a parameter of which autograd, or whoever calls `passed`, tells when its last one has come."""
+        """Adds as `add_product` does, but leaves it to autograd, or to a later `passed`, to say that it was the last."""
         slot = self._slots[entry]
         slot.check_open(self.state)
         slot.take_product(left, right)
         slot.contributions += 1
 
     def passed(self, entry: Entry) -> None:
-        """The running action has contributed to `entry` once, or for the last time."""
+        """Notes that the running action has contributed to `entry`, once or for the last time. May report entries ready."""
         self._passed(self._slots[entry])
 
     def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
-        """The contribution that is `rows` [n, width], any floating dtype, added at their `indices` [n] of a table."""
+        """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient."""
         slot = self._slots[entry]
         slot.check_open(self.state)
         slot.take_rows(indices, rows)
         self._contributed(slot)
 
     def expect_products(self, entry: Entry) -> None:
-        """From now on `entry` gets contributions by `add_product` and the like, besides those of autograd if there are any."""
+        """Notes that from now on `entry` gets contributions by `add_product` and the like, besides any from autograd."""
         self._products.add(entry)
         if entry in self._slots and self._slots[entry].autograd is Autograd.IN_VIEW:
             self._slots[entry].autograd = Autograd.COPIED
 
     def chunk_done(self, chunk: int) -> None:
-        """The chunk's last gradient action is over: what no contribution reached is zero, and everything is ready."""
+        """Ends the chunk's last gradient action: entries without a contribution become zero, and all are reported ready."""
         for slot in self._order:
             if slot.is_open and chunk in slot.chunks and slot.chunks <= self.state.done:
                 slot.complete()
@@ -224,13 +221,13 @@ class GradientStore:
             notify(chunk)
 
     def close(self) -> None:
-        """Leaves parameters as if there had been no store, and no memory of its own; no step begins after it."""
+        """Removes hooks and gradients from the parameters, and frees the store's memory; no step may begin after it."""
         self._is_closed = True
         self._forget()
         self._memory.forget()
 
     def _learn(self) -> None:
-        """All is complete: what this step has shown of how gradients come."""
+        """Remembers, when all gradients are complete, how often and in which backward each one came."""
         for slot in self._order:
             slot.habit.learn(slot.final)
         if not self._learned and self._tasks:
@@ -244,11 +241,11 @@ class GradientStore:
         self._learned = True
 
     def _accumulated(self, slot: Slot, parameter: Tensor) -> None:
-        """Autograd's hook, once per backward, after every use of the parameter in it.
+        """Autograd's hook: called once per backward, after every use of the parameter in it.
 
-        The first contribution is copied in; later ones autograd adds into the view itself. There is none where all of it was
-        added outside of autograd, or a function says that there is no gradient. Raises RunError `sparse-gradient`, and
-        `sharded-weight-read` where code used a shard as if it were the whole weight.
+        Copies the first contribution; autograd adds later ones into the view itself. Finds no `grad` if all was added
+        elsewhere. Raises RunError `sparse-gradient`, and `sharded-weight-read` if code used a shard as if it were the full
+        weight.
         """
         gradient = parameter.grad
         if slot.entry.shard is not None and (gradient is None or gradient is slot.view):
@@ -270,6 +267,7 @@ class GradientStore:
         self._passed(slot)
 
     def _passed(self, slot: Slot) -> None:
+        """Counts one final pass if the running action is the last for this gradient; reports it if it is next in the order."""
         if slot.autograd is Autograd.UNWATCHED or not self.state.gradients_final(slot.chunks):
             return
         slot.passed(learning=not self._learned)
@@ -279,7 +277,7 @@ class GradientStore:
             self._report()
 
     def _report(self) -> None:
-        """Reports ready entries up to the first that is not: one order, whatever autograd's was."""
+        """Reports complete entries up to the first open one: in one order, whatever order autograd had."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             slot = self._order[self._next]
             slot.state = State.REPORTED
@@ -294,6 +292,7 @@ class GradientStore:
         return [parameter.requires_grad for parameter in self._parameters]
 
     def _forget(self) -> None:
+        """Removes hooks, gradients, slots and buffers."""
         for hook in self._hooks:
             hook.remove()
         for slot in self._order:

@@ -54,7 +54,7 @@ class StepTimeline:
         self._num_micros = 0
 
     def before_step(self, number: int, num_micros: int) -> ActionClock | None:
-        """In the step to draw: waits until all ranks have come to it, and returns a running clock, in which the step notes."""
+        """Waits for all ranks and returns a running clock if step `number` is the one to draw; else returns None at once."""
         if number != self.number:
             return None
         device = self.stepper.device
@@ -68,7 +68,7 @@ class StepTimeline:
         return clock
 
     def write(self, number: int) -> None:
-        """Gathers what all ranks noted of step `number`, if it is the one to draw; rank 0 writes both files."""
+        """Gathers all ranks' spans of step `number`, if it is the one to draw; rank 0 writes both files. All ranks call it."""
         if number != self.number or self._clock is None:
             return
         clock, self._clock = self._clock, None

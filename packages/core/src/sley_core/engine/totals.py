@@ -1,4 +1,4 @@
-"""What all ranks know after a step, and how it reaches the host: at once on CPU, a step later on CUDA."""
+"""A step's totals, equal on all ranks, and how they reach the host: at once on CPU, a step later on CUDA."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from sley_core.comm.device import Device
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Float64 scalars on the device, equal on all ranks.
+    """Float64 scalars on the device, equal on all ranks except `own_loss` and `own_exchanges`.
 
-    loss: the sum over the global batch. weight: by which it is divided. stops: how many ranks ask to stop.
-    own_loss: this rank's part of the sum, and own_exchanges, by which only a failure is explained. differs: 0 if ranks that
-    exchange without marks have exchanged the same.
-    numbers: [n], the sums of what plugins add to the row.
-    loss_scale: of this step, and overflows: how many ranks found a gradient that is not finite; only in fp16.
+    loss: the sum over the global batch. weight: its divisor. stops: how many ranks ask to stop. own_loss,
+    own_exchanges: this rank's share of the sum and its exchanges, to explain a failure. differs: 0 if all ranks'
+    unmarked exchanges were the same. numbers: [n], the sums of the numbers that plugins add to the row. loss_scale: of
+    this step, and overflows: how many ranks found a gradient that is not finite; only in fp16.
     """
 
     loss: Tensor
@@ -36,7 +35,7 @@ class StepTotals:
 
     @property
     def allow_a_step(self) -> Tensor:
-        """A bool on the device: loss and norm are numbers of the same exchanges, and something in the batch counts."""
+        """Bool tensor on the device: loss and norm are finite, the batch has weight, and all ranks exchanged the same."""
         is_number = torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
         return is_number & (self.weight > 0) & (self.differs == 0)
 
@@ -64,10 +63,7 @@ class StepResult:
 
 
 class PendingTotals:
-    """Totals on their way to the host; `read` waits for them, and only for them. own_loss: this rank's, on the device.
-
-    own_exchanges: this rank's, without marks.
-    """
+    """Totals on their way to the host. own_loss: this rank's, on the device. own_exchanges: this rank's, without marks."""
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
         overflows = [] if totals.overflows is None else [totals.overflows]
@@ -87,6 +83,7 @@ class PendingTotals:
             self._values = values
 
     def read(self) -> StepResult:
+        """Returns the totals on the host; waits for their copy, and for nothing later on the device."""
         if self._event is not None:
             self._event.synchronize()
         loss, grad_norm, stops, weight, differs, *more = self._values.tolist()

@@ -1,11 +1,12 @@
 """The end of a step, after every gradient is reduced: unscale and vote, norm, clip, learning rate, optimizer step.
 
-The norm counts what each rank owns once: a gradient that `copies` ranks hold adds 1/copies on each of them, so one sum over
-all ranks is the norm of the whole model in every layout. On CUDA nothing here waits for the device, but for fp16's vote, and
-for optimizers that cannot leave a step out on the device: whether a step is taken decides what the host does next.
+The norm counts every gradient once: one that `copies` ranks hold adds 1/copies on each of them, so one sum over all
+ranks is the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: the
+overflow vote of fp16, and optimizers that cannot skip a step on the device. There the host must know whether a step is
+taken.
 
-Where the loss or the norm is no number, or nothing in the batch counts, nobody steps: weights, masters and states stay as they
-were, on all ranks alike, and whoever reads the totals raises.
+If the loss or the norm is not finite, or the batch has weight 0, no rank steps: weights, masters and optimizer states
+stay as they were, and the code that reads the totals raises.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ CLIP_EPSILON = 1e-6
 class Update:
     """Steps `optimizer`, which was built over `masters`, with the gradients of `store`.
 
-    parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's factor
-    at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for the
-    largest element. scale: the loss scale that gradients come with, in fp16. was_taken: whether the last step was, as
+    parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's
+    factor at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for
+    the largest element. scale: the loss scale of the gradients, in fp16. was_taken: whether the last step was taken, as
     far as the host knows.
     """
 
@@ -80,14 +81,17 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """The rate of the last step, of parameters to which the plan gives no other: their group's, if a program changed it."""
+        """Learning rate of the last step, of parameters to which the plan gives no rate of their own; their group's, if
+        a program changed it.
+        """
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> StepTotals:
-        """Clips and steps, or leaves weights and states as they are, on all ranks alike.
+        """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks
+        call it: it all-reduces the totals.
 
-        loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; 0 for both
-        where the model does not end. The learning rate counts the steps that were taken.
+        loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; both are 0 on
+        ranks without the loss. The learning rate counts only the steps that were taken.
         """
         num_skipped = self.scale.num_skipped if self.scale else 0
         self.was_taken = False
@@ -113,7 +117,7 @@ class Update:
         return totals
 
     def _follow(self) -> None:
-        """Entries that the store laid out since the last step join the optimizer, with the options of their names."""
+        """Adds entries that were unfrozen since the last step to the optimizer, with the options for their names."""
         if self._layout == self.store.num_layouts:
             return
         self._layout = self.store.num_layouts
@@ -125,7 +129,7 @@ class Update:
             self.optimizer.add_param_group(group)
 
     def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, stop: bool) -> StepTotals:
-        """Norm, loss, votes and plugins' numbers in one all-reduce over all ranks (two for the inf-norm), once per step."""
+        """Returns norm, loss, votes and plugins' numbers, from one all-reduce over all ranks (two for the inf-norm)."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
         norm = self._local_norm(pieces)  # each rank adds what it alone owns, so the sum counts every gradient once
@@ -145,11 +149,13 @@ class Update:
         return replace(totals, loss_scale=self.scale.value, overflows=scalars[5]) if self.scale else totals
 
     def _numbers(self) -> list[Tensor]:
-        """This rank's shares of what plugins add to the row."""
+        """Returns this rank's shares of the numbers that plugins add to the row."""
         return [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
 
     def _unscale(self, pieces: list[Piece], factor: float) -> Tensor:
-        """Multiplies every gradient by `factor`; returns float64 [1]: 1 where one of this rank's was not finite, else 0."""
+        """Multiplies every gradient by `factor`; returns float64 [1]: 1 if one of this rank's gradients is not finite,
+        else 0.
+        """
         found = torch.zeros(1, device=self.device.torch_device)
         inverse = torch.full((1,), factor, device=self.device.torch_device)
         for piece in pieces:
@@ -158,14 +164,18 @@ class Update:
         return found.double()
 
     def _overflowed(self, step: int, totals: StepTotals, scale: LossScale) -> bool:
-        """Reads the vote, the same on every rank, and moves the scale. Waits for the device."""
+        """Returns whether any rank's gradients overflowed, and adjusts the scale; the same on every rank. Waits for the
+        device.
+        """
         assert totals.overflows is not None, "a scale without a vote"
         overflowed = bool(totals.overflows)
         scale.update(step, overflowed=overflowed)
         return overflowed
 
     def _local_norm(self, pieces: list[Piece]) -> Tensor:
-        """This rank's share: sum of |g|^p over what it owns, or the largest |g|; a float64 scalar, 0 without gradients."""
+        """Returns this rank's share: the sum of |g|^p over its gradients, or the largest |g|; a float64 scalar, 0
+        without any.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         for tensors, reduce_group, num_holders in pieces:
             # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
@@ -178,6 +188,7 @@ class Update:
         return total
 
     def _clip(self, pieces: list[Piece], norm: Tensor, clip_norm: float) -> None:
+        """Scales all gradients in place so that their norm is `clip_norm` at most."""
         # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
         factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         if not self.device.is_async and float(factor) == 1.0:

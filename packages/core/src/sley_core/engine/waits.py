@@ -1,4 +1,4 @@
-"""What must have come before the weights of a layer are used: another step's update, weights that were offloaded."""
+"""Callbacks to run before the weights of a layer are used: for another step's update, or weights that were offloaded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ class Waits:
         self._waits: dict[str, list[tuple[Wait, IsDue | None]]] = {}
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
-        """From now on `wait` is called before every use of the weights of layer `name`; with `is_due`, where that is true.
+        """Registers `wait`, to be called before every use of the weights of layer `name`; with `is_due`, only if that
+        returns True.
 
-        is_due: whether the weights are not all there; it costs little, changes nothing, and says the same on all ranks that
-        hold shards of the layer: between a step's begin and end these read each other's only while nothing is due.
+        is_due: whether some of the weights are missing; must be cheap, change nothing, and return the same on all ranks
+        that hold shards of the layer: between a step's begin and end these read each other's shards only while nothing
+        is due.
         """
         self._waits.setdefault(name, []).append((wait, is_due))
 
     def wait_for(self, name: str) -> bool:
-        """Calls what is due of layer `name`; whether there was anything."""
+        """Calls the due callbacks of layer `name`; returns whether there were any."""
         found = False
         for wait, is_due in self._waits.get(name, ()):
             if is_due is None or is_due():
@@ -32,5 +34,5 @@ class Waits:
         return found
 
     def is_due(self, name: str) -> bool:
-        """Whether the next use of the weights of layer `name` would call anything."""
+        """Returns whether the next use of the weights of layer `name` would call anything."""
         return any(is_due is None or is_due() for _, is_due in self._waits.get(name, ()))

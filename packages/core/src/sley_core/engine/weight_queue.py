@@ -1,4 +1,4 @@
-"""Weight gradients put off: D queues them per chunk and micro-batch, W multiplies them into the store.
+"""Deferred weight gradients: D queues them per chunk and micro-batch, W multiplies them into the store.
 
 A split backward is one traversal: while D runs, linears hand (output gradient, input) to this queue instead of
 multiplying; other parameters get their gradient in D. Recomputation therefore runs once.
@@ -24,11 +24,10 @@ Work = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the closures of every D that has not met its W.
+    """Holds the closures of every D until its W runs.
 
-    D opens `collecting(place)`; within it `put` takes what linears hand over. W calls `run(place)`.
-
-    on_last: told the entry when `run` has done the last that D put off for it, however often a linear was used.
+    D opens `collecting(place)`; within it linears call `put`. W calls `run(place)`. on_last: called with the entry when
+    `run` has done its last product, however often a linear was used.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class WeightQueue:
 
     @contextmanager
     def collecting(self, place: Place) -> Iterator[None]:
-        """While the block runs, what is put belongs to `place`."""
+        """Returns a context manager within which `put` queues for `place`."""
         assert self._open is None, f"D of {place} within that of {self._open}"
         self._queued[place] = []
         self._open = place
@@ -52,13 +51,15 @@ class WeightQueue:
             self._open = None
 
     def put(self, work: Work, entry: Entry | None = None) -> None:
-        """Puts off `work`, which holds a linear's input and output gradient; entry: what it contributes to, for `on_last`."""
+        """Queues `work`, which holds a linear's input and output gradient. entry: the parameter that it contributes to,
+        for `on_last`.
+        """
         assert self._open is not None, "no D is running"
         self._queued[self._open].append((work, entry))
 
     @torch.no_grad()
     def run(self, place: Place) -> None:
-        """Does what D of `place` put off, and lets go of it piece by piece."""
+        """Runs the work that D of `place` queued, and frees the tensors of each piece before the next."""
         queued = self._queued.pop(place)
         left = Counter(entry for _, entry in queued)
         queued.reverse()
@@ -71,7 +72,7 @@ class WeightQueue:
                 self.on_last(entry)
 
     def clear(self) -> None:
-        """Forgets everything: a step failed."""
+        """Discards all queued work, after a failed step."""
         self._queued.clear()
         self._open = None
 
@@ -79,7 +80,7 @@ class WeightQueue:
 class Handover:
     """The sink of one linear: multiplies at once, or queues while a D is collecting.
 
-    entry: the weight's, where the queue tells of its last product.
+    entry: the weight's entry, for the queue's `on_last`.
     """
 
     def __init__(

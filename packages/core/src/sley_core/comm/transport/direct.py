@@ -83,9 +83,9 @@ class Direct(Transport):
         operation: str,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Starts to send to the i-th of the peers the i-th of every row of `parts`, and to receive from it in `places`.
+        """Starts to send the i-th peer the i-th tensor of every row of `parts`, and to receive from it into `places`.
 
-        All are contiguous, on the host, and stay the exchange's until `wait_sent`. The members come here in one order.
+        All are contiguous, on the host, and must not be touched until `wait_sent`. All members call this in one order.
         """
         received: list[Any] = []
         sent: list[Any] = []
@@ -105,7 +105,7 @@ class Direct(Transport):
 
 
 class _Headers:
-    """What the members say about one exchange on `lane`, on its way since this was made; `sent` must be awaited."""
+    """The headers of one exchange on `lane`, in flight since this was made; `sent` must be awaited."""
 
     def __init__(self, members: Members, lane: dist.ProcessGroup, mark: Mark) -> None:
         self._members = members

@@ -36,7 +36,7 @@ class Work(Protocol):
     def test(self) -> bool:
         """Returns whether `wait` would return at once, as far as that is known. Never blocks.
 
-        What nothing but the ranks' own calls moves is moved on as far as that needs no waiting.
+        If only the ranks' own calls move the exchange, this call moves it on as far as it can without waiting.
         """
 
     def wait(self) -> None:

@@ -23,9 +23,9 @@ class Announced(Protocol):
 
 
 class Works(Work):
-    """An exchange by works of a process group.
+    """An exchange carried by works of a process group.
 
-    received, sent: their works. finish: what is left to do with what came. headers: what the peers say that it is.
+    received, sent: their works. finish: called once, when all was received. headers: what the peers say that it is.
     """
 
     def __init__(
@@ -51,6 +51,9 @@ class Works(Work):
         return all(work.is_completed() for work in (*announced, *self._received))
 
     def wait(self) -> None:
+        """Compares the peers' headers before it waits for their data, so a different exchange is an error and not wrong
+        numbers.
+        """
         if self._headers is not None:
             self._await(self._headers.works)
             self._headers.compare()

@@ -53,6 +53,7 @@ def write(pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> 
 
 
 def _copy(function: Any, pid: int, here: Sequence[MemorySpan], there: Sequence[MemorySpan]) -> int:
+    """Runs `function` for as many calls as Linux's limits need; returns the bytes copied, or -1 if a call fails."""
     if function is None:
         return -1
     copied = 0

@@ -91,9 +91,11 @@ class Sum(Work):
         return self._number == self._sums.num_summed + 1
 
     def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int]) -> None:
-        """Waits for `is_true()`, and moves all sums on meanwhile: their peers need not wait until this rank comes to them.
+        """Waits for `is_true()`, and moves all sums on meanwhile, so that peers need not wait until this rank comes to
+        theirs.
 
-        So ranks may wait for their sums in unlike orders. The time limit is that of a wait in which none of them moves.
+        So ranks may wait for their sums in different orders. The time limit is that of a wait in which none of them
+        moves.
         """
         while not is_true():
             self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, self._what)
@@ -108,6 +110,7 @@ class Sum(Work):
         return self._sums.slices.late_offerer(self._number)
 
     def _sum(self) -> None:
+        """Sums this rank's slice from all peers' memory, offers the sum, and tells the peers that theirs was read."""
         wholes = self._sums.wholes
         own = self._slices[wholes.coord]
         starts = [wholes.wait_table(peer, self._number, self._what)[0] + self._first for peer in wholes.peers]
@@ -122,6 +125,7 @@ class Sum(Work):
             wholes.done(peer, self._number, self._what)
 
     def _gather(self) -> None:
+        """Reads the peers' summed slices into place; this rank then holds the full sum."""
         slices = self._sums.slices
         for peer in slices.peers:
             here = span(self._slices[peer])
