@@ -128,7 +128,8 @@ def test_a_worker_is_ended_as_if_nothing_were_handled() -> None:
 
 
 def test_a_worker_ends_with_a_process_that_is_ended_within_its_limit() -> None:
-    code, out = run(WORKER + "    print(worker.pid)\n    time.sleep(3600)", signal.SIGTERM)
+    slower = "    stopping.TERMINATED_S = 3\n"  # time to say which worker
+    code, out = run(slower + WORKER.lstrip("\n") + "    print(worker.pid)\n    time.sleep(3600)", signal.SIGTERM)
     assert code == 143
     assert_none_left(lambda: [process for process in descendants(1) if process.pid == int(out)], within_s=5)
 

@@ -26,7 +26,7 @@ class Schedule:
     place: Placing = loop
 
     def placement(self, stages: int) -> Placement:
-        """Returns the placement for `stages`. Raises PlanError "placement-wrong" if a stage would not hold `chunks` positions."""
+        """Returns the placement for `stages`; PlanError "placement-wrong" if a stage does not hold `chunks` positions."""
         found: Any = self.place(stages, self.chunks)
         if not isinstance(found, Placement):
             raise wrong_placement(f"is a `{type(found).__name__}`, not a `Placement`")

@@ -11,7 +11,6 @@ autograd (through the store's post-accumulate hook on each parameter) or from co
 
 Other code does not say when it is done: the store expects as many contributions as in the first step or, if their number
 varies, waits for the end of the action. One after `ready` is refused: ours within a step, a user's backward between two.
-
 All ranks of a reduce group report in one order: collectives started in different orders would sum the wrong tensors silently.
 """
 
