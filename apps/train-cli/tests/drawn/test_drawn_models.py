@@ -153,3 +153,12 @@ def test_a_case_that_fails_poisons_no_other(ranks, small, tmp_path):
     assert "ValueError: on purpose" in found[1].why
     assert found[2] == Verdict("refused", "boundary-type")
     assert found[3] == Verdict("equal")
+
+
+def test_a_training_that_diverges_is_told_from_a_wrong_number(own, tmp_path):
+    from drawn_batches import valid
+    from drawn_runs import Seen, is_undetermined, plainly
+
+    for number, diverges in ((622912063, True), (17, False)):
+        case = valid(number, tmp_path)
+        assert is_undetermined(case, [Seen(first=plainly(case).weights)], len(case.steps) - 1) == diverges

@@ -17,7 +17,15 @@ from typing import Any
 
 import torch.distributed as dist
 from drawn_cases import Case, draw
-from drawn_runs import compare, has_nothing_to_train, problems, see, some_step_counts_nothing
+from drawn_runs import (
+    StepDiffersError,
+    compare,
+    has_nothing_to_train,
+    is_undetermined,
+    problems,
+    see,
+    some_step_counts_nothing,
+)
 
 from sley_core.errors import SleyError
 from sley_core.testing.ranks import RankError
@@ -31,7 +39,9 @@ WAIT_S = 3.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """how: "equal", "refused" with a code that the case allows, or "wrong". why: the code, or what is wrong."""
+    """how: "equal", "refused" with a code that the case allows, "undetermined" where the plain loop does not know either, or
+    "wrong". why: the code, or what is wrong.
+    """
 
     how: str
     why: str = ""
@@ -73,7 +83,9 @@ def work(cases: Sequence[Case], folder: Path) -> None:
     """On every rank: the cases one after the other. Raises what the first raises that not every rank refuses."""
     rank = dist.get_rank()
     for number, case in enumerate(cases):
-        (folder / f"at{rank}.json").write_text(json.dumps(number), "utf-8")
+        begun = folder / f"begun{rank}"
+        begun.write_text(json.dumps(number), "utf-8")
+        begun.replace(folder / f"at{rank}.json")  # at once: a rank may be ended while it writes
         try:
             seen = see(case, folder)
         except Exception as error:
@@ -92,6 +104,10 @@ def work(cases: Sequence[Case], folder: Path) -> None:
 def _compared(case: Case, seen: Sequence[Any]) -> Verdict:
     try:
         compare(case, seen)
+    except StepDiffersError as error:
+        if is_undetermined(case, seen, error.number):
+            return Verdict("undetermined", str(error))
+        return Verdict("wrong", str(error))
     except Exception as error:
         return Verdict("wrong", str(error) if isinstance(error, AssertionError) else _told(error))
     return Verdict("equal")

@@ -107,14 +107,19 @@ def plainly(case: Case) -> PlainLoop:
     )
 
 
-def train_plainly(case: Case, loop: PlainLoop, seen: Sequence[Seen]) -> None:
-    """Raises AssertionError with the first difference between the loop and what the ranks saw; none saw what is empty."""
+def train_plainly(case: Case, loop: PlainLoop, seen: Sequence[Seen], norms: list[float] | None = None) -> None:
+    """Raises AssertionError with the first difference between the loop and what the ranks saw; none saw what is empty.
+
+    norms: takes the loop's gradient norm of each step.
+    """
     for number, step in enumerate(case.steps):
         _prepare(step, loop.parameters)
         share = min(1.0, (number + 1) / (case.training["learning_rate"]["warmup_steps"] or 1))
         for group in loop.optimizer.param_groups:
             group["lr"] = group["full"] * share
         wanted = loop.step(micros(case, number))
+        if norms is not None:
+            norms.append(wanted.grad_norm)
         held_out = loop.evaluate(_held_out(case)) if step.evaluates else None
         for rank, one in enumerate(seen):
             try:
@@ -124,9 +129,40 @@ def train_plainly(case: Case, loop: PlainLoop, seen: Sequence[Seen]) -> None:
                     f"held-out {found}, not {held_out}"
                 )
             except AssertionError as error:
-                raise AssertionError(f"step {number + 1}, rank {rank}: {error}") from None
+                raise StepDiffersError(number, f"step {number + 1}, rank {rank}: {error}") from None
         missing = set(wanted.gradients) - {name for one in seen for name in one.gradients[number]}
         assert not (seen and missing), f"step {number + 1}: no rank has the gradients of {sorted(missing)}"
+
+
+class StepDiffersError(AssertionError):
+    """Step `number`, from 0, is another than the plain loop's."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def is_undetermined(case: Case, seen: Sequence[Seen], number: int) -> bool:
+    """Whether the plain loop itself has another gradient norm in step `number` if first values change in their last digit.
+
+    A training that diverges doubles its digits' errors until none is left; then no two orders of a sum agree.
+    """
+    first: Tensors = {}
+    for one in seen:
+        first |= one.first
+    norms = []
+    for change in (0.0, torch.finfo(torch.float64).eps):
+        with torch.random.fork_rng(devices=[]):
+            loop = plainly(case)
+        chance = torch.Generator().manual_seed(0)
+        signs = {
+            name: torch.randint(2, value.shape, generator=chance).to(value.dtype) * 2 - 1
+            for name, value in first.items()
+        }
+        loop.load({name: value * (1 + change * signs[name]) for name, value in first.items()})
+        train_plainly(case, loop, [], found := [])
+        norms.append(found[number])
+    return abs(norms[1] - norms[0]) > 1e-6 * abs(norms[0])
 
 
 def compare(case: Case, seen: Sequence[Seen]) -> None:
