@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sley_core.comm.copies import CopyStream, CudaStream, HostMemory, HostStream
 from sley_core.errors import RunError
 
 Moment = float | torch.cuda.Event
@@ -129,6 +130,14 @@ class Device:
         if self.is_async and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)
+
+    def copy_stream(self) -> CopyStream:
+        """Returns a new stream for copies to and from the host, beside the device's own work."""
+        return CudaStream(self.torch_device) if self.is_async else HostStream()
+
+    def host_memory(self, num_bytes: int) -> HostMemory:
+        """Returns zeroed memory of the host, page-locked where copies from and to this device gain by it."""
+        return HostMemory(num_bytes, lock=self.is_async)
 
     def __str__(self) -> str:
         if self.type == "cuda":
