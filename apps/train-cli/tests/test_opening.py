@@ -8,7 +8,7 @@ from typing import Any
 from sley_core.metrics.summary import RunFacts
 from train_cli.opening import opening
 
-HELD = {"parameters": 4 << 20, "masters": 8 << 20, "gradients": 3 << 30, "optimizer": 0}
+HELD = {"weights": 4 << 20, "masters": 8 << 20, "gradients": 3 << 30, "optimizer_states": 0}
 
 
 def plan(*metrics: str, sequence: int | None = 256) -> Any:
@@ -25,7 +25,7 @@ def facts(**more: Any) -> RunFacts:
 def test_it_says_how_large_the_run_is() -> None:
     assert opening(facts(), plan("core.jsonl"), HELD).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
-        "per rank 4.0 MiB parameters, 8.0 MiB masters, 3.0 GiB gradients, and the optimizer's states",
+        "per rank 4.0 MiB weights, 8.0 MiB masters, 3.0 GiB gradients, and the optimizer's states",
     ]
 
 

@@ -80,7 +80,7 @@ def shards(tables, folder):
 
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         found = {entry.name: (entry.reduce_group, tuple(entry.parameter.shape)) for entry in run.book}
-        return found, run.book.num_parameters, run.memory["parameters"]
+        return found, run.book.num_parameters, run.memory.bytes["weights"]
 
 
 def test_a_rank_holds_its_rows_only(ranks, sharded, texts, foreign):

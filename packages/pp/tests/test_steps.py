@@ -144,7 +144,7 @@ def forward_only(tables, folder):
         with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
             loss = run.evaluate()
         gradients = [entry.parameter.grad for entry in run.book if entry.parameter.grad is not None]
-        taken = run.memory["gradients"]
+        taken = run.memory.bytes["gradients"]
         run.evaluation.feed.restore({"samples": 0})
         return saved, gradients, taken, loss, run.step(run.evaluation.feed.next())["loss"]
 

@@ -19,9 +19,9 @@ def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
     """Returns the lines before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
-        per rank 4.0 MiB parameters, 4.0 MiB gradients, and the optimizer's states
+        per rank 4.0 MiB weights, 4.0 MiB gradients, and the optimizer's states
 
-    held: `Run.memory` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
+    held: `Run.memory.bytes` of this rank, in bytes; without the optimizer's states, which are allocated in its first step.
     """
     lines = [", ".join((ranks(facts.world), _parameters(facts), _samples(facts, plan))), _held(held)]
     if all(writer.name != JSONL for writer in plan.metrics):
@@ -55,7 +55,7 @@ def _samples(facts: RunFacts, plan: Plan) -> str:
 
 
 def _held(held: Mapping[str, int]) -> str:
-    parts = [f"{_bytes(held[name])} {name}" for name in ("parameters", "masters", "gradients") if held[name]]
+    parts = [f"{_bytes(held[name])} {name}" for name in ("weights", "masters", "gradients") if held[name]]
     return f"per rank {', '.join(parts)}, and the optimizer's states"
 
 

@@ -85,7 +85,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
     """Writes `summary.json`, unless no step was done, and returns its content."""
     notes = [reporter.lost] if reporter.lost else []
-    content = summary(_facts(run), outcome, totals, run.counts, run.memory, notes)
+    content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes)
     if totals.steps:
         write_summary(folder, content)
     return content
@@ -93,7 +93,7 @@ def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, repo
 
 def _memory(run: Run) -> dict[str, int]:
     """Returns the bytes that this rank holds, with the gradients that the first step will allocate."""
-    held = run.memory
+    held = run.memory.bytes
     due = sum(entry.numel for entry in run.book.trainable) * run.store.dtype.itemsize
     return {**held, "gradients": max(held["gradients"], due)}
 

@@ -50,6 +50,7 @@ from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
+from sley_core.memory.assemble import memory_of
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
@@ -108,6 +109,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     parts = _parts(plan, world, topology, groups, stage, book)
     stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
     samples = samples_of(plan, parts, model, dataset, stepper)
+    memory = memory_of(plan, parts, stepper, undo)
     if not world.is_fake:
         refuse_left_over(model, stage.layers)  # from here on nobody looks at layers of other ranks
     return Run(
@@ -116,6 +118,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
         stepper,
         samples,
         outputs_of(plan, world, stepper, topology, folder),
+        memory,
         WeightLoader(names, parts, stepper.update.masters),
         AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
     )
@@ -208,7 +211,9 @@ def _stepper(
         stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator, over_positions
     )
     compare = None if parts.world.is_fake else partial(check_first_values, parts, model.per_rank_buffers)
-    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare)
+    stepper = Stepper(
+        executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
+    )
     splits = stage.lists.splits_backward(plan.num_micros(topology))
     if splits or _accumulates_directly(plan, device):
         direct = accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=splits)
@@ -253,6 +258,7 @@ def _update(plan: Plan, parts: Parts) -> Update:
         clip_norm=config.clip_norm,
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
         scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
+        events=parts.events,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from textwrap import dedent
 
-from sley_core.hookspecs import offers, plan_and_run
+from sley_core.hookspecs import memory, offers, plan_and_run
 
 HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 """The fixed lines of a hook's docstring, in their order."""
@@ -57,7 +57,7 @@ def hooks() -> Iterator[HookText]:
     Raises ValueError with the hook's name where its docstring lacks one of the fixed lines or has them in another
     order.
     """
-    for module in (offers, plan_and_run):
+    for module in (offers, memory, plan_and_run):
         for name, value in vars(module).items():
             if name.startswith("sley_"):
                 yield read_hook(name, value)

@@ -11,7 +11,7 @@ import pluggy
 
 from sley_core.discovery import NEWER_CORE, Found, core_version
 from sley_core.errors import PluginError
-from sley_core.hookspecs import offers, plan_and_run
+from sley_core.hookspecs import memory, offers, plan_and_run
 from sley_core.hookspecs.markers import PROJECT
 from sley_core.plan.kinds import BASES, RECORDS
 from sley_core.plan.words import suggestion
@@ -19,7 +19,10 @@ from sley_core.records import Record, ScheduleRecord
 from sley_core.table import RecordKind, Table
 
 HOOKS = {
-    name: hook for module in (offers, plan_and_run) for name, hook in vars(module).items() if name.startswith("sley_")
+    name: hook
+    for module in (offers, memory, plan_and_run)
+    for name, hook in vars(module).items()
+    if name.startswith("sley_")
 }
 """Every hook by its name."""
 
@@ -57,7 +60,7 @@ def hooks_of(module: Any, found: Found) -> Any:
     Raises PluginError "plugin-hook" or "plugin-argument".
     """
     manager = pluggy.PluginManager(PROJECT)
-    for specifications in (offers, plan_and_run):
+    for specifications in (offers, memory, plan_and_run):
         manager.add_hookspecs(specifications)
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)

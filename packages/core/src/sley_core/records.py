@@ -7,7 +7,7 @@ therefore costs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -145,6 +145,18 @@ class SequenceAttentionRecord(Record):
 
 class MemoryPoolRecord(Record):
     """`build(config) -> MemoryPool`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadManagerRecord(Record):
+    """`build(config) -> OffloadManager`.
+
+    parts: the parts of a run's memory that it moves with the table `config`; two managers of a plan move none in common.
+    scope: what an update of one element may depend on, at most, for its way of stepping the optimizer.
+    """
+
+    parts: Callable[[Any], Sequence[str]]
+    scope: Callable[[Any], Scope] = lambda config: "global"
 
 
 class ActivationPolicyRecord(Record):

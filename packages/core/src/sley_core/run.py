@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from sley_core.equipment import rows_of
 from sley_core.errors import KeyPath, UsageError, closed
 from sley_core.loop import Loop, Row
-from sley_core.metrics.parts import counts_of, held_bytes
+from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_STEP
+from sley_core.metrics.parts import counts_of
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.waits import IsDue, Wait
     from sley_core.equipment import AssemblyFacts, Outputs, Samples
+    from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Plan
 
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -40,7 +42,8 @@ class Run(AbstractContextManager["Run"]):
 
     parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are its attributes
     too. stepper: takes one step; loop: takes many, and makes rows. samples: the training data. outputs: what it writes.
-    facts: what assembling found out; its `notes` are for the user. listeners: called with each row, on every rank.
+    memory: what it holds, and what moves it off the device and back. facts: what assembling found
+    out; its `notes` are for the user. listeners: called with each row, on every rank.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Run(AbstractContextManager["Run"]):
         stepper: Stepper,
         samples: Samples,
         outputs: Outputs,
+        memory: RunMemory,
         load_weights: WeightLoader,
         facts: AssemblyFacts,
     ) -> None:
@@ -66,6 +70,8 @@ class Run(AbstractContextManager["Run"]):
         self.notes = facts.notes
         self.listeners: list[Callable[[Row], None]] = []
         self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell)
+        self.memory = memory
+        memory.settle = self._settle
         self._load_weights = load_weights
         self._notify = Notifier(plan)
         self._is_closed = False
@@ -102,6 +108,7 @@ class Run(AbstractContextManager["Run"]):
         weight 0.
         """
         self._settle()
+        self.memory.require("a step", TO_STEP)
         outcome: Outcome = "failed"
         self._notify("sley_run_started", run=self)
         try:
@@ -120,6 +127,7 @@ class Run(AbstractContextManager["Run"]):
         RunError, and changes nothing, for a batch that does not match the data's declaration, and as `train` does.
         """
         self._settle()
+        self.memory.require("a step", TO_STEP)
         return self.loop.step(batch)
 
     def evaluate(self) -> float:
@@ -129,6 +137,7 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
+        self.memory.require("an evaluation", TO_EVALUATE)
         return self.evaluation()
 
     def load_weights(
@@ -146,6 +155,7 @@ class Run(AbstractContextManager["Run"]):
         values.
         """
         self._settle()
+        self.memory.require("loading weights", TO_LOAD)
         found = self._load_weights(state, strict=strict)
         self.loop.weights_loaded()
         return found
@@ -158,11 +168,6 @@ class Run(AbstractContextManager["Run"]):
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""
         self.loop.stop()
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds for parameters, their masters, gradients and optimizer states."""
-        return held_bytes(self.stepper)
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:

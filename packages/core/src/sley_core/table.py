@@ -28,6 +28,7 @@ RecordKind = Literal[
     "sequence_attentions",
     "memory_pools",
     "activation_policies",
+    "offload_managers",
     "metrics_writers",
 ]
 

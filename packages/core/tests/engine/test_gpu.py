@@ -89,7 +89,7 @@ def test_rows_tell_memory_and_utilisation():
         row = run.step()
         assert 0 < row["memory_mb"] < 1000
         assert 0 < row["mfu"] < 1
-        assert run.memory["masters"] == 2 * run.memory["parameters"]
+        assert run.memory.bytes["masters"] == 2 * run.memory.bytes["weights"]
 
 
 def test_a_step_is_drawn_from_events_that_are_read_later(tmp_path):

@@ -26,7 +26,7 @@ def test_a_finished_run() -> None:
     of[19]["held_out_loss"] = 3.75
     of[39]["held_out_loss"] = 1.5
     counts = {"isp.communicator": {"gathers_per_step": 13}}
-    memory = {"parameters": 4000}
+    memory = {"weights": 4000}
     assert summary(FACTS, "finished", RunTotals(of), counts, memory) == {
         "name": "quickstart",
         "outcome": "finished",

@@ -111,6 +111,7 @@ def test_kinds_have_names() -> None:
         "sequence attention",
         "memory pool",
         "activation policy",
+        "offload manager",
         "metrics writer",
     ]
     assert a_word("optimizers") == "an optimizer"

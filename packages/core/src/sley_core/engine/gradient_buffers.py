@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sley_core.comm.copies import free, grow
 from sley_core.comm.marks import checksum
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
@@ -38,10 +39,20 @@ class GradientMemory:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._data = torch.empty(0, dtype=dtype, device=device)
+        self._num_freed = 0
 
     def forget(self) -> None:
         """Drops the memory, so that the next layout gets new one: a collective in flight may still write into this."""
         self._data = self._data.new_empty(0)
+
+    def free(self) -> None:
+        """Gives the memory back to the device; buffers stay valid objects, without any."""
+        self._num_freed = free(self._data)
+
+    def build(self) -> None:
+        """Gives all buffers memory again, zeroed: padding too, since norms run over it."""
+        grow(self._data, self._num_freed)
+        self._data.zero_()
 
     def buffers(self, lists: Sequence[Sequence[Entry]]) -> list[GradientBuffer]:
         """Returns one zeroed buffer for each list of entries. Buffers of the layout before must not be used any more."""

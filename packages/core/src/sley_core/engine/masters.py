@@ -10,7 +10,7 @@ through `p.data` itself (`p.data.copy_`) count up no version, so nobody can see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,12 @@ class Masters:
     def num_bytes(self) -> int:
         """Bytes of the masters; 0 where the parameters are stepped directly."""
         return sum(flat.num_bytes for flat in self._flats)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and value of each master; none where the parameters are stepped directly."""
+        for stepped in self.stepped:
+            if stepped.parameter is not stepped.original:
+                yield stepped.name, stepped.parameter
 
     def take_gradients(self, store: GradientStore) -> None:
         """Sets `grad` of each stepped parameter to the entry's slot, a view and no copy; None while the entry is

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from sley_core.engine.step_events import StepEvents
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
@@ -28,6 +30,7 @@ class Parts:
     axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients.
     waits: what must have come before a layer's weights are used. queue: weight gradients that a split backward defers.
     numbers: takes what plugins add to each step's row. pool: makes the memory pool of a name, as `isp.slots`.
+    events: moments of a step, for those that are no gradient handlers.
     """
 
     run: RunTable
@@ -44,3 +47,4 @@ class Parts:
     queue: WeightQueue
     numbers: StepNumbers
     pool: Callable[[str], MemoryPool]
+    events: StepEvents = field(default_factory=StepEvents)

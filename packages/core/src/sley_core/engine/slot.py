@@ -256,6 +256,16 @@ def frozen(entry: Entry) -> RunError:
     )
 
 
+def without_gradients() -> RunError:
+    """The error `gradients-freed`: an offload discarded all gradients, and no step has begun since."""
+    return RunError(
+        "gradients-freed",
+        "gradients were freed by an offload, and no step has made new ones",
+        hint="read them before `run.memory.offload()`, or leave them where they are: `run.memory.offload(...)` with the "
+        "names of other parts",
+    )
+
+
 def check_not_sharded(entry: Entry) -> None:
     """Raises RunError `sharded-weight-read` if `entry` is sharded: autograd reached a shard, which only its
     communicator may use.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sley_core.actions.action import actions_of
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.loss_weight import BatchWeight
+from sley_core.engine.step_events import StepEvents, call
 from sley_core.engine.totals import PendingTotals
 from sley_core.errors import closed
 
@@ -39,7 +40,7 @@ class Stepper:
     """Takes steps. `handlers` are called in the plan's order, so their collectives have the same order on all ranks.
 
     undo: closed with the stepper; detaches handlers and all else from the model, the last first. compare_first:
-    compares all ranks' first values before the first step.
+    compares all ranks' first values before the first step. events: what else is called in a step.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Stepper:
         device: Device,
         undo: ExitStack,
         compare_first: Callable[[], None] | None = None,
+        events: StepEvents | None = None,
     ) -> None:
         self.executor = executor
         self.lists = lists
@@ -61,6 +63,7 @@ class Stepper:
         self.update = update
         self.groups = groups
         self.device = device
+        self.events = events or StepEvents()
         self.state: StepState = store.state
         self._undo = undo
         self.is_closed = False
@@ -84,6 +87,7 @@ class Stepper:
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
         self.store.begin_step()
+        call(self.events.began)
         for group in self.groups.values():
             group.log.clear()
         weight = self._weight(batch)
@@ -98,8 +102,10 @@ class Stepper:
         loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
         for handler in self.handlers:
             handler.finish_step(self.state)
+        call(self.events.gradients_done)
         totals = self.update.step(step, loss, batch.weight, stop)
         self.state.was_taken = self.update.was_taken
+        call(self.events.after_update)
         for handler in self.handlers:
             handler.weights_updated(self.state)
         return PendingTotals(totals, self.device)

@@ -27,7 +27,17 @@ from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.gradient_buffers import GradientBuffer, GradientMemory
 from sley_core.engine.layout import Piece, Planner, by_reduce_group
-from sley_core.engine.slot import Autograd, Habit, LooseSlot, Slot, State, check_not_sharded, dense, frozen
+from sley_core.engine.slot import (
+    Autograd,
+    Habit,
+    LooseSlot,
+    Slot,
+    State,
+    check_not_sharded,
+    dense,
+    frozen,
+    without_gradients,
+)
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
 
@@ -64,6 +74,7 @@ class GradientStore:
         self._next = 0
         self._is_watching = False
         self._is_closed = False
+        self._is_without = False
         self._learned = False
         self._tasks: dict[Slot, tuple[Action | None, int]] = {}
         self._parameters: list[Tensor] = []
@@ -119,10 +130,26 @@ class GradientStore:
         return entry in self._slots
 
     def gradient(self, entry: Entry) -> Tensor:
-        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError if it is frozen."""
+        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError if it is frozen, or was
+        discarded by `free`.
+        """
         if entry not in self._slots:
             raise frozen(entry)
+        if self._is_without:
+            raise without_gradients()
         return self._slots[entry].view
+
+    def free(self) -> None:
+        """Discards all gradients, between two steps, and gives their memory back; `build` must come before the next step."""
+        self._is_without = True
+        for slot in self._order:
+            slot.reset()
+            slot.state = State.REPORTED  # a backward by hand is refused until the next step begins
+        self._memory.free()
+
+    def build(self) -> None:
+        """Gives gradients memory again after `free`, zeroed; `gradient` has nothing to show until a step has begun."""
+        self._memory.build()
 
     @property
     def entries(self) -> list[Entry]:
@@ -139,6 +166,10 @@ class GradientStore:
         """Bytes of all gradients; those outside the buffers count while they exist."""
         loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
         return sum(buffer.num_bytes for buffer in self.buffers) + loose
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and view of each gradient, whether or not it has memory."""
+        return ((slot.entry.name, slot.view) for slot in self._order)
 
     def pieces(self) -> Iterator[Piece]:
         """Yields all gradients in as few tensors as possible: one per buffer, then lists of the unbuffered ones."""
@@ -157,6 +188,7 @@ class GradientStore:
         """Starts a step: discards the gradients of the one before, complete or not. The first contribution overwrites."""
         if self._is_closed:
             raise closed("gradient store")
+        self._is_without = False
         if self._trainability() != self._laid_out_for:
             self._memory.forget()  # a reduction that a failed step began may still write into it
             self.lay_out(self._planner)

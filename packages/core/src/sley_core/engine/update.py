@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
+from sley_core.engine.step_events import StepEvents, call, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import StepTotals
@@ -41,8 +43,8 @@ class Update:
 
     parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's
     factor at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for
-    the largest element. scale: the loss scale of the gradients, in fp16. was_taken: whether the last step was taken, as
-    far as the host knows.
+    the largest element. scale: the loss scale of the gradients, in fp16. events: what else is
+    called. was_taken: whether the last step was taken, as far as the host knows.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Update:
         clip_norm: float | None,
         norm_kind: float,
         scale: LossScale | None = None,
+        events: StepEvents | None = None,
     ) -> None:
         self.store = store
         self.masters = masters
@@ -71,6 +74,7 @@ class Update:
         self.clip_norm = clip_norm
         self.norm_kind = norm_kind
         self.scale = scale
+        self.events = events or StepEvents()
         self._factor = 1.0
         self._has_stepped = False
         self.was_taken = True
@@ -108,10 +112,12 @@ class Update:
             self._clip(pieces, totals.grad_norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.take_gradients(self.store)
-        if is_on_device:
-            step_if(self.optimizer, totals.allow_a_step)
+        call(self.events.before_update)
+        take = partial(step_if, self.optimizer, totals.allow_a_step) if is_on_device else self.optimizer.step
+        if self.events.step_in_buckets is None:
+            take()
         else:
-            self.optimizer.step()
+            step_buckets(self.optimizer, self.masters.stepped, self.events.step_in_buckets, take)
         self._has_stepped = self.was_taken = True
         self.masters.write_back()
         return totals

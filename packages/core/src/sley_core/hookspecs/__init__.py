@@ -9,13 +9,12 @@ implementation names); removing one is announced for a minor version by a warnin
 """
 
 from sley_core.hookspecs.markers import PROJECT, hookimpl, hookspec
+from sley_core.hookspecs.memory import sley_activation_policies, sley_memory_pools, sley_offload_managers
 from sley_core.hookspecs.offers import (
-    sley_activation_policies,
     sley_datasets,
     sley_gradient_handlers,
     sley_losses,
     sley_lr_schedules,
-    sley_memory_pools,
     sley_metrics_writers,
     sley_models,
     sley_optimizers,
@@ -47,6 +46,7 @@ __all__ = [
     "sley_memory_pools",
     "sley_metrics_writers",
     "sley_models",
+    "sley_offload_managers",
     "sley_optimizers",
     "sley_partitioners",
     "sley_process_groups",

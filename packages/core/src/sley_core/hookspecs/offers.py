@@ -233,42 +233,6 @@ def sley_sequence_attentions() -> Iterable[records.SequenceAttentionRecord]:  # 
 
 
 @hookspec
-def sley_memory_pools() -> Iterable[records.MemoryPoolRecord]:  # type: ignore[empty-body]
-    """Pools that lend buffers.
-
-    `build(config) -> MemoryPool`.
-
-    Called: when the plan is resolved
-    Ranks: all
-    May communicate: no
-    Returns: records, or nothing to stay out
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_memory_pools():
-            return [MemoryPoolRecord(name="arena", config=ArenaConfig, build="my_plugin.arena:Arena")]
-    """
-
-
-@hookspec
-def sley_activation_policies() -> Iterable[records.ActivationPolicyRecord]:  # type: ignore[empty-body]
-    """Policies that decide what a layer keeps for its backward.
-
-    `build(config, layer_names) -> ActivationPolicy`.
-
-    Called: when the plan is resolved
-    Ranks: all
-    May communicate: no
-    Returns: records, or nothing to stay out
-    Since: core 0.1
-    Example:
-        @hookimpl
-        def sley_activation_policies():
-            return [ActivationPolicyRecord(name="odd", config=OddConfig, build="my_plugin.odd:build")]
-    """
-
-
-@hookspec
 def sley_metrics_writers() -> Iterable[records.MetricsWriterRecord]:  # type: ignore[empty-body]
     """Writers of the metrics rows.
 

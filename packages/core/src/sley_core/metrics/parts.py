@@ -1,4 +1,4 @@
-"""What the parts of one rank's run hold, and what they have counted."""
+"""What the parts of one rank's run have counted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ from sley_core.protocols import Counts
 if TYPE_CHECKING:
     from sley_core.engine.stepper import Stepper
     from sley_core.plan.plan import Component, Plan
-
-
-def held_bytes(stepper: Stepper) -> dict[str, int]:
-    """Returns the bytes that this rank holds for parameters, fp32 masters, gradients and optimizer states."""
-    states = stepper.update.optimizer.state.values()
-    tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
-    return {
-        "parameters": sum(entry.numel * entry.parameter.element_size() for entry in stepper.store.book),
-        "masters": stepper.update.masters.num_bytes,
-        "gradients": stepper.store.num_bytes,
-        "optimizer": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-    }
 
 
 def counts_of(plan: Plan, stepper: Stepper) -> dict[str, dict[str, float]]:

@@ -73,7 +73,7 @@ def summary(
 ) -> dict[str, Any]:
     """Returns the content of `summary.json`, a pure function of its arguments.
 
-    counts: `Run.counts` of rank 0, by the name in the plan. memory: `Run.memory` of rank 0, in bytes. notes: what went
+    counts: `Run.counts` of rank 0, by the name in the plan. memory: `Run.memory.bytes` of rank 0, in bytes. notes: what went
     wrong and did not end the run.
     outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null if there was no step, or no evaluation;
     `tokens_per_s` is over all steps, the first and slow ones too.

@@ -28,6 +28,7 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "sequence_attentions": records.SequenceAttentionRecord,
     "memory_pools": records.MemoryPoolRecord,
     "activation_policies": records.ActivationPolicyRecord,
+    "offload_managers": records.OffloadManagerRecord,
     "metrics_writers": records.MetricsWriterRecord,
 }
 """What the hook `sley_<kind>` returns."""
@@ -152,6 +153,12 @@ COMPONENTS = (
     ),
     ComponentTable(
         "scheduler_hooks", "scheduler_hooks", "What is called around every action; left out, nothing.", many=True
+    ),
+    ComponentTable(
+        "offload",
+        "offload_managers",
+        "What may leave the device, and when; left out, nothing does.",
+        many=True,
     ),
     ComponentTable(
         "metrics",

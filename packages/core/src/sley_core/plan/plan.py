@@ -112,6 +112,7 @@ class Plan:
     sequence: Component | None
     gradient_handlers: tuple[Component, ...]
     scheduler_hooks: tuple[Component, ...]
+    offload: tuple[Component, ...]
     metrics: tuple[Component, ...]
     document: Document = field(compare=False, repr=False)
     loader: Loader = field(compare=False, repr=False)

@@ -1,0 +1,85 @@
+"""Moments of a step at which plugins that are no gradient handlers are called, and the order in which weights are stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sley_core.engine.masters import Stepped
+
+Event: TypeAlias = Callable[[], None]
+Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
+"""Given all that is stepped, yields it in buckets. A bucket is stepped between the moment in which it is yielded and the one in
+which the next is asked for; the iterator is closed if that fails."""
+
+
+class StepEvents:
+    """Lists of what a step calls, in the order of registration, on this rank alone: nothing here may communicate.
+
+    began: before the first forward. gradients_done: after the handlers (`store.on_ready` has each gradient by itself).
+    before_update: when the step is known to be taken (with a fused optimizer
+    on CUDA: when it is given to the device). after_update: after the last call of any step that did not raise, taken
+    or not.
+
+    step_in_buckets: makes the optimizer step one bucket at a time; None steps everything at once.
+    """
+
+    def __init__(self) -> None:
+        self.began: list[Event] = []
+        self.gradients_done: list[Event] = []
+        self.before_update: list[Event] = []
+        self.after_update: list[Event] = []
+        self.step_in_buckets: Buckets | None = None
+
+
+def call(events: Sequence[Event]) -> None:
+    """Calls each of `events`."""
+    for event in events:
+        event()
+
+
+def step_buckets(
+    optimizer: torch.optim.Optimizer, stepped: Sequence[Stepped], buckets: Buckets, step: Callable[[], None]
+) -> None:
+    """Calls `step`, which steps `optimizer`, once for each bucket, with only the bucket's parameters in the groups.
+
+    The same update as one call, where each parameter's depends on no other's. Raises RunError `optimizer-counts-steps` if the
+    optimizer keeps something in its groups that a step changes, such as a number of steps: it would count buckets.
+    """
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    of_group = {id(parameter): at for at, parameters in enumerate(whole) for parameter in parameters}
+    try:
+        with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
+            for bucket in order:
+                chosen: list[list[Any]] = [[] for _ in groups]
+                for one in bucket:
+                    chosen[of_group[id(one.parameter)]].append(one.parameter)
+                for group, parameters in zip(groups, chosen, strict=True):
+                    group["params"] = parameters
+                before = [_options(group) for group in groups]
+                step()
+                if before != [_options(group) for group in groups]:
+                    raise _counts(optimizer)
+    finally:
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """The plain values of a group; tensors, such as a learning rate on the device, are not asked."""
+    return {key: value for key, value in group.items() if isinstance(value, bool | int | float | str | tuple)}
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> RunError:
+    return RunError(
+        "optimizer-counts-steps",
+        f"{type(optimizer).__name__} changes its groups as it steps, so it cannot be stepped bucket by bucket",
+        hint='use `when = "idle"`, or an optimizer that keeps its numbers with each parameter',
+    )

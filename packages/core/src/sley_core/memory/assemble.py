@@ -1,0 +1,73 @@
+"""Finds out which objects of a run hold memory, and attaches the plan's offload managers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
+
+from sley_core.memory.holdings import Held, Holdings
+from sley_core.memory.protocols import Holds, Trims
+from sley_core.memory.run_memory import RunMemory
+from sley_core.memory.state import Part
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.stepper import Stepper
+    from sley_core.engine.update import Update
+    from sley_core.memory.protocols import OffloadManager
+    from sley_core.plan.plan import Plan
+
+
+def memory_of(plan: Plan, parts: Parts, stepper: Stepper, undo: ExitStack) -> RunMemory:
+    """Returns the memory of a run whose other parts are attached. Attaches the plan's offload managers; `undo`
+    detaches them.
+    """
+    update = stepper.update
+    sources: dict[Part, Held] = {
+        "weights": lambda: ((entry.name, entry.parameter) for entry in parts.book),
+        "buffers": lambda: _buffers(parts),
+        "masters": update.masters.held,
+        "optimizer_states": lambda: _states(update),
+        "gradients": parts.store.held,
+        "handlers": lambda: _all_held(stepper.handlers),
+        "pools": lambda: (),
+        "messages": lambda: _all_held([stepper.executor.crossing.link]),
+    }
+    trims: dict[Part, list[object]] = {"messages": [stepper.executor.crossing.link]}
+    holdings = Holdings(parts.world.device.torch_device, parts.store, sources, partial(_trim, trims))
+    managers: list[OffloadManager] = [component.build() for component in plan.offload]
+    for manager in managers:
+        manager.attach(parts, holdings)
+        undo.callback(manager.detach)
+    return RunMemory(holdings, managers)
+
+
+def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    for layer in parts.layers:
+        yield from layer.module.named_buffers(layer.name)
+
+
+def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
+    """Yields `<parameter>.<state>` of each tensor in the optimizer's states, nested ones too; none before its first step."""
+    names = {id(stepped.parameter): stepped.name for stepped in update.masters.stepped}
+    for parameter, state in update.optimizer.state.items():
+        for path, value in tree_flatten_with_path(state)[0]:
+            if isinstance(value, Tensor):
+                keys = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+                yield ".".join((names.get(id(parameter), "optimizer"), *keys)), value
+
+
+def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
+    for one in objects:
+        if isinstance(one, Holds):
+            yield from one.held()
+
+
+def _trim(of_part: Mapping[Part, Sequence[object]], part: Part) -> int:
+    return sum(one.trim() for one in of_part.get(part, ()) if isinstance(one, Trims))

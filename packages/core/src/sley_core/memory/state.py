@@ -1,0 +1,63 @@
+"""Where a part of a run's memory is, and what moving it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, get_args
+
+from sley_core.errors import RunError
+
+Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
+"""A kind of memory that a run holds between steps.
+
+weights: parameters, shards where `wp` cuts them. buffers: of modules. masters: fp32 copies that are stepped. handlers: what
+gradient handlers keep, such as PowerSGD's errors. pools: buffers that are lent, and not lent now. messages: of pipeline
+stages.
+"""
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class Where(Enum):
+    """A part's state.
+
+    HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE
+    """
+
+    HERE = "here"
+    LEAVING = "leaving"
+    AWAY = "away"
+    COMING = "coming"
+
+
+class StateError(RunError):
+    """Something was asked of a run while memory that it needs is away; the message names the part, the hint the call."""
+
+
+def is_away(part: str, what: str) -> StateError:
+    """The error `memory-away`. what: what was asked, as "a step"."""
+    return StateError(
+        "memory-away",
+        f"{what} needs the run's {part.replace('_', ' ')}, which are away",
+        hint=f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything',
+    )
+
+
+@dataclass
+class Moved:
+    """What moving a part has cost since the run began.
+
+    copied_out, copied_in: bytes of copies. given_back: bytes of device memory that the last offload freed. skipped: bytes that
+    were not copied again, because they had not changed. seconds_out, seconds_in: until the copies were done, where the host
+    waited for them. host_bytes: what the part takes on the host. num_no_ops: calls that found it where they wanted it.
+    """
+
+    copied_out: int = 0
+    copied_in: int = 0
+    given_back: int = 0
+    skipped: int = 0
+    seconds_out: float = 0.0
+    seconds_in: float = 0.0
+    host_bytes: int = 0
+    num_no_ops: int = 0
