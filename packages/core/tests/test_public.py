@@ -19,7 +19,7 @@ PUBLIC = {f"sley_core.api.{subject}" for subject in SUBJECTS} | {
     f"sley_core.{name}" for name in ("errors", "hookspecs", "protocols", "records")
 }
 OUTSIDER = Path(__file__).parent / "outsider" / "own" / "sley_wave"
-PLUGINS = [ROOT / "packages" / name / "src" for name in ("dp", "isp", "pp")] + [ROOT / "examples" / "plugins"]
+PLUGINS = [ROOT / "packages" / name / "src" for name in ("dp", "isp", "memory", "pp")] + [ROOT / "examples" / "plugins"]
 
 
 def imports(file: Path) -> Iterator[str]:

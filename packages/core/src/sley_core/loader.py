@@ -29,7 +29,7 @@ from sley_core.plugin_rules import hooks_of, imported, is_of_surroundings, recor
 from sley_core.records import Record
 from sley_core.table import RecordKind
 
-FIRST_PARTY = ("dp", "isp", "pp")
+FIRST_PARTY = ("dp", "isp", "memory", "pp")
 """Plugins of Sley's own distributions `sley-<name>`."""
 
 
