@@ -64,8 +64,7 @@ def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states_of(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    states = update.optimizer.state
-    return _inside(stepped.name, states[stepped.parameter] if stepped.parameter in states else {})
+    return _inside(stepped.name, update.optimizer.state.get(stepped.parameter, {}))
 
 
 def _inside(name: str, state: object) -> Iterator[tuple[str, Tensor]]:
