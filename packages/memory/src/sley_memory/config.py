@@ -99,3 +99,15 @@ class EverythingConfig(OffloadConfig):
     @property
     def moves(self) -> tuple[Part, ...]:
         return tuple(self.parts)
+
+
+class HostOptimizerConfig(OffloadConfig):
+    """Keeps masters and optimizer states on the host, and steps them there."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return ("masters", "optimizer_states")
+
+    @property
+    def steps_in_buckets(self) -> bool:
+        return True

@@ -7,6 +7,7 @@ from sley_core.records import MemoryPoolRecord, OffloadManagerRecord, Scope
 from sley_memory.config import (
     EverythingConfig,
     GradientsConfig,
+    HostOptimizerConfig,
     MastersConfig,
     OffloadConfig,
     SizeClassesConfig,
@@ -38,6 +39,15 @@ def sley_offload_managers() -> list[OffloadManagerRecord]:
         record("masters", MastersConfig, "fp32 masters to the host and back, by call."),
         record("optimizer_states", StatesConfig, "Optimizer states, by call or between all steps."),
         record("gradients", GradientsConfig, "Gradients freed and made anew, by call."),
+        OffloadManagerRecord(
+            name="host_optimizer",
+            config=HostOptimizerConfig,
+            build="sley_memory.offload.host_optimizer:HostOptimizer",
+            summary="Masters and optimizer states on the host, which steps them there.",
+            parts=_moves,
+            scope=_scope,
+            steps_on_host=True,
+        ),
         record("everything", EverythingConfig, "All of a run's memory, by call."),
     ]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.api.memory import Holding, Moved, Where
+from sley_memory.offload.buckets import by_bytes
 from sley_memory.offload.parked import Parked, Streams
 
 if TYPE_CHECKING:
@@ -93,17 +94,7 @@ class BetweenSteps:
     def _plan(self, stepped: Sequence[Stepped]) -> None:
         """Adds buckets for weights that are not in one yet: all in the first step, later those that were unfrozen."""
         known = {id(one.parameter) for bucket, _ in self._buckets for one in bucket}
-        size = 0
-        new: list[list[Stepped]] = []
-        for one in stepped:
-            if id(one.parameter) in known:
-                continue
-            num_bytes = one.parameter.numel() * one.parameter.element_size()
-            if not new or size + num_bytes > self._bucket_bytes:
-                new.append([])
-                size = 0
-            new[-1].append(one)
-            size += num_bytes
+        new = by_bytes([one for one in stepped if id(one.parameter) not in known], self._bucket_bytes)
         for bucket in new:
             parked = Parked(self._states(bucket), self._streams, self._arena, self._bucket_bytes, self._moved)
             self._buckets.append((bucket, parked))
