@@ -11,7 +11,7 @@ import pytest
 from sley_core.errors import PlanError, PluginError
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
-from sley_core.plan.load import plan_from_dict, plan_from_text
+from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
 from sley_core.plan.reference import rows
 from sley_core.plan.schema import json_schema
