@@ -174,7 +174,7 @@ class Run(AbstractContextManager["Run"]):
         """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
         `protocols.Counts`.
         """
-        return counts_of(self.plan, self.stepper)
+        return counts_of(self.plan, self.stepper, self.parts.pool)
 
     def close(self) -> None:
         """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does
