@@ -32,7 +32,7 @@ from sley_core.engine.layout import by_reduce_group, loose
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
-from sley_core.engine.masters import Masters
+from sley_core.engine.masters import HOST, Masters
 from sley_core.engine.parts import Parts
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
@@ -55,7 +55,7 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.records import LossRecord
+from sley_core.records import LossRecord, OffloadManagerRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
@@ -240,12 +240,13 @@ def _update(plan: Plan, parts: Parts) -> Update:
     """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
     config: Any = plan.optimizer.config
     working, wide = dtypes(plan)
-    masters = Masters(working, wide)
+    home = HOST if _steps_on_host(plan) else None
+    masters = Masters(working, wide, home)
     masters.add(parts.book.trainable)
     for entry in parts.book:
         if not entry.trainable:
             entry.parameter.data = entry.parameter.data.to(working)
-    optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), parts.world.device.torch_device)
+    optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), home or parts.world.device.torch_device)
     return Update(
         parts.store,
         masters,
@@ -260,6 +261,11 @@ def _update(plan: Plan, parts: Parts) -> Update:
         scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
         events=parts.events,
     )
+
+
+def _steps_on_host(plan: Plan) -> bool:
+    records = (component.record for component in plan.offload)
+    return any(isinstance(record, OffloadManagerRecord) and record.steps_on_host for record in records)
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:

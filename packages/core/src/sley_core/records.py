@@ -153,8 +153,11 @@ class OffloadManagerRecord(Record):
 
     parts: the parts of a run's memory that it moves with the table `config`; two managers of a plan move none in common.
     scope: what an update of one element may depend on, at most, for its way of stepping the optimizer.
+    steps_on_host: masters and optimizer states are made on the host, and it steps them there, through
+        `parts.events.step_in_buckets`.
     """
 
+    steps_on_host: bool = False
     parts: Callable[[Any], Sequence[str]]
     scope: Callable[[Any], Scope] = lambda config: "global"
 

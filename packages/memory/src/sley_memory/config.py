@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from sley_core.api.plan import Table
+from pydantic import Field
+
+from sley_core.api.plan import Array, Table
 
 
 class SizeClassesConfig(Table):
@@ -12,3 +14,100 @@ class SizeClassesConfig(Table):
 
     per_doubling: Literal[1, 2, 4, 8, 16] = 8
     """Sizes of blocks between one power of two and the next; with 8, a block is at most an eighth larger than asked for."""
+
+
+Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
+"""As in `sley_core.api.memory`, which needs torch."""
+
+ALL: tuple[Part, ...] = (
+    "weights",
+    "buffers",
+    "masters",
+    "optimizer_states",
+    "gradients",
+    "handlers",
+    "pools",
+    "messages",
+)
+
+
+class OffloadConfig(Table):
+    """Moves memory to the host and back, in copies beside the device's other work."""
+
+    bucket_mb: Annotated[float, Field(gt=0)] = 64.0
+    """Megabytes that leave or come at a time; with `between_steps`, the weights that are stepped at a time."""
+
+    host_budget_mb: Annotated[float, Field(ge=0)] | None = None
+    """Megabytes of host memory that may be page-locked for this; more is pageable, with a warning. Left out, no limit."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        """The parts that it moves."""
+        raise NotImplementedError
+
+    @property
+    def steps_in_buckets(self) -> bool:
+        """Whether optimizer states are here only while their weights are stepped."""
+        return False
+
+
+class WeightsConfig(OffloadConfig):
+    """Moves parameters and module buffers, frozen ones too."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return ("weights", "buffers")
+
+
+class MastersConfig(OffloadConfig):
+    """Moves the fp32 masters of narrower weights."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return ("masters",)
+
+
+class StatesConfig(OffloadConfig):
+    """Moves the optimizer's states, such as AdamW's moments."""
+
+    when: Literal["idle", "between_steps"] = "idle"
+    """`"idle"`: when the program calls `run.memory.offload()`. `"between_steps"`: away but while their weights are stepped."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return ("optimizer_states",)
+
+    @property
+    def steps_in_buckets(self) -> bool:
+        return self.when == "between_steps"
+
+
+class GradientsConfig(OffloadConfig):
+    """Frees gradients, and makes their memory anew."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return ("gradients",)
+
+
+class EverythingConfig(OffloadConfig):
+    """Moves all that a run holds between two steps, or the parts that `parts` names."""
+
+    parts: Annotated[Array[Part], Field(min_length=1)] = ALL
+    """Which parts: gradients are freed, pools and messages trimmed, all others copied."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return tuple(self.parts)
+
+
+class HostOptimizerConfig(OffloadConfig):
+    """Keeps masters and optimizer states on the host, and steps them there."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return ("masters", "optimizer_states")
+
+    @property
+    def steps_in_buckets(self) -> bool:
+        return True

@@ -21,6 +21,8 @@ from sley_core.engine.flat import FlatBuffer
 from sley_core.engine.store import GradientStore
 from sley_core.errors import RunError
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Stepped:
@@ -47,11 +49,15 @@ class Masters:
 
     dtype: of the working weights. wide: of what is stepped; where it is the same, that is the parameters themselves.
     Else parameters are narrowed to `dtype`, and what they were stays, in one flat buffer for each call of `add`.
+
+    home: the device on which masters lie, and are stepped; None for that of the parameters. With a home there are always
+    masters, and whoever steps them brings gradients there, weights back.
     """
 
-    def __init__(self, dtype: torch.dtype, wide: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, wide: torch.dtype, home: torch.device | None = None) -> None:
         self.dtype = dtype
         self.wide = wide
+        self.home = home
         self.stepped: list[Stepped] = []
         self._flats: list[FlatBuffer] = []
         self._masters: list[Tensor] = []
@@ -64,7 +70,7 @@ class Masters:
 
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
         """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them."""
-        if self.wide == self.dtype:
+        if self.wide == self.dtype and self.home is None:
             added = [Stepped(entry, entry.parameter, entry.parameter) for entry in entries]
         else:
             added = self._narrowed(entries) if entries else []
@@ -84,19 +90,24 @@ class Masters:
 
     def take_gradients(self, store: GradientStore) -> None:
         """Sets `grad` of each stepped parameter to the entry's slot, a view and no copy; None while the entry is
-        frozen.
+        frozen. With a `home`, whoever steps sets it.
 
         First copies into the masters what a program wrote to weights since the last step. Raises RunError
         `weight-replaced`.
         """
         self._follow()
+        if self.home is not None:
+            return
         for stepped in self.stepped:
             stepped.parameter.grad = store.gradient(stepped.entry) if stepped.entry in store else None
 
     def write_back(self) -> None:
-        """Copies masters, rounded, into the working weights; drops the masters' references to the store's views."""
+        """Copies masters, rounded, into the working weights; drops the masters' references to gradients. With a `home`,
+        whoever steps has copied them.
+        """
         if self._working:
-            torch._foreach_copy_(self._working, self._masters)
+            if self.home is None:
+                torch._foreach_copy_(self._working, self._masters)
             self._seen = [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
             for stepped in self.stepped:
                 stepped.parameter.grad = None
@@ -127,14 +138,16 @@ class Masters:
                 )
         for at, (parameter, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
             if (parameter._version, parameter.data_ptr()) != seen:
-                self._working[at] = working = parameter.detach()
+                self._working[at] = parameter.detach()
                 master = self._masters[at]
+                working = self._working[at].to(master.device)
                 # only where it is another number: the digits that the working weight cannot hold stay
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _narrowed(self, entries: Sequence[Entry]) -> list[Stepped]:
         """Moves the entries' values into a wide flat buffer, and narrows their parameters to the working dtype."""
-        flat = FlatBuffer([entry.parameter.shape for entry in entries], self.wide, entries[0].parameter.device)
+        device = self.home or entries[0].parameter.device
+        flat = FlatBuffer([entry.parameter.shape for entry in entries], self.wide, device)
         self._flats.append(flat)
         narrowed = []
         for entry, view in zip(entries, flat.views, strict=True):

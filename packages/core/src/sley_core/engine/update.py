@@ -106,6 +106,7 @@ class Update:
             return totals
         self._follow()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
+        is_on_device &= self.masters.home is None
         if not is_on_device and not bool(totals.allow_a_step):
             return totals
         if self.clip_norm is not None:

@@ -17,6 +17,7 @@ from sley_core.memory.state import Part
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from sley_core.engine.masters import Stepped
     from sley_core.engine.parts import Parts
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.update import Update
@@ -40,7 +41,9 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, undo: ExitStack) -> Ru
         "messages": lambda: _all_held([stepper.executor.crossing.link]),
     }
     trims: dict[Part, list[object]] = {"messages": [stepper.executor.crossing.link]}
-    holdings = Holdings(parts.world.device.torch_device, parts.store, sources, partial(_trim, trims))
+    holdings = Holdings(
+        parts.world.device.torch_device, parts.store, sources, partial(_states_of, update), partial(_trim, trims)
+    )
     managers: list[OffloadManager] = [component.build() for component in plan.offload]
     for manager in managers:
         manager.attach(parts, holdings)
@@ -57,10 +60,17 @@ def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
     """Yields `<parameter>.<state>` of each tensor in the optimizer's states, nested ones too; none before its first step."""
     names = {id(stepped.parameter): stepped.name for stepped in update.masters.stepped}
     for parameter, state in update.optimizer.state.items():
-        for path, value in tree_flatten_with_path(state)[0]:
-            if isinstance(value, Tensor):
-                keys = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-                yield ".".join((names.get(id(parameter), "optimizer"), *keys)), value
+        yield from _inside(names.get(id(parameter), "optimizer"), state)
+
+
+def _states_of(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
+    return _inside(stepped.name, update.optimizer.state.get(stepped.parameter, {}))
+
+
+def _inside(name: str, state: object) -> Iterator[tuple[str, Tensor]]:
+    for path, value in tree_flatten_with_path(state)[0]:
+        if isinstance(value, Tensor):
+            yield ".".join((name, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))), value
 
 
 def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:

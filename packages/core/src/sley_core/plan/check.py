@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.optim.scope import scope_of
 from sley_core.plan.check_handlers import check_handlers
+from sley_core.plan.check_offload import check_offload
 from sley_core.plan.document import by_place
 from sley_core.plan.tables import ModelConfig
 from sley_core.records import GradientHandlerRecord, PartitionerRecord, Problem
@@ -27,10 +28,18 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     """Returns all problems of `plan` with `world` ranks, sorted by place; empty if it can run. Starts no process.
 
     Codes: "layout", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused", "loss-scale-range",
-    "beyond-the-run", "optimizer-layout", and more of this module's, those of `check_handlers`, and those of the
+    "beyond-the-run", "optimizer-layout", and more of this module's, those of `check_handlers`
+    and `check_offload`, and those of the
     plugins' `sley_check_plan`, which are called only if the sizes fit. Raises PluginError if one of these hooks fails.
     """
-    problems = [*_precision(plan), *_beyond(plan), *_pipeline_is_there(plan), *_weights(plan), *_sequence(plan)]
+    problems = [
+        *_precision(plan),
+        *_beyond(plan),
+        *check_offload(plan),
+        *_pipeline_is_there(plan),
+        *_weights(plan),
+        *_sequence(plan),
+    ]
     found: list[Diagnostic] = []
     try:
         topology = plan.topology(world)

@@ -1,0 +1,1 @@
+"""Moves parts of a run's memory to the host and back."""

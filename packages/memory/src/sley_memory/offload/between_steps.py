@@ -1,0 +1,103 @@
+"""Optimizer states that are on the device only while their own weights are stepped.
+
+    tail of the backward    update of 0      update of 1                  update of 2      next forward
+    0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
+
+At most two buckets are here at once, one that is stepped and one that comes or goes; so the device needs memory for two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from sley_core.api.memory import Holding, Moved, Where
+from sley_memory.offload.buckets import by_bytes
+from sley_memory.offload.parked import Parked, Streams
+
+if TYPE_CHECKING:
+    from sley_core.api.memory import Holdings, Stepped
+    from sley_core.api.parts import Entry, Parts
+    from sley_memory.offload.arena import Arena
+
+
+class BetweenSteps:
+    """Steps the optimizer bucket by bucket, each with its states here; registers itself with the run's step.
+
+    bucket_bytes: of the parameters that are stepped together; AdamW's states are twice as large.
+    """
+
+    def __init__(
+        self, holdings: Holdings, parts: Parts, streams: Streams, arena: Arena, bucket_bytes: int, moved: Moved
+    ) -> None:
+        self._holdings = holdings
+        self._streams = streams
+        self._arena = arena
+        self._bucket_bytes = bucket_bytes
+        self._moved = moved
+        self._buckets: list[tuple[list[Stepped], Parked]] = []
+        self._is_first = False
+        parts.events.step_in_buckets = self._step
+        parts.events.began.append(self._began)
+        parts.events.after_update.append(self._leave)
+        parts.store.on_ready.append(self._gradient_ready)
+
+    @property
+    def where(self) -> Where:
+        """Away, between two steps."""
+        return next((one.where for _, one in self._buckets if one.where is not Where.AWAY), Where.AWAY)
+
+    def offload(self) -> None:
+        """Does nothing: the states are away."""
+        self._moved.num_no_ops += 1
+
+    def onload(self) -> None:
+        """Does nothing: the states come when their weights are stepped."""
+        self._moved.num_no_ops += 1
+
+    def require(self) -> None: ...
+
+    def wait(self) -> None:
+        """Waits for copies that are still on their way to the host."""
+        for _, parked in self._buckets:
+            parked.wait()
+
+    def _began(self) -> None:
+        """Sends away what a failed step left here."""
+        self._leave()
+        self._is_first = True
+
+    def _gradient_ready(self, _entry: Entry) -> None:
+        """Lets the first bucket come while the rest of the backward runs."""
+        if self._is_first:
+            self._is_first = False
+            self._come(0)
+
+    def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
+        self._plan(stepped)
+        self._come(0)
+        for at, (bucket, parked) in enumerate(self._buckets):
+            self._come(at + 1)
+            parked.require()
+            yield bucket
+            parked.offload()
+
+    def _come(self, at: int) -> None:
+        if at < len(self._buckets) and self._buckets[at][1].where in (Where.LEAVING, Where.AWAY):
+            self._buckets[at][1].onload()
+
+    def _leave(self) -> None:
+        for _, parked in self._buckets:
+            if parked.where in (Where.HERE, Where.COMING):
+                parked.offload()
+
+    def _plan(self, stepped: Sequence[Stepped]) -> None:
+        """Adds buckets for weights that are not in one yet: all in the first step, later those that were unfrozen."""
+        known = {id(one.parameter) for bucket, _ in self._buckets for one in bucket}
+        new = by_bytes([one for one in stepped if id(one.parameter) not in known], self._bucket_bytes)
+        for bucket in new:
+            parked = Parked(self._states(bucket), self._streams, self._arena, self._bucket_bytes, self._moved)
+            self._buckets.append((bucket, parked))
+
+    def _states(self, bucket: Sequence[Stepped]) -> Callable[[], list[Holding]]:
+        return lambda: [piece for one in bucket for piece in self._holdings.states_of(one)]

@@ -1,0 +1,63 @@
+"""Memory that is given back and made anew, never copied: gradients, and what pools and pipeline links do not lend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sley_core.api.memory import Moved, Where
+
+
+class Freed:
+    """Gradients: discarded by an offload, zeroed memory again after an onload. free, build: the gradient store's.
+
+    num_bytes: what they take now.
+    """
+
+    def __init__(
+        self, free: Callable[[], None], build: Callable[[], None], num_bytes: Callable[[], int], moved: Moved
+    ) -> None:
+        self._free = free
+        self._build = build
+        self._num_bytes = num_bytes
+        self._moved = moved
+        self.where = Where.HERE
+
+    def offload(self) -> None:
+        """Frees the memory, once."""
+        if self.where is Where.AWAY:
+            self._moved.num_no_ops += 1
+            return
+        self._moved.given_back = self._num_bytes()
+        self._free()
+        self.where = Where.AWAY
+
+    def onload(self) -> None:
+        """Makes the memory again, zeroed."""
+        if self.where is Where.HERE:
+            self._moved.num_no_ops += 1
+            return
+        self._build()
+        self.where = Where.HERE
+
+    def require(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class Trimmed:
+    """What its owner allocates anew when it needs it: it is never away."""
+
+    def __init__(self, trim: Callable[[], int], moved: Moved) -> None:
+        self._trim = trim
+        self._moved = moved
+        self.where = Where.HERE
+
+    def offload(self) -> None:
+        """Frees what is not lent."""
+        self._moved.given_back = self._trim()
+
+    def onload(self) -> None: ...
+
+    def require(self) -> None: ...
+
+    def wait(self) -> None: ...

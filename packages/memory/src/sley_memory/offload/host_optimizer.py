@@ -1,0 +1,157 @@
+"""Masters and optimizer states that live on the host, where the optimizer steps them: the device keeps weights and gradients.
+
+    gradients to the host   0 | 1 | 2 | ...
+    optimizer on the host       0 | 1 | 2 | ...
+    weights to the device           0 | 1 | 2 | ...        the next forward waits for the last one
+
+As ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) without its one-step delay: the norm, the clipping and the vote whether
+a step is taken come first, so the numbers are those of a step on the device with the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sley_core.api.memory import CopyEvent, HostMemory, Moved, OffloadManager, Part, Where
+from sley_memory.offload.buckets import by_bytes
+from sley_memory.offload.parked import Streams
+
+if TYPE_CHECKING:
+    from sley_core.api.memory import Holdings, Stepped
+    from sley_core.api.parts import Parts
+    from sley_memory.config import HostOptimizerConfig
+
+RING = 2
+"""Buckets whose gradients are on the host at once: one is stepped while the next arrives."""
+
+MB = 10**6
+
+
+class Landing(NamedTuple):
+    """Host memory for one bucket at a time: its gradients, and its weights in the format of the device."""
+
+    gradients: HostMemory
+    weights: HostMemory
+
+
+class HostOptimizer(OffloadManager):
+    """Steps the optimizer on the host, bucket by bucket, and moves gradients there and weights back."""
+
+    def __init__(self, config: HostOptimizerConfig) -> None:
+        self.config = config
+        self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
+        self._buckets: list[list[Stepped]] = []
+        self._ring: list[Landing] = []
+        self._sent: dict[int, CopyEvent] = {}
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self.config.moves
+
+    def attach(self, parts: Parts, holdings: Holdings) -> None:
+        self._store = parts.store
+        self._device = parts.world.device
+        if self._device.is_real:
+            self._streams = Streams(self._device.copy_stream)
+        parts.events.step_in_buckets = self._step
+
+    def offload(self, part: Part) -> Callable[[], None]:
+        """Does nothing: they are on the host."""
+        self._moved[part].num_no_ops += 1
+        return _nothing
+
+    def onload(self, part: Part) -> Callable[[], None]:
+        """Does nothing: they stay on the host."""
+        return self.offload(part)
+
+    def require(self, part: Part, what: str) -> None: ...
+
+    def where(self, part: Part) -> Where:
+        return Where.AWAY
+
+    def moved(self, part: Part) -> Moved:
+        return self._moved[part]
+
+    def detach(self) -> None: ...
+
+    def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
+        """Yields each bucket when its gradients are on the host, and sends its weights when it was stepped."""
+        self._plan(stepped)
+        streams = self._streams
+        streams.out.follow()  # gradients are clipped
+        streams.into.follow()  # the backward has read the weights
+        arriving = [self._fetch(at) for at in range(min(RING, len(self._buckets)))]
+        for at, bucket in enumerate(self._buckets):
+            arriving[at].wait()
+            yield bucket
+            self._send(at)
+            if at + RING < len(self._buckets):
+                arriving.append(self._fetch(at + RING))
+        streams.into.record().hold_device()
+        for event in self._sent.values():
+            event.wait()
+        self._sent.clear()
+
+    def _fetch(self, at: int) -> CopyEvent:
+        """Starts to copy a bucket's gradients to the host, and gives them to its masters."""
+        slot = self._ring[at % RING].gradients.data
+        for one, landed in zip(self._buckets[at], _views(slot, self._buckets[at], self._store.dtype), strict=True):
+            if one.entry not in self._store:
+                one.parameter.grad = None
+                continue
+            gradient = self._store.gradient(one.entry)
+            self._streams.out.copy(landed, gradient)
+            one.parameter.grad = landed
+            self._moved["optimizer_states"].copied_out += gradient.nbytes
+        return self._streams.out.record()
+
+    def _send(self, at: int) -> None:
+        """Starts to copy a bucket's new weights to the device, rounded to its format on the host."""
+        bucket = self._buckets[at]
+        dtype = bucket[0].original.dtype
+        is_direct = dtype == bucket[0].parameter.dtype and not self._device.is_async
+        if is_direct:
+            weights = [one.parameter.detach() for one in bucket]
+        else:
+            if at % RING in self._sent:
+                self._sent[at % RING].wait()
+            weights = _views(self._ring[at % RING].weights.data, bucket, dtype)
+            torch._foreach_copy_(weights, [one.parameter.detach() for one in bucket])
+        for one, value in zip(bucket, weights, strict=True):
+            self._streams.into.copy(one.original, value)
+            self._moved["masters"].copied_in += value.nbytes
+        self._sent[at % RING] = self._streams.into.record()
+
+    def _plan(self, stepped: Sequence[Stepped]) -> None:
+        """Makes buckets, and host memory for two, in the first step; and again where weights were unfrozen since."""
+        if sum(map(len, self._buckets)) == len(stepped):
+            return
+        self._buckets = by_bytes(stepped, int(self.config.bucket_mb * MB))
+        sizes = [self._bytes(bucket, self._store.dtype) for bucket in self._buckets]
+        narrow = [self._bytes(bucket, bucket[0].original.dtype) for bucket in self._buckets]
+        make = self._device.host_memory
+        self._ring = [Landing(make(max(sizes, default=0)), make(max(narrow, default=0))) for _ in range(RING)]
+        self._moved["optimizer_states"].host_bytes = sum(
+            slot.gradients.num_bytes + slot.weights.num_bytes for slot in self._ring
+        )
+
+    def _bytes(self, bucket: Sequence[Stepped], dtype: torch.dtype) -> int:
+        return sum(-(-one.parameter.numel() * dtype.itemsize // 256) * 256 for one in bucket)
+
+
+def _views(memory: Tensor, bucket: Sequence[Stepped], dtype: torch.dtype) -> list[Tensor]:
+    """Returns one view of `memory`, uint8, for each of `bucket`: its shape, in `dtype`, aligned."""
+    views = []
+    start = 0
+    for one in bucket:
+        size = one.parameter.numel() * dtype.itemsize
+        views.append(memory[start : start + size].view(dtype).view(one.parameter.shape))
+        start += -(-size // 256) * 256
+    return views
+
+
+def _nothing() -> None: ...

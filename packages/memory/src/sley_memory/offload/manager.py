@@ -1,0 +1,120 @@
+"""The offload manager of core's `[[offload]]`: one mover for each part of the run's memory that the table names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from sley_core.api.memory import Moved, OffloadManager, Part, Where, is_away
+from sley_memory.offload.arena import Arena
+from sley_memory.offload.between_steps import BetweenSteps
+from sley_memory.offload.freed import Freed, Trimmed
+from sley_memory.offload.gate import Gate
+from sley_memory.offload.parked import Parked, Streams
+
+if TYPE_CHECKING:
+    from sley_core.api.memory import Holdings
+    from sley_core.api.parts import Parts
+    from sley_memory.config import OffloadConfig
+
+TRIMMED: tuple[Part, ...] = ("pools", "messages")
+OF_LAYERS: tuple[Part, ...] = ("weights", "buffers")
+"""What a layer's forward needs."""
+
+MB = 10**6
+
+
+class Mover(Protocol):
+    """Moves one part. `where`: where it is."""
+
+    @property
+    def where(self) -> Where: ...
+
+    def offload(self) -> None: ...
+    def onload(self) -> None: ...
+    def require(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+class Manager(OffloadManager):
+    """Moves the parts that its table names to host memory and back.
+
+    With `when = "between_steps"` optimizer states are away but in the update, whatever is called; other parts move by call.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self.config = config
+        self._movers: dict[Part, Mover] = {}
+        self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
+        self._is_attached = False
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self.config.moves
+
+    def attach(self, parts: Parts, holdings: Holdings) -> None:
+        device = parts.world.device
+        if not device.is_real:
+            return
+        budget = self.config.host_budget_mb
+        arena = Arena(device.host_memory, None if budget is None else int(budget * MB))
+        streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
+        self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
+        for part in self.parts:
+            moved = self._moved[part]
+            if part == "gradients":
+                of_store = partial(holdings.num_bytes, part)
+                self._movers[part] = Freed(parts.store.free, parts.store.build, of_store, moved)
+            elif part in TRIMMED:
+                self._movers[part] = Trimmed(partial(holdings.trim, part), moved)
+            elif part == "optimizer_states" and self.config.steps_in_buckets:
+                self._movers[part] = BetweenSteps(holdings, parts, streams, arena, bucket, moved)
+            else:
+                self._movers[part] = Parked(partial(holdings.pieces, part), streams, arena, bucket, moved)
+        self._is_attached = True
+
+    def offload(self, part: Part) -> Callable[[], None]:
+        if part in OF_LAYERS:
+            self._gate.close()
+        self._movers[part].offload()
+        return self._movers[part].wait
+
+    def onload(self, part: Part) -> Callable[[], None]:
+        self._movers[part].onload()
+        self._open()
+        return self._movers[part].wait
+
+    def require(self, part: Part, what: str) -> None:
+        if not self._is_attached:
+            return
+        mover = self._movers[part]
+        if mover.where in (Where.LEAVING, Where.AWAY) and not isinstance(mover, BetweenSteps):
+            raise is_away(part, what)
+        mover.require()
+        self._open()
+
+    def where(self, part: Part) -> Where:
+        return self._movers[part].where if self._is_attached else Where.HERE
+
+    def moved(self, part: Part) -> Moved:
+        return self._moved[part]
+
+    def detach(self) -> None:
+        for part in OF_LAYERS:
+            if part in self._movers:
+                self._movers[part].onload()
+                self._movers[part].wait()
+        if self._is_attached:
+            self._gate.open()
+
+    def _open(self) -> None:
+        """Takes the gate away once weights and buffers are here for the device's next work."""
+        movers = [self._movers[part] for part in OF_LAYERS if part in self._movers]
+        if all(mover.where is Where.HERE for mover in movers):
+            self._gate.open()
+
+    def _check_layers(self) -> None:
+        for part in OF_LAYERS:
+            if part in self._movers:
+                self.require(part, "a layer's forward")

@@ -1,0 +1,201 @@
+"""Some memory that is copied to the host and back, as one unit: a part of a run, or one bucket of its states.
+
+        offload                                onload
+HERE ────────────> LEAVING ──────────> AWAY ────────────> COMING ────────> HERE
+      copy out, hold the device,              grow, follow,        `require`: the device
+      free bucket by bucket                   copy in              waits for the copies
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow
+from sley_memory.offload.fingerprint import fingerprint, versions
+
+if TYPE_CHECKING:
+    from sley_memory.offload.arena import Arena
+
+Pieces = Callable[[], Sequence[Holding]]
+
+
+class Place:
+    """Where one piece lies on the host. is_settled: whether it was seen not to change between two offloads."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        self.is_settled = True  # until it is seen to change
+        self.seen: tuple[int, ...] | None = None
+        self.print: list[int] | None = None
+
+
+class Streams:
+    """The streams of a manager's copies, one each way: links between device and host carry both at once."""
+
+    def __init__(self, make: Callable[[], CopyStream]) -> None:
+        self.out = make()
+        self.into = make()
+
+
+class Parked:
+    """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
+
+    The first offload makes places on the host in `arena`; pieces that appear later get theirs then.
+    """
+
+    def __init__(self, pieces: Pieces, streams: Streams, arena: Arena, bucket_bytes: int, moved: Moved) -> None:
+        self._pieces = pieces
+        self._streams = streams
+        self._arena = arena
+        self._bucket_bytes = bucket_bytes
+        self._moved = moved
+        self._places: dict[int, Place] = {}
+        self._away: list[tuple[Holding, Place, int]] = []
+        self._event: CopyEvent | None = None
+        self._where = Where.HERE
+        self._began = 0.0
+        self._has_warned = False
+
+    @property
+    def where(self) -> Where:
+        """Where the memory is now."""
+        if self._event is not None and self._event.is_done():
+            self._arrived()
+        return self._where
+
+    def offload(self) -> None:
+        """Starts to copy what has changed to the host, and frees all; of memory that is away, counts the call."""
+        if self._where in (Where.LEAVING, Where.AWAY):
+            self._moved.num_no_ops += 1
+            return
+        self.require()
+        self._began = time.perf_counter()
+        placed = self._placed(self._pieces())
+        changed = self._changed(placed)
+        self._moved.given_back = 0
+        # Every copy reads what the device has been given to write so far.
+        self._streams.out.follow()
+        for bucket in self._buckets(placed):
+            for piece, place, num_bytes in bucket:
+                if changed[id(piece)]:
+                    self._streams.out.copy(place.host, piece.memory)
+                    self._moved.copied_out += num_bytes
+                else:
+                    self._moved.skipped += num_bytes
+            # The allocator may give the memory to the device's next work at once: that must wait for the copies.
+            self._streams.out.record().hold_device()
+            for piece, _, num_bytes in bucket:
+                free(piece.memory)
+                self._moved.given_back += num_bytes
+        self._away = placed
+        self._leave(Where.LEAVING)
+
+    def onload(self) -> None:
+        """Starts to copy everything back; of memory that is here or coming, counts the call."""
+        if self._where in (Where.HERE, Where.COMING):
+            self._moved.num_no_ops += 1
+            return
+        self._began = time.perf_counter()
+        into = self._streams.into
+        into.after(self._streams.out.record())
+        for bucket in self._buckets(self._away):
+            for piece, _, num_bytes in bucket:
+                grow(piece.memory, num_bytes)
+            # What the device last did with this memory, before it was given here, comes first.
+            into.follow()
+            for piece, place, num_bytes in bucket:
+                into.copy(piece.memory, place.host)
+                self._moved.copied_in += num_bytes
+        for piece, place, _ in self._away:
+            place.seen = versions(piece)
+        self._leave(Where.COMING)
+
+    def require(self) -> None:
+        """Makes the device's work wait for memory that is coming."""
+        if self._where is Where.COMING:
+            assert self._event is not None, "memory comes without an event"
+            self._event.hold_device()
+            self._where, self._event, self._away = Where.HERE, None, []
+
+    def wait(self) -> None:
+        """Waits, on the host, for copies in flight."""
+        if self._event is not None:
+            self._event.wait()
+            self._arrived()
+
+    def _leave(self, where: Where) -> None:
+        stream = self._streams.out if where is Where.LEAVING else self._streams.into
+        self._where, self._event = where, stream.record()
+        self.where  # noqa: B018  # a copy that is done at once takes until now, and not until somebody asks
+
+    def _arrived(self) -> None:
+        """Notes that the copies in flight are done."""
+        seconds = time.perf_counter() - self._began
+        if self._where is Where.LEAVING:
+            self._moved.seconds_out += seconds
+            self._where = Where.AWAY
+        else:
+            self._moved.seconds_in += seconds
+            self.require()
+        self._event = None
+
+    def _placed(self, pieces: Sequence[Holding]) -> list[tuple[Holding, Place, int]]:
+        """Returns each piece that can leave with its place and its bytes; makes places for new ones."""
+        able = [piece for piece in pieces if piece.memory.numel() and self._can_leave(piece)]
+        keys = [piece.memory.untyped_storage()._cdata for piece in able]
+        new = [at for at, key in enumerate(keys) if not self._fits(key, able[at])]
+        if new:
+            before = self._arena.num_bytes
+            hosts = self._arena.places([able[at].memory.numel() for at in new])
+            self._moved.host_bytes += self._arena.num_bytes - before
+            self._places.update({keys[at]: Place(host) for at, host in zip(new, hosts, strict=True)})
+        return [(piece, self._places[key], piece.memory.numel()) for piece, key in zip(able, keys, strict=True)]
+
+    def _fits(self, key: int, piece: Holding) -> bool:
+        return key in self._places and self._places[key].host.numel() == piece.memory.numel()
+
+    def _can_leave(self, piece: Holding) -> bool:
+        if piece.memory.untyped_storage().resizable():
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            name = next(iter(piece.tensors))
+            warnings.warn(f"{name} stays: its memory is not torch's own (shared, or of numpy)", RuntimeWarning, 5)
+        return False
+
+    def _changed(self, placed: Sequence[tuple[Holding, Place, int]]) -> dict[int, bool]:
+        """Returns, by id of the piece, whether it differs from what its place has; waits for the device to know."""
+        asked = []
+        for piece, place, _ in placed:
+            same = place.seen == versions(piece)
+            if place.seen is not None:
+                place.is_settled = same
+            if not place.is_settled:
+                place.print = None  # of what the host had before
+            else:
+                asked.append((piece, place, same))
+        prints = torch.stack([fingerprint(piece.memory) for piece, _, _ in asked]).tolist() if asked else []
+        changed = {id(piece): True for piece, _, _ in placed}
+        for (piece, place, same), found in zip(asked, prints, strict=True):
+            changed[id(piece)] = not (same and found == place.print)
+            place.print = found
+        return changed
+
+    def _buckets(self, placed: Sequence[tuple[Holding, Place, int]]) -> Iterator[Sequence[tuple[Holding, Place, int]]]:
+        """Yields the pieces in runs of at most `bucket_bytes`; a larger one is alone."""
+        bucket: list[tuple[Holding, Place, int]] = []
+        size = 0
+        for one in placed:
+            if bucket and size + one[2] > self._bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(one)
+            size += one[2]
+        if bucket:
+            yield bucket
