@@ -1,0 +1,130 @@
+"""Masters and states on the host give the bits of a run that has them on the device, in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError
+from sley_core.memory.state import Where
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.plans import changed, small_plan
+from sley_core.testing.runs import record, weights
+
+STEPS = 4
+
+SMALL_BUCKETS = [{"use": "memory.host_optimizer", "bucket_mb": 0.004}]
+ONE_BUCKET = [{"use": "memory.host_optimizer"}]
+
+ALONE = {
+    "fp64": {},
+    "bf16": {"precision__compute": "bf16"},
+    "fp32 without clipping": {"precision__compute": "fp32", "optimizer": {"use": "core.adamw", "lr": 3e-3}},
+    "fp16 that overflows": {
+        "precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**24, "backoff_factor": 0.0625}},
+    },
+    "momentum, two groups": {
+        "precision__compute": "bf16",
+        "optimizer": {
+            "use": "core.sgd",
+            "lr": 0.1,
+            "momentum": 0.9,
+            "groups": [{"match": "blocks.0.*", "lr": 0.01}, {"match": "embed.*", "freeze": True}],
+        },
+    },
+    "four micro-batches": {"batch__micro_size": 1, "batch__global_size": 4, "precision__compute": "bf16"},
+}
+
+LAYOUTS = {
+    "bucketed": ({"gradient_handlers": [{"use": "dp.bucketed"}]}, "sley_dp"),
+    "pipeline": ({"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}}, "sley_pp"),
+    "sharded weights": ({"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}, "sley_isp"),
+}
+
+
+@pytest.mark.parametrize("offload", [SMALL_BUCKETS, ONE_BUCKET], ids=["small buckets", "one bucket"])
+@pytest.mark.parametrize("changes", ALONE.values(), ids=ALONE.keys())
+def test_one_process_has_the_same_bits(changes, offload, texts):
+    tables = small_plan(**changes)
+    wanted = record(tables, STEPS, folder=texts)
+    found = record(changed(tables, offload=offload), STEPS, folder=texts)
+    assert_same_bits(wanted.weights, found.weights)
+    assert any(not torch.equal(first, wanted.weights[name]) for name, first in wanted.first.items()), "no step was taken"
+    assert str([row["loss"] for row in wanted.rows]) == str([row["loss"] for row in found.rows])
+    assert str([row["grad_norm"] for row in wanted.rows]) == str([row["grad_norm"] for row in found.rows])
+
+
+@pytest.mark.parametrize(("layout", "plugin"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_two_ranks_have_the_same_bits(ranks, layout, plugin, texts):
+    """In bf16: with masters that are not the weights, an alias that is lost would be seen."""
+    pytest.importorskip(plugin)
+    tables = small_plan(precision__compute="bf16", model__num_layers=4, **layout)
+    wanted = ranks(2)(record, tables, STEPS, folder=texts)
+    found = ranks(2)(record, changed(tables, offload=SMALL_BUCKETS), STEPS, folder=texts)
+    for with_it, without in zip(found, wanted, strict=True):
+        assert_same_bits(without.weights, with_it.weights)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_weights_that_a_program_writes_reach_the_masters(compute, texts):
+    """By `load_weights`, and into a parameter between two steps."""
+    found = []
+    for offload in ([], SMALL_BUCKETS):
+        plan = plan_from_dict(small_plan(precision__compute=compute, offload=offload or None), texts)
+        with World.join("cpu") as world, assemble(plan, world) as run:
+            run.step()
+            run.load_weights(
+                {name: value * 0.5 for name, value in weights(run).items() if "norm" not in name}, strict=False
+            )
+            run.step()
+            with torch.no_grad():
+                run.book["blocks.1.attention_norm.weight"].parameter.fill_(0.25)
+            run.step()
+            found.append(weights(run))
+    assert_same_bits(*found)
+
+
+def test_parameters_that_are_frozen_and_trained_again(texts):
+    found = []
+    for offload in (None, SMALL_BUCKETS):
+        plan = plan_from_dict(small_plan(precision__compute="bf16", offload=offload), texts)
+        with World.join("cpu") as world, assemble(plan, world) as run:
+            for step in range(5):
+                run.book["blocks.0.attention_norm.weight"].parameter.requires_grad_(step in (0, 3, 4))
+                run.step()
+            found.append(weights(run))
+    assert_same_bits(*found)
+
+
+def test_only_two_buckets_of_gradients_are_on_the_host(texts):
+    plan = plan_from_dict(small_plan(precision__compute="bf16", offload=SMALL_BUCKETS), texts)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        run.step()
+        moved = run.memory.report
+        trained = sum(entry.numel for entry in run.book.trainable)
+        assert moved["optimizer_states"].copied_out == 4 * trained
+        assert moved["masters"].copied_in == 2 * trained
+        largest = max(entry.numel for entry in run.book.trainable)
+        page = 4096
+        assert moved["optimizer_states"].host_bytes <= 2 * (6 * max(largest, 1000) + 2 * page)
+        assert run.memory.where["masters"] is Where.AWAY
+        run.memory.offload().wait()
+        run.memory.onload().wait()
+        run.step()
+        assert run.memory.report["masters"].num_no_ops == 2
+
+
+def test_an_optimizer_that_looks_at_all_gradients_is_refused(texts):
+    tables = small_plan(optimizer={"factory": "torch.optim:LBFGS", "lr": 0.1}, offload=ONE_BUCKET)
+    codes = {problem.code for problem in check_plan(plan_from_dict(tables, texts), 1)}
+    assert "offload-optimizer" in codes
+
+
+def test_states_that_two_managers_move_are_refused(texts):
+    tables = small_plan(offload=[*ONE_BUCKET, {"use": "memory.optimizer_states"}])
+    with pytest.raises(PlanError, match="both move the run's optimizer states"), World.join("cpu") as world:
+        assemble(plan_from_dict(tables, texts), world)
