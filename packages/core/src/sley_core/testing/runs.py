@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from sley_core.assemble import assemble
+from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.engine.shards import wholes
 from sley_core.engine.step_batch import GivenBatch
@@ -54,15 +55,16 @@ def record(
     folder: Path | None = None,
     prepare: Callable[[Run], None] | None = None,
     batches: Sequence[GivenBatch] | None = None,
+    device: Device | None = None,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
 
     folder: the plan's. prepare: is called with the run before its first step. batches: global batches to train on
-    instead of the plan's data, of which this rank takes its rows.
+    instead of the plan's data, of which this rank takes its rows. device: this rank's, if not the plan's.
     """
     plan = plan_from_dict(tables, folder)
     recorded = Recorded()
-    with World.join(plan.run.device) as world, assemble(plan, world) as run:
+    with World.join(device or plan.run.device) as world, assemble(plan, world) as run:
         if prepare is not None:
             prepare(run)
         recorded.first = weights(run)
