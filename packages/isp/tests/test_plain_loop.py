@@ -122,7 +122,7 @@ def allowed_of(tables: dict[str, Any]) -> set[str]:
     if "Reading" in kinds:
         return {"sharded-weight-read"}
     is_alone = tables["weights"]["unit"] == "module" or not tables["weights"]["fused"]
-    return {"right", "ranks-differ", "collective-failed"} if is_alone and "Experts" in kinds else {"right"}
+    return {"right", "ranks-differ"} if is_alone and "Experts" in kinds else {"right"}
 
 
 def plain_loop(layers: Any, tables: dict[str, Any]) -> PlainLoop:
@@ -205,6 +205,6 @@ def test_habits_around_a_sharded_linear(ranks, own, unit):
     ):
         wanted = {REFUSED.get(habit, "right")}
         if habit.startswith("Adaptive") and unit == "module":
-            wanted |= {"ranks-differ", "collective-failed"}
+            wanted |= {"ranks-differ"}
         ended = assert_plain(habit_layers(data.info, habit), tables, of_ranks, batches, held_out, wanted)
         print(habit, ended)

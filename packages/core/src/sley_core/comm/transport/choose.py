@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.comm.exchange_log import ExchangeLog
-from sley_core.comm.guard import guarded
+from sley_core.comm.guard import guarded, turn_of
 from sley_core.comm.members import Members
 from sley_core.comm.transport.backend import Backend, can_coalesce
 from sley_core.comm.transport.cma.connection import Connection
@@ -24,7 +24,7 @@ def message_transports(
     found: dict[str, Transport] = {}
     for name, lane in lanes.items():
         if device.type == "cpu" and dist.get_backend(lane) == "gloo":
-            found[name] = Direct(members, lane)
+            found[name] = Direct(members, name, lane)
         else:
             found[name] = Backend(members, name, lane, log, is_coalesced=can_coalesce(lane))
     return found
@@ -40,5 +40,5 @@ def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s
         # The first lane's members, in the order of the table of groups.
         return Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
 
-    connection = guarded(connect, "opening", members, "cross-memory attach")
-    return {name: Cma(connection, at) for at, name in enumerate(lanes)} if connection is not None else {}
+    connection = guarded(connect, turn_of("opening", members, "cross-memory attach"))
+    return {name: Cma(connection, name, at) for at, name in enumerate(lanes)} if connection is not None else {}

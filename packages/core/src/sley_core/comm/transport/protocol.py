@@ -43,7 +43,7 @@ class Work(Protocol):
         """Returns when the result is complete (on CUDA: when this stream will see it); a second call does nothing.
 
         Raises RunError `collective-failed`, naming operation, group and tensors, when time ran out or a peer died, and
-        `ranks-differ` where a peer exchanges something else.
+        `ranks-differ` where a peer exchanges something else, or ranks wait for each other.
         """
 
     def release(self) -> None:

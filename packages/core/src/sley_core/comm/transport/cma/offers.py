@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from sley_core.comm.guard import Turn
 from sley_core.comm.marks import Mark, differs
 from sley_core.comm.transport.cma.connection import Connection
 from sley_core.comm.transport.cma.inbox import NUMBER_AT_BYTES, SLOTS, WORD_BYTES, Offer
@@ -20,13 +21,15 @@ _Table = ctypes.Array[ctypes.c_int64]
 
 
 class Offers:
-    """What the members of `connection` offer in ring `ring` of their inboxes. Offers count from 1.
+    """What the members of `connection` offer in ring `ring` of their inboxes, for lane `lane`. Offers count from 1.
 
     The tensors of an offer are contiguous, and stay as they are until `wait_read` has returned.
     """
 
-    def __init__(self, connection: Connection, ring: int) -> None:
+    def __init__(self, connection: Connection, lane: str, ring: int) -> None:
         self.connection = connection
+        self._queue = f"{connection.members.axis} {lane} {ring}"
+        self._started = connection.members.progress.numbers
         self.peers = connection.peers
         self.coord = connection.coord
         self._inbox = connection.inbox
@@ -43,7 +46,7 @@ class Offers:
         complete: reads what the peers offer for this one, and returns when they are done with it. Called when the ring is full,
         to avoid a deadlock in which every rank waits for a reader.
         """
-        number = self._num_offers = self._num_offers + 1
+        number = self._num_offers = self._started[self._queue] = self._num_offers + 1
         slot = number % RING
         if number > RING:
             completes = self._open.pop(number - RING, None)
@@ -66,7 +69,7 @@ class Offers:
         Raises RunError `ranks-differ` where this rank's offer of that number is of something else, or of another length.
         """
         slot = number % RING
-        self.connection.wait_word(self._inbox.number_at(peer, self._ring, slot), number, peer, what)
+        self._wait_word(self._inbox.number_at(peer, self._ring, slot), number, peer, what)
         offer = self._inbox.offer(peer, self._ring, slot)
         own = self._marks[slot]
         if (offer.mark, offer.num_bytes) != (own.number, own.num_bytes):
@@ -109,8 +112,18 @@ class Offers:
         """Waits until every peer is done with this rank's offer `number`."""
         for peer in self.peers:
             at = self._inbox.read_at(peer, self._ring, number % RING)
-            self.connection.wait_word(at, number, peer, what)
+            self._wait_word(at, number, peer, what)
         self._open.pop(number, None)
+
+    def turn(self, number: int, what: str) -> Turn:
+        """Returns what an offer is to those that ask who waits in what."""
+        return Turn("exchange", self.connection.members, what, self._queue, number)
+
+    def _wait_word(self, at: int, number: int, peer: int, what: str) -> None:
+        """Waits until the word `at` of the inbox, which `peer` writes, is `number` or more; numbers only grow."""
+        words = self._inbox.words
+        if words[at] < number:
+            self.connection.wait_until(lambda: words[at] >= number, lambda: peer, self.turn(number, what))
 
     def _late(self, at: Callable[[int, int, int], int], number: int) -> int | None:
         """Returns the first peer whose word at `at` is of an offer before `number`; None where there is none."""

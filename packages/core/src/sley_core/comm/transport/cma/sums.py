@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from sley_core.comm.guard import Turn
 from sley_core.comm.marks import Mark
 from sley_core.comm.transport.cma.offers import Offers
 from sley_core.comm.transport.cma.process_vm import MemorySpan
@@ -90,6 +91,13 @@ class Sum(Work):
     def _is_next(self) -> bool:
         return self._number == self._sums.num_summed + 1
 
+    @property
+    def _turn(self) -> Turn:
+        """What this sum waits for: the peers' wholes, then their slices."""
+        sums = self._sums
+        offers = sums.slices if sums.wholes.is_offered(self._number) else sums.wholes
+        return offers.turn(self._number, self._what)
+
     def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int]) -> None:
         """Waits for `is_true()`, and moves all sums on meanwhile, so that peers need not wait until this rank comes to
         theirs.
@@ -98,7 +106,7 @@ class Sum(Work):
         moves.
         """
         while not is_true():
-            self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, self._what)
+            self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, self._turn)
 
     def _may_gather(self) -> bool:
         return self._sums.wholes.is_read(self._number) and self._sums.slices.is_offered(self._number)
