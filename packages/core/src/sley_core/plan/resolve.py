@@ -291,8 +291,12 @@ class _Resolver:
 def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
     """Of every value in the resolved plan."""
 
-    def origin(path: KeyPath) -> Origin:
+    def origin(path: KeyPath, value: Any) -> Origin:
         """Returns where the value at `path` came from."""
-        return Origin("core") if path in written_in else plan.document.origin(path) or Origin("default")
+        if path not in written_in:
+            return plan.document.origin(path) or Origin("default")
+        if plan.pipeline and path[-1] == "use" and is_named_by(plan.pipeline, value):
+            return Origin("record", named_by=plan.pipeline.name)
+        return Origin("core")
 
-    return {path: origin(path) for path, _ in leaves(plan.tables)}
+    return {path: origin(path, value) for path, value in leaves(plan.tables)}
