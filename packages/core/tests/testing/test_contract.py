@@ -1,4 +1,4 @@
-"""The contract of gradient handlers holds for simple ones, each where its record says that it must stand; not for a broken one."""
+"""The contract of gradient handlers holds for simple ones, each where its record says that it must stand."""
 
 from __future__ import annotations
 
