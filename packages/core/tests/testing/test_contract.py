@@ -15,6 +15,10 @@ class TestLate(GradientHandlerContract):
     handler: ClassVar[dict[str, Any]] = {"use": "naive.late"}
 
 
+class TestHalves(GradientHandlerContract):
+    handler: ClassVar[dict[str, Any]] = {"use": "naive.halves"}
+
+
 class Early(GradientHandlerContract):
     handler: ClassVar[dict[str, Any]] = {"use": "naive.early"}
 

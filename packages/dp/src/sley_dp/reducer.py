@@ -111,7 +111,7 @@ class BucketReducer(GradientHandler):
         return self._sent.counts()
 
     def _plan(self, entries: list[Entry]) -> Layout:
-        """Returns buckets per family, filled in the agreed order; entries unknown to it come last.
+        """The store's `Planner`: returns buckets per family, filled in the agreed order; entries unknown to it come last.
 
         Entries whose reduce group has one rank lie in no bucket. The old buckets are freed here, since the store
         allocates the new ones next and both would not have to exist at once.

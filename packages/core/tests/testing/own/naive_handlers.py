@@ -1,9 +1,9 @@
-"""Gradient handlers of a few lines, which leave the store's layout as it is; one of them is broken."""
+"""Gradient handlers of a few lines; one of them is broken."""
 
 from __future__ import annotations
 
-from sley_core.api.comm import all_reduce
-from sley_core.api.parts import Entry, Parts, StepState
+from sley_core.api.comm import Pending, all_reduce
+from sley_core.api.parts import Entry, GradientBuffer, Layout, Parts, StepState
 from sley_core.protocols import GradientHandler
 from sley_core.table import Table
 
@@ -49,3 +49,43 @@ class Hoards(Late):
 
     def begin_step(self, step: StepState) -> None:
         pass
+
+
+class Halves(GradientHandler):
+    """Sums each half of the gradients of a reduce group in one exchange, as soon as the last of them is there."""
+
+    def __init__(self, config: Table) -> None:
+        self._pending: list[Pending] = []
+
+    def attach(self, parts: Parts) -> None:
+        self._store, self._groups = parts.store, parts.groups
+        parts.store.lay_out(halves)  # from now on, also after a parameter was frozen
+
+    def begin_step(self, step: StepState) -> None:
+        self._wait()  # for what a failed step has left
+        self._missing: dict[GradientBuffer, set[Entry]] = {one: set(one.entries) for one in self._store.buffers}
+
+    def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        buffer = next(one for one, missing in self._missing.items() if entry in missing)
+        self._missing[buffer].remove(entry)
+        if not self._missing[buffer]:
+            # The buffer's reduce group; its ranks are told of the same entries in one order.
+            group = self._groups[buffer.reduce_group]
+            self._pending.append(all_reduce(buffer.data, group, what=f"the half of {entry.name}"))
+
+    def finish_step(self, step: StepState) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
+
+def halves(entries: list[Entry]) -> Layout:
+    """The planner: from the trainable entries, in reverse order of use, to the buffers that are wanted."""
+    families: dict[object, list[Entry]] = {}
+    for entry in entries:
+        families.setdefault(entry.family, []).append(entry)
+    cut = [part for one in families.values() for part in (one[: len(one) // 2], one[len(one) // 2 :])]
+    return Layout(buffers=cut, order=entries)

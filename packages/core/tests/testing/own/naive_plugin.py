@@ -6,7 +6,7 @@ from sley_core.api.plan import SequenceConfig, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, SequenceAttentionRecord, WeightCommunicatorRecord
 
-REDUCERS = ("Late", "Hoards")
+REDUCERS = ("Late", "Halves", "Hoards")
 WEIGHTS = ("Naive", "Mean", "Own", "Cached", "Eager", "Left", "Shards", "Hoards")
 ATTENTIONS = ("Naive", "Local", "Unsummed", "Together", "Stays", "Silent")
 
