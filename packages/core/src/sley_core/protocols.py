@@ -266,11 +266,11 @@ class ActivationPolicy(Protocol):
 
 @runtime_checkable
 class Counts(Protocol):
-    """Any live object of a run that counts something: a gradient handler, the weight communicator, a scheduler hook, a
-    policy.
+    """Any live object of a run that counts something: a gradient handler, the weight communicator, the stage link, a
+    scheduler hook, a policy.
 
     `Run.counts` asks each after the last step; `summary.json` keeps the numbers of rank 0, and `train-cli run -v`
-    prints them.
+    prints them. What exchanges says `sent_bytes_per_step`, as `api.comm.SentBytes` counts it.
     """
 
     def counts(self) -> Mapping[str, float]:

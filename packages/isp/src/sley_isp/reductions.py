@@ -25,7 +25,7 @@ from sley_isp.buckets import Open
 from sley_isp.units import padded, shard_of
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group, Work
+    from sley_core.api.comm import Group, SentBytes, Work
     from sley_core.api.parts import Entry, GradientStore
     from sley_core.protocols import MemoryPool
     from sley_isp.buckets import GradientBucket
@@ -49,15 +49,25 @@ class Reductions:
     bound: 0 waits for each at once. once: buckets wait for the last action of the step that can add to them; `bound`
     then holds for those that were sent. Since the beginning: num_started, num_bytes: exchanges and bytes sent;
     max_live: most full-size gradients at one time, those being written included; max_live_bytes: most bytes of all
-    buffers leased for them, receive buffers included.
+    buffers leased for them, receive buffers included. sent: counts what is sent.
     """
 
-    def __init__(self, bound: int, store: GradientStore, pool: MemoryPool, group: Group, *, once: bool = False) -> None:
+    def __init__(
+        self,
+        bound: int,
+        store: GradientStore,
+        pool: MemoryPool,
+        group: Group,
+        sent: SentBytes,
+        *,
+        once: bool = False,
+    ) -> None:
         self.bound = bound
         self.once = once
         self.store = store
         self.pool = pool
         self.group = group
+        self.sent = sent
         self.num_started = 0
         self.num_bytes = 0
         self.max_live = 0
@@ -167,6 +177,8 @@ class Reductions:
         self._under_way.append(_Reduction(work, owned, filled.lease))
         self.num_started += 1
         self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
+        for whole in wholes.values():
+            self.sent.add(whole, self.group, passes=1)
         self.finish(self.bound)
 
     def _lent(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:

@@ -4,6 +4,7 @@ from sley_core.comm.collectives import Pending, all_gather, all_reduce, all_to_a
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Group, Groups
 from sley_core.comm.marks import checksum
+from sley_core.comm.sent_bytes import SentBytes
 from sley_core.comm.transport.protocol import Published, Transport, Work
 from sley_core.topology import GATHER, REDUCE
 
@@ -15,6 +16,7 @@ __all__ = [
     "Groups",
     "Pending",
     "Published",
+    "SentBytes",
     "Transport",
     "Work",
     "all_gather",

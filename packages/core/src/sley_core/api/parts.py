@@ -3,7 +3,7 @@
 from sley_core.engine.book import Entry, ParameterBook
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
 from sley_core.engine.gradient_buffers import GradientBuffer
-from sley_core.engine.layout import Layout
+from sley_core.engine.layout import Layout, Planner
 from sley_core.engine.parts import Parts
 from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import Phase, StepState
@@ -21,6 +21,7 @@ __all__ = [
     "ParameterBook",
     "Parts",
     "Phase",
+    "Planner",
     "StepState",
     "WeightQueue",
     "add_at",

@@ -33,6 +33,12 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
     yield from _order(handlers)
 
 
+def sums_ties(plan: Plan) -> bool:
+    """Returns whether a gradient handler of the plan sums the gradients of parameters that several stages hold."""
+    records = (one.record for one in plan.gradient_handlers)
+    return any(isinstance(record, GradientHandlerRecord) and record.role == "tie" for record in records)
+
+
 def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
     ranks = topology.ranks_per_stage
     if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):

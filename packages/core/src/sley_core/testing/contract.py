@@ -75,12 +75,16 @@ class First(nn.Linear):
 
 
 class Second(nn.Module):
-    """Uses `often` twice, `never` not at all; `frozen` is not trained."""
+    """Uses `often` twice, `never` not at all; `frozen` is not trained.
+
+    The store reports parameters from the last one back, and `never` only when the backward is over: so those of `often`
+    are reported while it runs, and those of the first layer after it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.often = nn.Linear(WIDTH, WIDTH)
         self.never = nn.Linear(WIDTH, 3)
+        self.often = nn.Linear(WIDTH, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
 
@@ -121,7 +125,8 @@ class Seen:
 def observe(handlers: list[Handler], num_micros: int, fail: bool) -> Seen:
     """Runs the contract's plan on this rank. fail: before the first and the last step comes one that fails.
 
-    The latter fails at the end of its last backward, when a reducer that overlaps is at work.
+    The latter fails at the end of its last backward, when handlers have been told of the second layer's gradients: sums
+    are in flight, or wait for more.
     """
     seen = Seen()
     with World.join("cpu") as world:

@@ -109,6 +109,28 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`plugin_folder(folder, mine="my_plugin")` makes the modules in `folder` a distribution with these plugins.
+
+    For this test, and for ranks that it starts, it is as pip leaves one: `mine.NAME` can stand in a plan.
+    """
+
+    def install(folder: Path, **plugins: str) -> None:
+        name = next(iter(plugins))
+        info = tmp_path / f"sley_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 1.0\nRequires-Dist: sley-core\n"
+        )
+        lines = [f"{plugin} = {module}" for plugin, module in plugins.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[sley.plugins]", *lines, ""]))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+@pytest.fixture
 def no_children() -> Iterator[None]:
     """Fails the test if a process that it started is still there a second after its end."""
     from sley_core.testing.processes import assert_none_left
