@@ -4,6 +4,7 @@
     nox -s tests            all tests; `nox -s tests -- -k topology` passes arguments on to pytest
     nox -s readme           what README tells a newcomer to type, in its order
     nox -s floor            the quickstart and all tests, with the oldest torch that the packages allow
+    nox -s gpu              what needs a CUDA device: its tests, and memory's benchmarks
     nox -l                  everything else
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
@@ -190,6 +191,14 @@ def bench(session: nox.Session) -> None:
     for script in sorted((ROOT / "benchmarks").glob("*.py")):
         if not session.posargs or script.stem in session.posargs:
             in_dev(session, "python", str(script), **FOR_TESTS)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def gpu(session: nox.Session) -> None:
+    """All tests that need CUDA, and the benchmarks of memory on it; at most ten minutes, with one device."""
+    in_dev(session, "python", "-m", "pytest", "-m", "gpu", "-rs", *session.posargs, **FOR_TESTS)
+    script = str(ROOT / "benchmarks" / "memory.py")
+    in_dev(session, "python", script, "--device", "cuda", "--rounds", "10", "--part", "between", "park", **FOR_TESTS)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
