@@ -216,14 +216,13 @@ class _Resolver:
         return isinstance(parallel, dict) and parallel.get("pp", 1) != 1
 
     def _unnamed(self, spec: ComponentTable, path: KeyPath) -> None:
-        what = f"`use`, the name of {a_word(spec.kind)}"
-        self._problem("missing-key", f"{spec.header} needs {what}", (*path, "use"), self._of_core(spec))
+        message = f"{spec.header} needs `use`, the name of {a_word(spec.kind)}"
+        self._problem("missing-key", message, (*path, "use"), self._of_core(spec))
 
     def _no_factory(self, spec: ComponentTable, path: KeyPath) -> None:
         message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
         hint = f"`use` one, or install a plugin of your own with the hook `sley_{spec.kind}` (docs/write-a-plugin.md)"
-        known = self._of_core(spec)
-        hint += f"; {known}" if known else ""
+        hint += f"; {known}" if (known := self._of_core(spec)) else ""
         self._problem("no-factory", message, (*path, "factory"), hint, at_key=True)
 
     def _of_core(self, spec: ComponentTable) -> str | None:
@@ -289,14 +288,12 @@ class _Resolver:
 
 
 def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
-    """Of every value in the resolved plan."""
-
-    def origin(path: KeyPath, value: Any) -> Origin:
-        """Returns where the value at `path` came from."""
-        if path not in written_in:
-            return plan.document.origin(path) or Origin("default")
-        if plan.pipeline and path[-1] == "use" and is_named_by(plan.pipeline, value):
-            return Origin("record", named_by=plan.pipeline.name)
-        return Origin("core")
-
-    return {path: origin(path, value) for path, value in leaves(plan.tables)}
+    """Returns where every value in the resolved plan came from."""
+    found = {}
+    for path, value in leaves(plan.tables):
+        origin = plan.document.origin(path) or Origin("default")
+        if path in written_in:
+            by = plan.pipeline if path[-1] == "use" else None
+            origin = Origin("record", named_by=by.name) if by and is_named_by(by, value) else Origin("core")
+        found[path] = origin
+    return found
