@@ -60,10 +60,13 @@ from sley_core.records import LossRecord, OffloadManagerRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sley_core.comm.device import Device
     from sley_core.comm.world import World
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.shards import Shards
+    from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.protocols import GradientHandler, SchedulerHook, SequenceCommunicator, StageLink, WeightCommunicator
     from sley_core.topology import Topology
@@ -107,7 +110,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     notes += left_whole(model.layers, shards)
     book = ParameterBook(stage.chunks, stage.stages, shards)
     _materialize(plan, world, model, stage, shards)
-    parts = _parts(plan, world, topology, groups, stage, book)
+    parts = make_parts(plan, world, topology, groups, stage.layers, book)
     stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
     samples = samples_of(plan, parts, model, dataset, stepper)
     memory = memory_of(plan, parts, stepper, undo)
@@ -149,8 +152,10 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
     )
 
 
-def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: Stage, book: ParameterBook) -> Parts:
-    """Makes what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
+def make_parts(
+    plan: Plan, world: World, topology: Topology, groups: Groups, layers: Sequence[Layer], book: ParameterBook
+) -> Parts:
+    """Returns what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     device = world.device.torch_device
     return Parts(
@@ -161,7 +166,7 @@ def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: 
         world,
         topology,
         groups,
-        stage.layers,
+        layers,
         book,
         GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
         Waits(),

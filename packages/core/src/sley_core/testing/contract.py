@@ -31,6 +31,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_core.table import Table
+from sley_core.testing.contract_model import SQUARES, Samples, Uneven, contract_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.recorder import collectives
 from sley_core.testing.sequence import Collective, assert_same_sequence
@@ -45,28 +46,14 @@ ALONE = "first"
 """The layer whose entries reduce over a group of one."""
 
 
-class Data:
-    """Samples for `Layers`: WIDTH numbers and a target, from the index alone."""
+class Data(Samples):
+    """WIDTH numbers and a target for each."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64")})
 
-    def __len__(self) -> int:
-        return 64
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        x, y = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+        x, y = torch.randn(2, WIDTH, generator=self.generator(index), dtype=torch.float64)
         return {"x": x, "y": y}
-
-
-class Squares:
-    """The sum of squared errors; every sample weighs one."""
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(len(batch["y"]))
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output - batch["y"]).square().sum()
 
 
 class First(nn.Linear):
@@ -74,43 +61,22 @@ class First(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Second(nn.Module):
-    """Uses `often` twice, `never` not at all; `frozen` is not trained.
-
-    The store reports parameters from the last one back, and `never` only when the backward is over: so those of `often`
-    are reported while it runs, and those of the first layer after it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never = nn.Linear(WIDTH, 3)
-        self.often = nn.Linear(WIDTH, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.often(self.frozen(self.often(hidden).tanh()))
-        return output
-
-
 def layers() -> list[tuple[str, nn.Module]]:
     """The layers of the contract's model."""
-    return [(ALONE, First(WIDTH, WIDTH)), ("second", Second())]
+    return [(ALONE, First(WIDTH, WIDTH)), ("second", Uneven(WIDTH))]
 
 
 def tables(handlers: list[Handler], num_micros: int) -> dict[str, Any]:
     """The contract's plan: two ranks, fp64, every handler of the list."""
-    return {
-        "run": {"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
-        "model": {"factory": f"{__name__}:layers"},
-        "data": {"factory": f"{__name__}:Data"},
-        "loss": {"factory": f"{__name__}:Squares"},
-        "batch": {"global_size": SAMPLES * num_micros, "micro_size": SAMPLES // 2},
-        "optimizer": {"use": "core.sgd", "lr": LR},
-        "precision": {"compute": "fp64"},
-        "parallel": {"dp": 2},
-        "gradient_handlers": handlers,
-    }
+    return contract_plan(
+        __name__,
+        run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
+        loss=SQUARES,
+        batch={"global_size": SAMPLES * num_micros, "micro_size": SAMPLES // 2},
+        optimizer={"use": "core.sgd", "lr": LR},
+        parallel={"dp": 2},
+        gradient_handlers=handlers,
+    )
 
 
 class Seen:
