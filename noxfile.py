@@ -46,8 +46,8 @@ CONSTRAINTS = ("-c", "constraints.txt")
 FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 """A test's ranks share the machine's cores: more threads than cores only make them wait for one another. Programs that
 tests start find compiled modules, as those of a user do."""
-SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile")
-"""Files of tests at a time, one more than cores: much of a test of ranks is waiting."""
+SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
+"""Tests at a time, one more than cores: much of a test of ranks is waiting. Who has no tests left takes some of another's."""
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
@@ -110,12 +110,14 @@ def isolated(session: nox.Session) -> None:
 
     Of a test with parameters, the first case: what a wheel lacks, it lacks for all. With arguments, what these say.
     """
-    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build")
+    backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
+    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *backends)
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, Path] = {}
         for package in PACKAGES:
             made = Path(folder, package.module)
-            session.run("python", "-m", "build", "-q", "--outdir", str(made), package.folder, silent=True)
+            build = ("python", "-m", "build", "-q", "--no-isolation")  # an environment for each archive takes minutes
+            session.run(*build, "--outdir", str(made), package.folder, silent=True)
             (wheels[package.module],) = made.glob("*.whl")
             assert_licensed(package, made)
         for package in PACKAGES:

@@ -1,6 +1,6 @@
 """Runs a plan on some ranks and keeps everything that another layout must reproduce.
 
-reference = record(tables, 3)                        # this process alone
+reference = alone(tables, 3)                         # this process alone
 layouts = ranks(2)(record, tables, 3)                # the same plan on two ranks
 assert_parity(reference, layouts, "fp32")
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sley_core.assemble import assemble
@@ -78,6 +79,20 @@ def record(
         if run.evaluation is not None:
             recorded.held_out = run.evaluate()
     return recorded
+
+
+def alone(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
+    """As `record`, of one process; a plan that this process has recorded so is not run again. Do not change what it returns.
+
+    For references, which many layouts are compared with. Not for a test that changes what runs other than by the plan.
+    """
+    key = repr((tables, num_steps, folder, torch.get_num_threads()))  # a kernel's sums depend on the number of threads
+    if key not in _alone:
+        _alone[key] = record(tables, num_steps, folder=folder)
+    return _alone[key]
+
+
+_alone: dict[str, Recorded] = {}
 
 
 def gradients(run: Run) -> Tensors:
