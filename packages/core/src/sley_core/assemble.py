@@ -45,6 +45,7 @@ from sley_core.engine.store import GradientStore
 from sley_core.engine.update import Update
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
+from sley_core.engine.weights import WeightStore
 from sley_core.equip import outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
@@ -54,7 +55,7 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.records import LossRecord
+from sley_core.records import GradientHandlerRecord, LossRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: 
         stage.layers,
         book,
         GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
+        WeightStore(dtypes(plan)[0]),
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
@@ -186,6 +188,8 @@ def _stepper(
     for handler in handlers:
         handler.attach(parts)
         undo.callback(handler.detach)
+    # A hook or handler that knows nothing of shards may read weights at any time.
+    parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     check_no_parameters(loss := plan.loss.build())
     if hasattr(loss, "attach"):
@@ -217,6 +221,10 @@ def _stepper(
     return stepper
 
 
+def _takes_shards(record: object) -> bool:
+    return isinstance(record, GradientHandlerRecord) and (record.takes_shards or record.result == "shard")
+
+
 def _link(plan: Plan, parts: Parts) -> StageLink | None:
     """Returns the plan's stage link, prepared; None if there is only one stage."""
     if plan.link is None or parts.topology.pp == 1:
@@ -234,12 +242,11 @@ def _accumulates_directly(plan: Plan, device: Device) -> bool:
 def _update(plan: Plan, parts: Parts) -> Update:
     """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
     config: Any = plan.optimizer.config
-    working, wide = dtypes(plan)
-    masters = Masters(working, wide)
+    masters = Masters(parts.weights, parts.store, dtypes(plan)[1])
     masters.add(parts.book.trainable)
     for entry in parts.book:
         if not entry.trainable:
-            entry.parameter.data = entry.parameter.data.to(working)
+            parts.weights.adopt(entry)
     optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), parts.world.device.torch_device)
     return Update(
         parts.store,

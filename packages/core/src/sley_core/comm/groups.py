@@ -119,7 +119,8 @@ def make_groups(
         members.setdefault(axis, (rank,))
     groups = {axis: _group(Members(axis, ranks, rank), lanes.get(axis, {}), device) for axis, ranks in members.items()}
     # All ranks come to the same axes in the same order, each with its own group of them: `attached` is a collective.
-    for axis in _attaching(topology) if attaches and backend == "gloo" and device.type == "cpu" else ():
+    asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
+    for axis in (*_attaching(topology), *asking) if attaches and backend == "gloo" and device.type == "cpu" else ():
         group = groups[axis]
         if group.size > 1:
             group.transports.update(attached(Members(axis, group.ranks, rank), group.lanes, timeout.total_seconds()))

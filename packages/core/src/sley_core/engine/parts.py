@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sley_core.engine.store import GradientStore
     from sley_core.engine.waits import Waits
     from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.engine.weights import WeightStore
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
     from sley_core.protocols import MemoryPool
@@ -25,9 +26,10 @@ class Parts:
     """What gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
 
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
-    axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients.
-    waits: what must have come before a layer's weights are used. queue: weight gradients that a split backward defers.
-    numbers: takes what plugins add to each step's row. pool: makes the memory pool of a name, as `isp.slots`.
+    axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients. weights:
+    where the working weights lie. waits: what must have come before a layer's weights are used. queue: weight gradients that
+    a split backward defers. numbers: takes what plugins add to each step's row. pool: makes the memory pool of a name, as
+    `isp.slots`.
     """
 
     run: RunTable
@@ -40,6 +42,7 @@ class Parts:
     layers: Sequence[Layer]
     book: ParameterBook
     store: GradientStore
+    weights: WeightStore
     waits: Waits
     queue: WeightQueue
     numbers: StepNumbers

@@ -28,6 +28,7 @@ from sley_core.engine.step_state import StepState
 from sley_core.engine.store import GradientStore
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
+from sley_core.engine.weights import WeightStore
 from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import StageLink
@@ -61,6 +62,7 @@ def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
                 (),
                 book,
                 GradientStore(book, torch.float64, world.device.torch_device, StepState()),
+                WeightStore(torch.float64),
                 Waits(),
                 WeightQueue(),
                 StepNumbers(groups),
