@@ -46,6 +46,7 @@ from sley_core.engine.store import GradientStore
 from sley_core.engine.update import Update
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
+from sley_core.engine.weights import WeightStore
 from sley_core.equip import outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
@@ -56,7 +57,7 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.records import LossRecord, OffloadManagerRecord
+from sley_core.records import GradientHandlerRecord, LossRecord, OffloadManagerRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def make_parts(
         layers,
         book,
         GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
+        WeightStore(dtypes(plan)[0]),
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
@@ -195,6 +197,8 @@ def _stepper(
     for handler in handlers:
         handler.attach(parts)
         undo.callback(handler.detach)
+    # A hook or handler that knows nothing of shards may read weights at any time.
+    parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     check_no_parameters(loss := plan.loss.build())
     if hasattr(loss, "attach"):
@@ -228,6 +232,10 @@ def _stepper(
     return stepper
 
 
+def _takes_shards(record: object) -> bool:
+    return isinstance(record, GradientHandlerRecord) and (record.takes_shards or record.result == "shard")
+
+
 def _link(plan: Plan, parts: Parts) -> StageLink | None:
     """Returns the plan's stage link, prepared; None if there is only one stage."""
     if plan.link is None or parts.topology.pp == 1:
@@ -245,13 +253,12 @@ def _accumulates_directly(plan: Plan, device: Device) -> bool:
 def _update(plan: Plan, parts: Parts) -> Update:
     """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
     config: Any = plan.optimizer.config
-    working, wide = dtypes(plan)
     home = HOST if _steps_on_host(plan) else None
-    masters = Masters(working, wide, home)
+    masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
     masters.add(parts.book.trainable)
     for entry in parts.book:
         if not entry.trainable:
-            entry.parameter.data = entry.parameter.data.to(working)
+            parts.weights.adopt(entry)
     optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), home or parts.world.device.torch_device)
     return Update(
         parts.store,

@@ -1,6 +1,8 @@
 """Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
 
 from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.cuts import ALIGNMENT as SHARD_ALIGNMENT
+from sley_core.engine.cuts import Cut
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
 from sley_core.engine.gradient_buffers import GradientBuffer
 from sley_core.engine.layout import Layout, Planner
@@ -9,9 +11,12 @@ from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import Phase, StepState
 from sley_core.engine.store import GradientStore
 from sley_core.engine.weight_queue import Handover, WeightQueue
+from sley_core.engine.weights import WeightBuffer, WeightStore
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "SHARD_ALIGNMENT",
+    "Cut",
     "Entry",
     "FlatBuffer",
     "GradientBuffer",
@@ -23,7 +28,9 @@ __all__ = [
     "Phase",
     "Planner",
     "StepState",
+    "WeightBuffer",
     "WeightQueue",
+    "WeightStore",
     "add_at",
     "offsets",
 ]

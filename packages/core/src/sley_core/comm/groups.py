@@ -127,7 +127,8 @@ def make_groups(
         for axis, ranks in members.items()
     }
     # All ranks come to the same axes in the same order, each with its own group of them: `attached` is a collective.
-    for axis in _attaching(topology) if attaches and is_from_host(backend, device) else ():
+    asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
+    for axis in (*_attaching(topology), *asking) if attaches and is_from_host(backend, device) else ():
         group = groups[axis]
         if group.size > 1:
             same = Members(axis, group.ranks, rank, progress=progress)

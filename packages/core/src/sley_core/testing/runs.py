@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from sley_core.assemble import assemble
+from sley_core.comm.collectives import all_gather
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
+from sley_core.engine.book import Entry
 from sley_core.engine.shards import wholes
 from sley_core.engine.step_batch import GivenBatch
 from sley_core.plan.load import plan_from_dict
@@ -96,10 +98,31 @@ _alone: dict[str, Recorded] = {}
 
 
 def gradients(run: Run) -> Tensors:
-    """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole."""
+    """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are those of
+    which a reducer left parts to ranks.
+    """
     present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
-    parts = {entry: run.store.gradient(entry) for entry in run.book if entry in present}
+    reduced = _from_parts(run)
+    parts = {
+        entry: reduced[entry] if entry in reduced else run.store.gradient(entry)
+        for entry in run.book
+        if entry in present
+    }
     return {entry.name: gradient for entry, gradient in wholes(parts, run.groups).items()}
+
+
+def _from_parts(run: Run) -> dict[Entry, Tensor]:
+    """Whole gradients of the entries whose buffers are cut; a collective of their ranks per buffer, in one order on all."""
+    found: dict[Entry, Tensor] = {}
+    for buffer in run.store.buffers:
+        if buffer.cut is not None:
+            group = run.groups[buffer.cut.axis]
+            whole = torch.empty_like(buffer.data)
+            lane = next(iter(group.lanes))
+            all_gather(whole, buffer.own, group, what="parts of gradients", lane=lane).wait()
+            for entry, start, view in zip(buffer.entries, buffer.offsets, buffer.views, strict=True):
+                found[entry] = whole[start : start + view.numel()].view(view.shape)
+    return found
 
 
 def _own(batch: GivenBatch, run: Run) -> GivenBatch:
