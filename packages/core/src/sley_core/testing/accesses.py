@@ -48,6 +48,9 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     """Returns the first byte of the storage that an element of `tensor` needs, and the one after the last; (0, 0) if empty."""
     if tensor.numel() == 0:
         return 0, 0
+    if tensor.is_contiguous():
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        return start, start + tensor.numel() * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.itemsize, (first + last + 1) * tensor.itemsize

@@ -65,6 +65,10 @@ class DrawnDevice(Device):
         self.copies.ledger.owns(memory.data)
         return memory
 
+    def keeps_on_host(self, tensor: Tensor) -> None:
+        """Takes the memory of `tensor`, which a CPU shares with its host, for the host's: as that of `host_memory`."""
+        self.copies.ledger.owns(tensor.detach())
+
     def watching(self) -> AbstractContextManager[None]:
         """Returns a context manager in which this thread's operations are the device's; on leaving, all copies are done."""
         return self.copies.watching()
@@ -137,7 +141,7 @@ class DrawnCopies:
         """Adds a copy to the end of a stream."""
         assert target.shape == source.shape, (target.shape, source.shape)
         assert target.dtype == source.dtype, (target.dtype, source.dtype)
-        self.tick()
+        self.called()
         torch.autograd.graph.increment_version(target)  # now, as a real stream's `copy_` does, and not when it happens
         self.check(self.ledger.copies, stream, target, source)
         needs = {
@@ -150,21 +154,27 @@ class DrawnCopies:
         self.num_copies += 1
 
     def tick(self) -> None:
-        """Lets copies happen, or none, as drawn; and looks for memory that was forgotten too early."""
-        self.check(self.ledger.forgotten)
+        """Lets copies happen, or none, as drawn."""
         while self._random.random() < self.rate and self._step():
             pass
 
+    def called(self) -> None:
+        """As `tick`, where a program calls a stream or an event: first looks for memory that was forgotten too early, since
+        the call may order what was not in order when it was forgotten.
+        """
+        self.check(self.ledger.forgotten)
+        self.tick()
+
     def ask(self, clock: Clock) -> bool:
         """Returns whether the copies that `clock` names have happened; whoever asks often enough sees them happen."""
-        self.tick()
+        self.called()
         if self._random.random() < 0.5:
             self._step()
         return all(self._num_done.get(stream, 0) >= number for stream, number in clock.items() if stream != DEVICE)
 
     def force(self, clock: Clock) -> None:
         """Does the copies that `clock` names, with what they need, and as many others as are drawn."""
-        self.tick()
+        self.called()
         needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
         while any(self._num_done.get(stream, 0) < number for stream, number in needed.items()):
             late = {stream for stream, number in needed.items() if self._num_done.get(stream, 0) < number}
@@ -204,11 +214,11 @@ class DrawnStream:
         return self._copies.ledger.streams[self._number]
 
     def follow(self) -> None:
-        self._copies.tick()
+        self._copies.called()
         merge(self._clock, self._copies.ledger.device)
 
     def after(self, event: CopyEvent) -> None:
-        self._copies.tick()
+        self._copies.called()
         if isinstance(event, DrawnEvent):
             merge(self._clock, event.clock)
         else:
@@ -218,7 +228,7 @@ class DrawnStream:
         self._copies.give(self._number, target, source)
 
     def record(self) -> DrawnEvent:
-        self._copies.tick()
+        self._copies.called()
         return DrawnEvent(self._copies, dict(self._clock))
 
 
@@ -262,7 +272,7 @@ class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
         self._copies.check(self._copies.ledger.works, name, [Access(tensor, writes=True) for tensor in tensors])
 
     def resizes(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None]:
-        self._copies.tick()
+        self._copies.called()
         self._copies.check(self._copies.ledger.resized, storage)
         old = storage.nbytes()
 

@@ -97,21 +97,22 @@ class Ledger:
         """Enters an operation: the host's where all its tensors lie in memory of the host, else the device's."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
             self._sweep()
-        found = [(self._of(one.tensor), one) for one in accesses if storage_of(one.tensor) is not None]
+        found = [
+            (self._memory.get(storage._cdata) or self._remember(storage), one)
+            for one in accesses
+            if (storage := storage_of(one.tensor)) is not None
+        ]
         is_host = bool(found) and all(memory.is_host for memory, _ in found)
         if not is_host:
             self.device[DEVICE] += 1
         for memory, access in found:
-            first, last = extent(access.tensor)
-            self._check_copies(
-                memory,
-                self.host if is_host else self.device,
-                (first, last, access.writes),
-                f"{name} {'writes' if access.writes else 'reads'} {described(access.tensor)}",
-                "`wait`" if is_host else "`hold_device`",
-            )
+            span = extent(access.tensor)
+            if memory.copies:
+                text = f"{name} {'writes' if access.writes else 'reads'} {described(access.tensor)}"
+                clock, wait = (self.host, "`wait`") if is_host else (self.device, "`hold_device`")
+                self._check_copies(memory, clock, (*span, access.writes), text, wait)
             if not memory.is_host:
-                self._done(memory, (first, last), access.writes)
+                memory.device.setdefault(span, [0, 0])[access.writes] = self.device[DEVICE]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Enters that the device frees the memory of `storage`, or gives it other memory."""
@@ -142,6 +143,10 @@ class Ledger:
 
     def forgotten(self) -> None:
         """Checks that all memory which nobody holds any more was not forgotten before its copies were known to be done."""
+        for key, memory in [*self._copied.items()]:
+            memory.copies = [copy for copy in memory.copies if not copy.is_known(self.host)]
+            if not memory.copies:
+                del self._copied[key]  # whatever comes is ordered after them
         for key in [key for key, memory in self._copied.items() if memory.reference.expired()]:
             memory = self._copied.pop(key)
             clock = self.host if memory.is_host else self.device
@@ -173,9 +178,6 @@ class Ledger:
             assert is_disjoint or not (writes or copy.writes) or copy.is_known(clock), (
                 f"{text} while {copy} may be under way: {wait} is missing"
             )
-
-    def _done(self, memory: _Memory, span: tuple[int, int], writes: bool) -> None:
-        memory.device.setdefault(span, [0, 0])[writes] = self.device[DEVICE]
 
     def _of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()

@@ -76,7 +76,9 @@ class HostOptimizer(OffloadManager):
     def moved(self, part: Part) -> Moved:
         return self._moved[part]
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        if self._device.is_real:
+            self._streams.wait()  # of a step that failed; host memory goes with this object
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
         """Yields each bucket when its gradients are on the host, and sends its weights when it was stepped."""

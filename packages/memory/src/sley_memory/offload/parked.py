@@ -42,6 +42,11 @@ class Streams:
         self.out = make()
         self.into = make()
 
+    def wait(self) -> None:
+        """Waits, on the host, for all copies so far."""
+        self.out.record().wait()
+        self.into.record().wait()
+
 
 class Parked:
     """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
