@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,7 +70,8 @@ class Run(AbstractContextManager["Run"]):
         self.facts = facts
         self.notes = facts.notes
         self.listeners: list[Callable[[Row], None]] = []
-        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell)
+        require = partial(memory.require, "a step", TO_STEP)
+        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require)
         self.memory = memory
         memory.settle = self._settle
         self._load_weights = load_weights
@@ -127,7 +129,6 @@ class Run(AbstractContextManager["Run"]):
         RunError, and changes nothing, for a batch that does not match the data's declaration, and as `train` does.
         """
         self._settle()
-        self.memory.require("a step", TO_STEP)
         return self.loop.step(batch)
 
     def evaluate(self) -> float:
@@ -138,7 +139,7 @@ class Run(AbstractContextManager["Run"]):
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
         self.memory.require("an evaluation", TO_EVALUATE)
-        return self.evaluation()
+        return self.loop.evaluate()
 
     def load_weights(
         self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
@@ -172,9 +173,9 @@ class Run(AbstractContextManager["Run"]):
     @property
     def counts(self) -> dict[str, dict[str, float]]:
         """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
-        `protocols.Counts`.
+        `protocols.Counts`, and offload managers.
         """
-        return counts_of(self.plan, self.stepper)
+        return counts_of(self.plan, self.stepper, self.memory)
 
     def close(self) -> None:
         """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does
