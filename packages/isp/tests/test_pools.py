@@ -102,7 +102,8 @@ def test_trim_frees_what_is_not_lent():
     pool = Slots(SlotsConfig())
     with pool.lease((8,), torch.float32, CPU):
         with pool.lease((8,), torch.float32, CPU):
-            pass
+            assert [name for name, _ in pool.held()] == ["lent.0", "lent.1"]
+        assert [(name, tensor.nbytes) for name, tensor in pool.held()] == [("lent.0", 32), ("free.0", 32)]
         assert pool.trim() == 32
         assert pool.num_bytes == 32
     assert pool.trim() == 32

@@ -34,6 +34,7 @@ from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import HOST, Masters
 from sley_core.engine.parts import Parts
+from sley_core.engine.pools import Pools
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage, stage_of
@@ -167,7 +168,7 @@ def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: 
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
-        pool=partial(plan.build_named, "memory_pools"),
+        pool=Pools(plan),
     )
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     import torch
     from torch import Tensor, nn
@@ -238,7 +238,10 @@ class SequenceCommunicator(Protocol):
 
 
 class MemoryPool(Protocol):
-    """Lends buffers. A lease is a context manager; a buffer is not lent again before its lease ends."""
+    """Lends buffers. A lease is a context manager; a buffer is not lent again before its lease ends.
+
+    All who name a pool in a plan share one object (`parts.pool`). A pool may also have `counts`, as any part of a run.
+    """
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
         """Returns a context manager that gives a buffer with undefined contents, and takes it back at its end."""
@@ -247,6 +250,10 @@ class MemoryPool(Protocol):
     def trim(self) -> int:
         """Frees every buffer that is not lent; returns how many bytes that were."""
         ...
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        """Yields name and tensor of everything that it holds, lent or not: what it keeps between two steps."""
+        return ()
 
 
 class ActivationPolicy(Protocol):

@@ -175,7 +175,7 @@ class Run(AbstractContextManager["Run"]):
         """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
         `protocols.Counts`, and offload managers.
         """
-        return counts_of(self.plan, self.stepper, self.memory)
+        return counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
 
     def close(self) -> None:
         """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does

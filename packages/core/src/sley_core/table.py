@@ -32,6 +32,9 @@ RecordKind = Literal[
     "metrics_writers",
 ]
 
+NAMED_TABLES: dict[RecordKind, str] = {"memory_pools": "pools"}
+"""Kinds that a plan may give names of its own, in tables `[pools.NAME]`; a reference to one takes NAME, or a record."""
+
 
 class Table(BaseModel):
     """A table of the plan: strict, frozen, no unknown keys. pydantic builds it when a plan first has it."""
@@ -89,7 +92,8 @@ FactoryPath = Annotated[
 class RecordReference:
     """Marks a string field as the name of a record, `plugin.record`: `Annotated[str, RecordReference("schedules")]`.
 
-    The loader imports the plugin that is its first segment.
+    The loader imports the plugin that is its first segment. For a kind of `NAMED_TABLES` it may also be the name of such a
+    table of the plan, which has no dot.
     """
 
     kind: RecordKind

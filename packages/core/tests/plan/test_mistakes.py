@@ -181,8 +181,8 @@ def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
     assert messages(text, loader) == [
         "unknown-record 30:8 plugin `pools` (given 0) has no memory pool `arna` | did you mean `pools.arena`?",
         "plugin-unknown 31:9 there is no plugin `nothing` | the plugins here are `core`, `handlers`, `pools`",
-        'wrong-value 31:22 `scheduler_hooks.0.more.1` must be the name of a record, "plugin.record", not the string '
-        '"plain" | None',
+        "unknown-name 31:22 the plan has no table [pools.plain] | add it with `use`, or name a memory pool as "
+        '"plugin.record"',
     ]
 
 

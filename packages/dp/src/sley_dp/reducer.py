@@ -99,6 +99,10 @@ class BucketReducer(GradientHandler):
         self.sums.finish()
         self._has_finished_a_step = True
 
+    def trim(self) -> int:
+        """Frees what the sums of the next step can allocate anew; returns its bytes. Called between two steps."""
+        return self.sums.trim()
+
     def _plan(self, entries: list[Entry]) -> Layout:
         """Returns buckets per family, filled in the agreed order; entries unknown to it come last.
 

@@ -8,7 +8,7 @@ lease ──> with ... as buffer ──> back in the pool ──> lent again
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,12 @@ class Slots(MemoryPool):
         num_bytes = sum(buffer.nbytes for buffer in free)
         self.num_bytes -= num_bytes
         return num_bytes
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every buffer, lent or free, as (name, tensor)."""
+        yield from ((f"lent.{number}", buffer) for number, buffer in enumerate(self._lent.values()))
+        free = (buffer for buffers in self._free.values() for buffer in buffers)
+        yield from ((f"free.{number}", buffer) for number, buffer in enumerate(free))
 
     def _take(self, size: Size) -> Tensor:
         """Returns a free buffer of this size, or a new one, and counts it as lent."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sley_core.api.plan import Array, NonNegative, NonNegativeFloat, PlanPath, Positive, Table
+from sley_core.api.plan import Array, NonNegative, NonNegativeFloat, PlanPath, Positive, RecordReference, Table
 
 
 class GPipeConfig(Table):
@@ -41,6 +41,13 @@ class CsvConfig(Table):
 
 class LinkConfig(Table):
     """Messages between stages, from point to point; each is posted before it is sent."""
+
+    pool: Annotated[str, RecordReference("memory_pools")] = "pp.messages"
+    """Where buffers for messages come from."""
+
+
+class MessagesConfig(Table):
+    """Keeps free messages, up to as much again as was ever in use at one time."""
 
 
 class UniformConfig(Table):

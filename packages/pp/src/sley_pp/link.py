@@ -30,9 +30,9 @@ from torch import Tensor
 from sley_core.api.actions import Direction, Transfer, direction_of
 from sley_core.api.boundary import Description, gradients_of, with_overlaps
 from sley_core.errors import RunError
+from sley_pp.lending import Lending
 from sley_pp.lines import Lines, heads_are_apart
 from sley_pp.message import Message, from_bytes, layout_of, to_bytes
-from sley_pp.pool import Pool
 from sley_pp.walk import Walk, differ
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Link:
     """Point-to-point over the group `pp` of this rank's replica; at most one message per boundary and micro-batch."""
 
     def __init__(self, config: LinkConfig) -> None:
-        del config  # has no keys
+        self._config = config
         self._known: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
         self._waiting: dict[Direction, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
         self._posted: dict[Transfer, _Posted] = {}
@@ -70,10 +70,11 @@ class Link:
         self._owed: dict[tuple[int, int], Description] = {}
 
     def prepare(self, parts: Parts) -> None:
-        """Creates the lines and the message pool. Called once, after the process groups exist."""
+        """Creates the lines, and takes the pool of messages. Called once, after the process groups exist."""
         device = parts.world.device
         self._lines = Lines(parts.groups, apart=heads_are_apart(device))
-        self._pool = Pool(device.torch_device, apart=self._lines.apart)
+        self._pool = parts.pool(self._config.pool)
+        self._memory = Lending(self._pool, device.torch_device, apart=self._lines.apart)
         self._stage = self._lines.stage
         self._walk = Walk(self._lines)
 
@@ -129,7 +130,7 @@ class Link:
                 pending.wait()
             flags = self._checked(transfer, posted.message)
             description, tensors = description.flagged(flags), posted.message.lent()
-            self._pool.lend(posted.message)
+            self._memory.lend(posted.message)
         if transfer.flow == "forward":
             self._owed[transfer.chunk, transfer.micro] = gradients_of(description)
         return description, tensors
@@ -144,8 +145,14 @@ class Link:
             self._end_send()
         while self._announcing:
             self._announcing.pop().wait()
+        self._memory.collect()
         left = [*self._posted, *self._waiting["up"], *self._waiting["down"]]
         assert not left, f"posted and never taken: {left}"
+
+    def trim(self) -> int:
+        """Frees the pool's buffers that no message needs, now that the step is over; returns their bytes."""
+        self._memory.collect()
+        return self._pool.trim()
 
     def abort(self, why: str) -> None:
         """Drops everything in flight after a failure, without waiting; the processes are about to end."""
@@ -153,13 +160,13 @@ class Link:
 
     @property
     def num_allocated(self) -> int:
-        """Messages allocated since the beginning."""
-        return self._pool.num_allocated
+        """Buffers that the pool allocated since the beginning; 0 for one that does not count them."""
+        return int(getattr(self._pool, "num_allocations", 0))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all messages that exist now, free ones included."""
-        return self._pool.num_bytes
+        """Bytes of the pool's buffers, free ones included."""
+        return sum(tensor.nbytes for _, tensor in self._pool.held())
 
     def _forget(self) -> None:
         """Drops all transfers and announcements in flight, without waiting for them."""
@@ -179,7 +186,7 @@ class Link:
                 raise _mismatch(f"{self._name(transfer, 'sends to')}: expected {expected}, came {came}")
             return
         what = self._name(transfer, "sends to")
-        message = self._pool.lease(layout_of(expected.leaves))
+        message = self._memory.lease(layout_of(expected.leaves))
         fault = "" if came.fits(expected) else f"{what}: expected {expected}, came {came}"
         message.write_head(self._walk.number, transfer.micro, expected.flags if fault else came.flags, fault)
         if not fault:
@@ -210,7 +217,7 @@ class Link:
         under_way, message = self._sending.popleft()
         for pending in under_way:
             pending.wait()
-        self._pool.give_back(message)
+        self._memory.give_back(message)
 
     def _announce(self, transfer: Transfer, description: Description) -> None:
         """Starts to send the description as text, its byte count first: a boundary may carry any number of tensors."""
@@ -256,7 +263,7 @@ class Link:
             waiting.popleft()
             message, pending = None, []
             if description.leaves:
-                message = self._pool.lease(layout_of(description.leaves))
+                message = self._memory.lease(layout_of(description.leaves))
                 pending = self._lines.receive(message.pieces, transfer.peer, what)
             self._posted[transfer] = _Posted(message, pending, description)
 

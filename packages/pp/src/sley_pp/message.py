@@ -18,11 +18,13 @@ import json
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's
 
 from sley_core.api.boundary import FLAG_BYTES, Description, Leaf
 from sley_core.api.parts import ALIGNMENT_BYTES
@@ -61,19 +63,31 @@ class Extent:
         return cls(HEAD_BYTES + _padded(FLAG_BYTES * len(layout)), end, tuple(starts))
 
 
-class Message:
-    """Reusable memory of one message. tensors: views of it, in the order of `layout`; pieces: the tensors to send or receive.
+def num_bytes_of(layout: Layout, *, apart: bool) -> int:
+    """Returns how many bytes a message of `layout` takes; apart: as `Message`."""
+    extent = Extent.of(layout)
+    return extent.body + (0 if apart else extent.head)
 
-    apart: whether the head is a separate piece, on the host.
+
+class Message:
+    """A message laid out in `memory`, uint8 [bytes]. tensors: views of it, in the order of `layout`; pieces: the tensors to
+    send or receive.
+
+    apart: whether the head is a separate piece, on the host. leased: the lease of the memory, and what it gave, while there is
+    one.
+
+    Its views have a storage of their own, on the same memory: how many users that has says who uses this message, whatever a
+    pool and earlier users still have of the memory.
 
     Views are made once per layout, and the head is read and written without torch operations: messages are sent and
     received between actions, and each operation there is time in which the stage does not compute.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, *, apart: bool) -> None:
-        extent = Extent.of(layout)
+    def __init__(self, memory: Tensor, layout: Layout, *, apart: bool) -> None:
         self._apart = apart
-        self._memory = torch.empty(extent.body + (0 if apart else extent.head), dtype=torch.uint8, device=device)
+        self.leased: tuple[AbstractContextManager[Tensor], Tensor] | None = None
+        with torch.inference_mode(False):
+            self._memory = from_dlpack(to_dlpack(memory.detach()))  # of the tensor itself nothing is kept
         self._storage = self._memory.untyped_storage()
         self.lay(layout)
 
@@ -89,11 +103,6 @@ class Message:
         An address (`data_ptr()`) or a weak reference keeps no tensor's memory alive, nor this one.
         """
         return any(now > own for now, own in zip(_num_users(self._storage), self._num_own, strict=True))
-
-    def fits(self, layout: Layout) -> bool:
-        """Returns whether the memory is large enough for a message of `layout`."""
-        extent = Extent.of(layout)
-        return extent.body + (0 if self._apart else extent.head) <= self.num_bytes
 
     def lay(self, layout: Layout) -> None:
         """Makes this a message of `layout`, which must fit; no tensor in its memory may be in use elsewhere."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
-from sley_core.records import GradientHandlerRecord, PartitionerRecord, ScheduleRecord, StageLinkRecord
+from sley_core.records import (
+    GradientHandlerRecord,
+    MemoryPoolRecord,
+    PartitionerRecord,
+    ScheduleRecord,
+    StageLinkRecord,
+)
 from sley_pp import config
 
 
@@ -56,6 +62,18 @@ def sley_stage_links() -> list[StageLinkRecord]:
             config=config.LinkConfig,
             build="sley_pp.link:Link",
             summary="Messages posted before they are sent, a communicator for each direction along the stages.",
+        )
+    ]
+
+
+@hookimpl
+def sley_memory_pools() -> list[MemoryPoolRecord]:
+    return [
+        MemoryPoolRecord(
+            name="messages",
+            config=config.MessagesConfig,
+            build="sley_pp.pool:Messages",
+            summary="Keeps free messages, up to as much again as was ever in use at one time.",
         )
     ]
 

@@ -1,88 +1,111 @@
-"""The link's memory: a message is lent, and reused only when nothing that aliases it is alive.
+"""`pp.messages`, the link's own pool: keeps free messages up to as much again as was ever in use at one time.
 
-    lease ──> [ the link fills or receives it ] ──> give_back ───────────────────────────────> free
-                                               └──> lend ──> views, autograd, users let go ──> free
-
-No order of events tells when a received tensor is free: a gradient may be a view of the received one, a layer may keep its
-input. So the pool checks reference counts of the memory (`Message.is_shared`) when the next message is wanted.
-
-The pool's size is bounded by twice the most bytes in use at one time. Beyond that, as with sequences of many lengths, a free
-message that is large enough is given the new layout, and the messages unused longest are dropped.
+Sequences of many lengths make messages of many sizes. At that bound a free buffer that is large enough is lent for a smaller
+one, and those unused longest are dropped. Nothing of it is shared between two leases.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from sley_pp.message import Extent, Layout, Message
+from sley_core.protocols import MemoryPool
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from sley_pp.config import MessagesConfig
+
+Size = tuple[torch.device, int]
+"""A device, and bytes there."""
 
 
-class Pool:
-    """Messages on `device`; apart: as `Message`. num_allocated: since the beginning; num_bytes: of existing messages."""
+class Messages(MemoryPool):
+    """Lends flat buffers of a message each. num_allocations: since the beginning. num_bytes: of existing buffers."""
 
-    def __init__(self, device: torch.device, *, apart: bool) -> None:
-        self.device = device
-        self.apart = apart
-        self.num_allocated = 0
+    def __init__(self, config: MessagesConfig) -> None:
+        self.config = config
+        self.num_allocations = 0
         self.num_bytes = 0
         self._in_use = 0
         self._most_in_use = 0
-        self._free: dict[Layout, list[Message]] = {}
-        self._lent: list[Message] = []
+        self._free: dict[Size, list[Tensor]] = {}
+        # Weak, so that a buffer whose lease a failed step lost is freed with its last user.
+        self._lent = WeakTensorKeyDictionary()
 
-    def lease(self, layout: Layout) -> Message:
-        """Returns a message of `layout` that nothing else uses, reused or new; its contents are undefined."""
-        if not self._free.get(layout):
-            self._collect()
-        free = self._free.get(layout)
-        message = free.pop() if free else self._other(layout)
-        self._in_use += message.num_bytes
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
+        """Returns a context manager that gives a buffer with undefined contents, and takes it back at its end."""
+        return self._lease(tuple(shape), dtype, device)
+
+    def trim(self) -> int:
+        """Frees every buffer that is not lent; returns their bytes."""
+        num_bytes = sum(buffer.numel() for buffers in self._free.values() for buffer in buffers)
+        self._free.clear()
+        self.num_bytes -= num_bytes
+        return num_bytes
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every buffer, lent or free, as (name, uint8 tensor)."""
+        yield from ((f"lent.{number}", buffer) for number, buffer in enumerate(self._lent))
+        free = (buffer for buffers in self._free.values() for buffer in buffers)
+        yield from ((f"free.{number}", buffer) for number, buffer in enumerate(free))
+
+    @contextmanager
+    def _lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        size = prod(shape) * dtype.itemsize
+        buffer = self._take((device, size))
+        self._lent[buffer] = None
+        self._in_use += buffer.numel()
         self._most_in_use = max(self._most_in_use, self._in_use)
-        return message
+        # The buffer itself where it fits: what users remember of a buffer they find again by the tensor.
+        as_asked = buffer if (dtype, shape) == (torch.uint8, tuple(buffer.shape)) else None
+        try:
+            yield buffer[:size].view(dtype).view(shape) if as_asked is None else as_asked
+        except GeneratorExit:
+            return  # the lease was lost: somebody may still use its buffer
+        except BaseException:
+            self._give(buffer, device)
+            raise
+        self._give(buffer, device)
 
-    def give_back(self, message: Message) -> None:
-        """Returns a leased message to the pool; no tensor of it may be in use."""
-        self._in_use -= message.num_bytes
+    def _give(self, buffer: Tensor, device: torch.device) -> None:
+        """Takes a buffer back."""
+        del self._lent[buffer]
+        self._in_use -= buffer.numel()
         # Behind all others: the first ones are those that have been free longest.
-        free = self._free.pop(message.layout, [])
-        free.append(message)
-        self._free[message.layout] = free
+        size = device, buffer.numel()
+        free = self._free.pop(size, [])
+        free.append(buffer)
+        self._free[size] = free
 
-    def lend(self, message: Message) -> None:
-        """Marks a leased message as used by its `lent` tensors; it returns to the pool once none of them is alive."""
-        self._lent.append(message)
-
-    def _collect(self) -> None:
-        """Moves lent messages whose tensors are all dead to the free list."""
-        lent, self._lent = self._lent, []
-        for message in lent:
-            if message.is_shared:
-                self._lent.append(message)
-            else:
-                self.give_back(message)
-
-    def _other(self, layout: Layout) -> Message:
-        """Returns a new message, or at the size bound a free one of another layout, laid out anew."""
-        extent = Extent.of(layout)
-        size = extent.body + (0 if self.apart else extent.head)
-        bound = 2 * max(self._most_in_use, self._in_use + size)
-        if self.num_bytes + size > bound:
-            fitting = [message for free in self._free.values() for message in free if message.fits(layout)]
+    def _take(self, size: Size) -> Tensor:
+        """Returns a free buffer of `size`, a new one, or at the bound a free one that is larger."""
+        if free := self._free.get(size):
+            return self._out(size, free[-1])
+        device, num_bytes = size
+        bound = 2 * max(self._most_in_use, self._in_use + num_bytes)
+        if self.num_bytes + num_bytes > bound:
+            fitting = [free for free in self._free if free[0] == device and free[1] >= num_bytes]
             if fitting:
-                message = min(fitting, key=lambda message: message.num_bytes)
-                self._take(message)
-                message.lay(layout)
-                return message
-        while self.num_bytes + size > bound and (oldest := next(filter(None, self._free.values()), None)):
-            self.num_bytes -= oldest[0].num_bytes
-            self._take(oldest[0])
-        self.num_allocated += 1
-        self.num_bytes += size
-        return Message(layout, self.device, apart=self.apart)
+                smallest = min(fitting, key=lambda size: size[1])
+                return self._out(smallest, self._free[smallest][0])
+        while self.num_bytes + num_bytes > bound and (oldest := next(iter(self._free.items()), None)):
+            self.num_bytes -= self._out(oldest[0], oldest[1][0]).numel()
+        self.num_allocations += 1
+        self.num_bytes += num_bytes
+        with torch.inference_mode(False):  # an inference tensor could not be used in training later
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def _take(self, message: Message) -> None:
-        """Removes `message` from the free list."""
-        free = self._free[message.layout]
-        free.remove(message)
+    def _out(self, size: Size, buffer: Tensor) -> Tensor:
+        """Removes `buffer` from the free ones of `size`; returns it."""
+        free = self._free[size]
+        free[:] = [other for other in free if other is not buffer]
         if not free:
-            del self._free[message.layout]
+            del self._free[size]
+        return buffer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
     from sley_core.engine.book import ParameterBook
+    from sley_core.engine.pools import Pools
     from sley_core.engine.step_numbers import StepNumbers
     from sley_core.engine.store import GradientStore
     from sley_core.engine.waits import Waits
     from sley_core.engine.weight_queue import WeightQueue
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
-    from sley_core.protocols import MemoryPool
     from sley_core.topology import Topology
 
 
@@ -29,7 +29,7 @@ class Parts:
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
     axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients.
     waits: what must have come before a layer's weights are used. queue: weight gradients that a split backward defers.
-    numbers: takes what plugins add to each step's row. pool: makes the memory pool of a name, as `isp.slots`.
+    numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory pool of that name.
     events: moments of a step, for those that are no gradient handlers.
     """
 
@@ -46,5 +46,5 @@ class Parts:
     waits: Waits
     queue: WeightQueue
     numbers: StepNumbers
-    pool: Callable[[str], MemoryPool]
+    pool: Pools
     events: StepEvents = field(default_factory=StepEvents)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,10 +38,13 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers |
         "optimizer_states": lambda: _states(update),
         "gradients": parts.store.held,
         "handlers": lambda: _all_held(stepper.handlers),
-        "pools": lambda: (),
+        "pools": parts.pool.held,
         "messages": lambda: _all_held([stepper.executor.crossing.link]),
     }
-    trims: dict[Part, list[object]] = {"messages": [stepper.executor.crossing.link]}
+    trims: dict[Part, Callable[[], Iterable[object]]] = {
+        "pools": parts.pool.made.values,
+        "messages": lambda: [stepper.executor.crossing.link, *stepper.handlers],
+    }
     holdings = Holdings(
         parts.world.device.torch_device, parts.store, sources, partial(_states_of, update), partial(_trim, trims)
     )
@@ -103,5 +106,5 @@ def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
             yield from one.held()
 
 
-def _trim(of_part: Mapping[Part, Sequence[object]], part: Part) -> int:
-    return sum(one.trim() for one in of_part.get(part, ()) if isinstance(one, Trims))
+def _trim(of_part: Mapping[Part, Callable[[], Iterable[object]]], part: Part) -> int:
+    return sum(one.trim() for one in of_part[part]() if isinstance(one, Trims)) if part in of_part else 0

@@ -12,8 +12,8 @@ Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients",
 """A kind of memory that a run holds between steps.
 
 weights: parameters, shards where `wp` cuts them. buffers: of modules. masters: fp32 copies that are stepped. handlers: what
-gradient handlers keep, such as PowerSGD's errors. pools: buffers that are lent, and not lent now. messages: of pipeline
-stages.
+gradient handlers keep, such as PowerSGD's errors. pools: their buffers, most of which nobody has between steps. messages:
+buffers of stage links and of handlers, for what is on its way.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -8,12 +8,13 @@ from sley_core.memory.report import CountsOf
 from sley_core.protocols import Counts
 
 if TYPE_CHECKING:
+    from sley_core.engine.pools import Pools
     from sley_core.engine.stepper import Stepper
     from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Component, Plan
 
 
-def counts_of(plan: Plan, stepper: Stepper, memory: RunMemory) -> dict[str, dict[str, float]]:
+def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
     """Returns the counts of the run's parts that implement `protocols.Counts`, and of its offload managers, by their names
     in the plan.
 
@@ -31,4 +32,4 @@ def counts_of(plan: Plan, stepper: Stepper, memory: RunMemory) -> dict[str, dict
         if component is not None and isinstance(part, Counts):
             same = sum(name.split(" ")[0] == component.name for name in found)
             found[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
-    return found
+    return found | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sley_core.discovery import to_install
+from sley_core.discovery import CORE, to_install
+from sley_core.errors import KeyPath
 from sley_core.loader import Loader, Plugin
 from sley_core.plan.kinds import ComponentTable, a_word, words
 from sley_core.plan.plan import Component
@@ -64,6 +65,19 @@ def without_default(
     if home not in loader.names():
         hint += f"; {to_install(home)}"
     return f"{message}, and the plan's plugins have none", hint
+
+
+def no_factory(spec: ComponentTable, path: KeyPath, known: str | None) -> tuple[str, KeyPath, str]:
+    """Returns message, path and hint for a `factory` in a table at `path` that takes none; known: what core has, in words."""
+    message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
+    hint = f"`use` one, or install a plugin of your own with the hook `sley_{spec.kind}` (docs/write-a-plugin.md)"
+    return message, (*path, "factory"), f"{hint}; {known}" if known else hint
+
+
+def of_core(spec: ComponentTable, core: Plugin | None) -> str | None:
+    """Returns what core's own plugin has of the kind of a table, in words; None if it has none."""
+    known = [f'"{CORE}.{name}"' for name in core.records[spec.kind]] if core else []
+    return f"core has {', '.join(known)}" if known else None
 
 
 def _offered(spec: ComponentTable, plugins: Iterable[Plugin]) -> list[str]:

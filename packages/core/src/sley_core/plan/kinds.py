@@ -11,7 +11,7 @@ from sley_core import records
 from sley_core.data.config import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
 from sley_core.plan.tables import ModelConfig, SequenceConfig
-from sley_core.table import FactoryPath, RecordKind, Table
+from sley_core.table import NAMED_TABLES, FactoryPath, RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
     "models": records.ModelRecord,
@@ -91,8 +91,15 @@ class ComponentTable:
     known: str | None = None
 
     @property
+    def named(self) -> bool:
+        """Whether the plan has tables of it by name, `[key.NAME]`."""
+        return NAMED_TABLES.get(self.kind) == self.key
+
+    @property
     def header(self) -> str:
-        """The table's header in a plan: `[key]`, or `[[key]]` for a list."""
+        """The table's header in a plan: `[key]`, `[[key]]` for a list, or `[key.NAME]`."""
+        if self.named:
+            return f"[{self.key}.NAME]"
         return f"[[{self.key}]]" if self.many else f"[{self.key}]"
 
 
@@ -159,6 +166,12 @@ COMPONENTS = (
         "offload_managers",
         "What may leave the device, and when; left out, nothing does.",
         many=True,
+    ),
+    ComponentTable(
+        "pools",
+        "memory_pools",
+        "Pools of buffers, by names of your own, for the key `pool` of other tables: those that give one name share one pool. "
+        "Where such a key has a record's name, it takes a pool with that record's defaults, shared in the same way.",
     ),
     ComponentTable(
         "metrics",

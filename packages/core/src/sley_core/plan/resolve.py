@@ -12,17 +12,18 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
+from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
 from sley_core.loader import Loader, Plugin
-from sley_core.plan.defaults import default_list, default_of, is_named_by, without_default
-from sley_core.plan.document import MOST_PROBLEMS, Document, Origin, by_place, first_of
+from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, without_default
+from sley_core.plan.document import MOST_PROBLEMS, Document, by_place, first_of
 from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
-from sley_core.plan.plan import Component, Plan
-from sley_core.plan.references import references
+from sley_core.plan.own_names import Fault, OwnNames
+from sley_core.plan.plan import Component, Plan, origins
+from sley_core.plan.references import Reference, references
 from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
 from sley_core.plan.words import shown, suggestion
-from sley_core.plan.write import leaves
 from sley_core.table import Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
@@ -42,11 +43,14 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
     parts: dict[str, Any] = {**tables, **optional}
     # Last come those that may be the only one of their kind among the plugins that all others name.
     for spec in sorted(COMPONENTS, key=lambda spec: spec.known is not None and not resolver.is_named(spec)):
-        parts[spec.key] = resolver.components(spec, tables) if spec.many else resolver.component(spec)
+        if spec.named:
+            parts[spec.key] = resolver.named(spec)
+        else:
+            parts[spec.key] = resolver.components(spec, tables) if spec.many else resolver.component(spec)
     resolver.top_level()
     resolver.raise_problems()
     plan = Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins, origins={})
-    return replace(plan, origins=_origins(plan, {*resolver.written_in, *found_by_core}))
+    return replace(plan, origins=origins(plan, {*resolver.written_in, *found_by_core}))
 
 
 @dataclass
@@ -62,7 +66,8 @@ class _Resolver:
     def __post_init__(self) -> None:
         self.tables = self.document.tables
         self._source_folder()
-        self._plugin("core", ())
+        self.own_names = OwnNames(self.tables)
+        self._plugin(CORE, ())
 
     def table(self, name: str, model: type[AnyTable]) -> AnyTable | None:
         """Returns core's table `name`; one without a required key may be left out. None if it has a problem."""
@@ -128,6 +133,15 @@ class _Resolver:
             found.append(self._component(spec, item, (spec.key, number)))
         return tuple(component for component in found if component)
 
+    def named(self, spec: ComponentTable) -> dict[str, Component]:
+        """Returns the components of the tables `[key.NAME]`, by name."""
+        if wrong := list(self.own_names.faults(spec)):
+            self._faults(wrong)
+            return {}
+        given = self.tables.get(spec.key, {})
+        found = {name: self._component(spec, one, (spec.key, name)) for name, one in given.items()}
+        return {name: component for name, component in found.items() if component}
+
     def top_level(self) -> None:
         """Notes a problem for another format of plan, and for tables and keys that no plan has."""
         version = self.tables.get("plan", FORMAT)
@@ -137,7 +151,9 @@ class _Resolver:
         self.problems += first_of([key for key in self.tables if key not in TOP_LEVEL], self._unknown, "the plan")
 
     def raise_problems(self) -> None:
-        """Raises PlanError or PluginError, if any problem was noted."""
+        """Raises PlanError or PluginError, if any problem was noted, or if a table that the plan names is not used."""
+        if not self.problems:
+            self._faults(self.own_names.unused())
         if self.problems:
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
@@ -165,11 +181,12 @@ class _Resolver:
             name = str(given["factory"])
             return Component(spec, name, None, config, path, self.document) if config else None
         if "factory" in given and "use" not in given:
-            self._no_factory(spec, path)
+            self._problem("no-factory", *no_factory(spec, path, of_core(spec, self.plugins.get(CORE))), at_key=True)
             return None
         if "use" not in given:
             if default is None:
-                self._unnamed(spec, path)
+                what = f"{spec.header} needs `use`, the name of {a_word(spec.kind)}"
+                self._problem("missing-key", what, (*path, "use"), of_core(spec, self.plugins.get(CORE)))
                 return None
             given = {"use": default, **given}
             self.written_in.add((*path, "use"))
@@ -192,13 +209,18 @@ class _Resolver:
         if config is None:
             return None
         for reference in references(config):
-            at = (*path, *reference.path)
-            if self._named(reference.name, at):
-                try:
-                    self.loader.record(reference.kind, reference.name)
-                except SleyError as error:
-                    self._add(error, at)
+            self._refer(reference, (*path, *reference.path))
         return Component(spec, name, record, config, path, self.document, plugin)
+
+    def _refer(self, reference: Reference, at: KeyPath) -> None:
+        """Loads the record that a field names, or finds the plan's table of that name; notes a problem if there is none."""
+        if self.own_names.is_own(reference):
+            self._faults(self.own_names.take(reference, at))
+        elif self._named(reference.name, at):
+            try:
+                self.loader.record(reference.kind, reference.name)
+            except SleyError as error:
+                self._add(error, at)
 
     def _no_table(self, spec: ComponentTable) -> None:
         """Notes that a table is missing, unless it is not needed or what is wrong with [pipeline] must be mended first."""
@@ -214,22 +236,6 @@ class _Resolver:
         """Whether anything is sent from one stage to another."""
         parallel = self.tables.get("parallel")
         return isinstance(parallel, dict) and parallel.get("pp", 1) != 1
-
-    def _unnamed(self, spec: ComponentTable, path: KeyPath) -> None:
-        what = f"`use`, the name of {a_word(spec.kind)}"
-        self._problem("missing-key", f"{spec.header} needs {what}", (*path, "use"), self._of_core(spec))
-
-    def _no_factory(self, spec: ComponentTable, path: KeyPath) -> None:
-        message = f"{spec.header} takes no `factory`: {a_word(spec.kind)} comes from a plugin, by its name"
-        hint = f"`use` one, or install a plugin of your own with the hook `sley_{spec.kind}` (docs/write-a-plugin.md)"
-        known = self._of_core(spec)
-        hint += f"; {known}" if known else ""
-        self._problem("no-factory", message, (*path, "factory"), hint, at_key=True)
-
-    def _of_core(self, spec: ComponentTable) -> str | None:
-        """What core has of this kind, in words."""
-        known = [f'"core.{name}"' for name in self.loader.load("core").records[spec.kind]] if self.plugins else []
-        return f"core has {', '.join(known)}" if known else None
 
     def _origin(self, name: Any, path: KeyPath) -> tuple[KeyPath, str]:
         """The place in the plan by which `path` has the record `name`, and who says so where the plan does not."""
@@ -281,18 +287,12 @@ class _Resolver:
         for found in error.diagnostics:
             self.problems.append(self.document.diagnostic(found.code, by + found.message, path, found.hint))
 
+    def _faults(self, faults: Iterable[Fault]) -> None:
+        for fault in faults:
+            self._problem(fault.code, fault.message, fault.path, fault.hint, at_key=fault.at_key)
+
     def _problem(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at_key: bool = False
     ) -> None:
         at: Literal["key", "value"] = "key" if at_key else "value"
         self.problems.append(self.document.diagnostic(code, message, path, hint, at))
-
-
-def _origins(plan: Plan, written_in: set[KeyPath]) -> Mapping[KeyPath, Origin]:
-    """Of every value in the resolved plan."""
-
-    def origin(path: KeyPath) -> Origin:
-        """Returns where the value at `path` came from."""
-        return Origin("core") if path in written_in else plan.document.origin(path) or Origin("default")
-
-    return {path: origin(path) for path, _ in leaves(plan.tables)}

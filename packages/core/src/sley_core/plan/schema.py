@@ -47,7 +47,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
         choices += [schema_of(spec.factory)] if spec.factory else []
         properties[spec.key] = _component(spec, choices)
     required = [name for name, model in TABLES.items() if any(key.is_required() for key in model.model_fields.values())]
-    required += [spec.key for spec in COMPONENTS if not (spec.many or spec.default or spec.only_with)]
+    required += [spec.key for spec in COMPONENTS if not (spec.many or spec.named or spec.default or spec.only_with)]
     return {
         "$schema": DIALECT,
         "title": "A plan of Sley",
@@ -83,6 +83,8 @@ def _component(spec: ComponentTable, choices: list[dict[str, Any]]) -> dict[str,
     # Where the schedule gives the default, a table without `use` may be that of any record.
     of = "anyOf" if spec.known else "oneOf"
     one: dict[str, Any] = {"type": "object", of: choices} if choices else {"type": "object"}
+    if spec.named:
+        return {"description": spec.summary, "type": "object", "additionalProperties": one}
     if not spec.many:
         return {"description": spec.summary, **one}
     return {"description": spec.summary, "type": "array", "items": one}

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as limits
 
-from sley_core.table import RecordReference, Table, Words
+from sley_core.table import NAMED_TABLES, RecordReference, Table, Words
 
 SIMPLE = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
 LONGEST = 40
@@ -61,7 +61,8 @@ def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if isinstance(item, Words):
             return item.text
         if isinstance(item, RecordReference):
-            return 'the name of a record, "plugin.record"'
+            own = NAMED_TABLES.get(item.kind)
+            return 'the name of a record, "plugin.record"' + (f", or of a table [{own}.NAME]" if own else "")
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)

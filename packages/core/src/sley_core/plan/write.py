@@ -12,6 +12,7 @@ from sley_core.errors import KeyPath, dotted
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.tables import FORMAT, OPTIONAL, TABLES
+from sley_core.table import NAMED_TABLES
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
@@ -31,7 +32,12 @@ def to_tables(plan: Plan) -> dict[str, Any]:
         found = getattr(plan, spec.key)
         if found is None:
             continue
-        tables[spec.key] = [_component(one, plan) for one in found] if spec.many else _component(found, plan)
+        if spec.many:
+            tables[spec.key] = [_component(one, plan) for one in found]
+        elif not spec.named:
+            tables[spec.key] = _component(found, plan)
+        elif found:
+            tables[spec.key] = {name: _component(one, plan) for name, one in found.items()}
     return tables
 
 
@@ -72,9 +78,13 @@ def sections(tables: Mapping[str, Any]) -> Iterator[str]:
     yield _lines(plain_keys)
     for key, value in tables.items():
         if key not in plain_keys:
-            many = isinstance(value, list)
-            header = f"[[{key}]]" if many else f"[{key}]"
-            yield from (f"{header}\n{_lines(one)}" for one in (value if many else [value]))
+            if key in NAMED_TABLES.values():
+                headed = [(f"[{key}.{_key(name)}]", one) for name, one in value.items()]
+            elif isinstance(value, list):
+                headed = [(f"[[{key}]]", one) for one in value]
+            else:
+                headed = [(f"[{key}]", value)]
+            yield from (f"{header}\n{_lines(one)}" for header, one in headed)
 
 
 def _is_section(value: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from sley_core.engine.book import ParameterBook
 from sley_core.engine.boundary import Description, Leaf, gradients_of, with_overlaps
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.parts import Parts
+from sley_core.engine.pools import Pools
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.store import GradientStore
@@ -64,7 +64,7 @@ def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
                 Waits(),
                 WeightQueue(),
                 StepNumbers(groups),
-                pool=partial(plan.build_named, "memory_pools"),
+                pool=Pools(plan),
             )
         )
         yield link, groups["pp"].coord

@@ -1,0 +1,52 @@
+"""The memory pools of a run, by name: all who name one share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from sley_core.errors import PlanError
+from sley_core.plan.words import suggestion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import MemoryPool
+
+
+class Pools:
+    """Makes each pool when it is first asked for: that of a table `[pools.NAME]`, or of a record with its defaults.
+
+    made: those that somebody has asked for, by name.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.made: dict[str, MemoryPool] = {}
+
+    def __call__(self, name: str) -> MemoryPool:
+        """Returns the pool of the table `[pools.name]`, or of the record `name`, as `isp.slots`.
+
+        Raises PlanError `unknown-name` or `unknown-record`, and PluginError for a plugin that cannot be loaded.
+        """
+        if name not in self.made:
+            self.made[name] = self._make(name)
+        return self.made[name]
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of all pools that can tell, named `pool.what`."""
+        for name, pool in self.made.items():
+            yield from ((f"{name}.{what}", tensor) for what, tensor in pool.held())
+
+    def labels(self) -> Mapping[str, MemoryPool]:
+        """Returns the pools by what a plan calls them: `pools.NAME`, or the name of a record."""
+        return {name if "." in name else f"pools.{name}": pool for name, pool in self.made.items()}
+
+    def _make(self, name: str) -> MemoryPool:
+        own = self._plan.pools
+        if name not in own and "." not in name:
+            hint = suggestion(name, own, 'add it to the plan, or name a record, "plugin.record"')
+            raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
+        made: MemoryPool = own[name].build() if name in own else self._plan.build_named("memory_pools", name)
+        return made

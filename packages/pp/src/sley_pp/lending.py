@@ -1,0 +1,66 @@
+"""The link's memory: a message is lent, and its buffer goes back to the pool only when nothing that aliases it is alive.
+
+    lease ──> [ the link fills or receives it ] ──> give_back ───────────────────────────────> the pool's
+                                               └──> lend ──> views, autograd, users let go ──> the pool's
+
+No order of events tells when a received tensor is free: a gradient may be a view of the received one, a layer may keep its
+input. So reference counts of the memory are looked at (`Message.is_shared`), whenever the next message is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sley_pp.message import Layout, Message, num_bytes_of
+
+if TYPE_CHECKING:
+    from sley_core.protocols import MemoryPool
+
+
+class Lending:
+    """Messages on `device`, in buffers of `pool`; apart: as `Message`."""
+
+    def __init__(self, pool: MemoryPool, device: torch.device, *, apart: bool) -> None:
+        self.pool = pool
+        self.device = device
+        self.apart = apart
+        self._lent: list[Message] = []
+        # Laid out messages whose buffers are the pool's now, for as long as the pool keeps the tensor: to lay one out anew
+        # takes as long as to copy 300 KB.
+        self._laid: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
+
+    def lease(self, layout: Layout) -> Message:
+        """Returns a message of `layout` that nothing else uses; its contents are undefined."""
+        self.collect()
+        lease = self.pool.lease((num_bytes_of(layout, apart=self.apart),), torch.uint8, self.device)
+        memory = lease.__enter__()
+        message = self._laid.pop(memory, None) or Message(memory, layout, apart=self.apart)
+        if message.layout != layout:
+            message.lay(layout)
+        message.leased = lease, memory
+        return message
+
+    def give_back(self, message: Message) -> None:
+        """Returns a leased message's buffer to the pool; no tensor of it may be in use."""
+        assert message.leased is not None, "a message is given back twice"
+        (lease, memory), message.leased = message.leased, None
+        self._laid[memory] = message
+        lease.__exit__(None, None, None)
+
+    def lend(self, message: Message) -> None:
+        """Marks a leased message as used by its `lent` tensors; its buffer is free once none of them is alive."""
+        self._lent.append(message)
+
+    def collect(self) -> None:
+        """Gives back lent messages whose tensors are all dead."""
+        lent, self._lent = self._lent, []
+        for message in lent:
+            if message.is_shared:
+                self._lent.append(message)
+            else:
+                self.give_back(message)
