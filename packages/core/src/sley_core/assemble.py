@@ -52,7 +52,7 @@ from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
-from sley_core.memory.assemble import memory_of
+from sley_core.memory.assemble import memory_of, move_numbers
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
@@ -112,9 +112,10 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     book = ParameterBook(stage.chunks, stage.stages, shards)
     _materialize(plan, world, model, stage, shards)
     parts = make_parts(plan, world, topology, groups, stage.layers, book)
+    numbers = move_numbers(plan, parts)
     stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
     samples = samples_of(plan, parts, model, dataset, stepper)
-    memory = memory_of(plan, parts, stepper, undo)
+    memory = memory_of(plan, parts, stepper, numbers, undo)
     if not world.is_fake:
         refuse_left_over(model, stage.layers)  # from here on nobody looks at layers of other ranks
     return Run(

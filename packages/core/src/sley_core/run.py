@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,7 +74,8 @@ class Run(AbstractContextManager["Run"]):
         self.listeners: list[Callable[[Row], None]] = []
         self.readers: list[Callable[[Row], None]] = []
         self._looks = False
-        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell)
+        require = partial(memory.require, "a step", TO_STEP)
+        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require)
         self.memory = memory
         memory.settle = self._settle
         self._load_weights = load_weights
@@ -132,7 +134,6 @@ class Run(AbstractContextManager["Run"]):
         RunError, and changes nothing, for a batch that does not match the data's declaration, and as `train` does.
         """
         self._settle()
-        self.memory.require("a step", TO_STEP)
         return self.loop.step(batch)
 
     def evaluate(self) -> float:
@@ -143,7 +144,7 @@ class Run(AbstractContextManager["Run"]):
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
         self.memory.require("an evaluation", TO_EVALUATE)
-        return self.evaluation()
+        return self.loop.evaluate()
 
     def load_weights(
         self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
@@ -177,9 +178,9 @@ class Run(AbstractContextManager["Run"]):
     @property
     def counts(self) -> dict[str, dict[str, float]]:
         """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
-        `protocols.Counts`.
+        `protocols.Counts`, and offload managers.
         """
-        return counts_of(self.plan, self.stepper, self.parts.pool)
+        return counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
 
     def close(self) -> None:
         """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does
