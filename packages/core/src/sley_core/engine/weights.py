@@ -63,7 +63,7 @@ class WeightStore:
         self.buffers: list[WeightBuffer] = []
         self.is_eager = False
         self._places: dict[Entry, Tensor] = {}
-        self._held: list[tuple[nn.Parameter, Tensor, int]] = []
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._completions: list[Completion] = []
         self._is_laid_out = False
 
@@ -96,13 +96,13 @@ class WeightStore:
         place.copy_(parameter.detach())
         parameter.data = place
         if place.numel():
-            self._held.append((parameter, place, place.data_ptr()))
+            self._held.append((parameter, place))
 
     @torch.no_grad()
     def hold(self) -> None:
         """Moves back to their places the values of parameters that a program pointed elsewhere (`parameter.data = `)."""
-        for parameter, place, address in self._held:
-            if parameter.data_ptr() != address and place.untyped_storage().nbytes():
+        for parameter, place in self._held:
+            if parameter.data_ptr() != place.data_ptr():
                 value = parameter.detach()
                 parameter.data = place
                 parameter.copy_(value)  # counts up its version, by which masters see it
