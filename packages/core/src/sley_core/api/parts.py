@@ -11,7 +11,7 @@ from sley_core.engine.slot import add_at
 from sley_core.engine.step_state import Phase, StepState
 from sley_core.engine.store import GradientStore
 from sley_core.engine.weight_queue import Handover, WeightQueue
-from sley_core.engine.weights import WeightBuffer, WeightStore
+from sley_core.engine.weights import WeightBuffer
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -30,7 +30,6 @@ __all__ = [
     "StepState",
     "WeightBuffer",
     "WeightQueue",
-    "WeightStore",
     "add_at",
     "offsets",
 ]

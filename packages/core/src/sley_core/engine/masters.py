@@ -54,19 +54,21 @@ class Stepped:
         return self.entry.decays
 
 
-@dataclass(eq=False)
 class _Master:
-    """Of the elements `span` of `parameter`. seen: its version and address when it was the master's rounding."""
+    """Of the elements `span` of `parameter`. working: these elements. seen: the parameter's version and address when they were
+    the master's rounding.
+    """
 
-    master: Tensor
-    parameter: nn.Parameter
-    span: Span | None
-    seen: tuple[int, int] = (0, 0)
+    def __init__(self, master: Tensor, parameter: nn.Parameter, span: Span | None) -> None:
+        self.master = master
+        self.parameter = parameter
+        self.span = span
+        self.look()
 
-    def look(self) -> Tensor:
-        """Returns the working weight, and remembers it as it is."""
+    def look(self) -> None:
+        """Takes note of the working weight as it is."""
+        self.working = _elements(self.parameter.detach(), self.span)
         self.seen = self.state
-        return _elements(self.parameter.detach(), self.span)
 
     @property
     def state(self) -> tuple[int, int]:
@@ -96,7 +98,6 @@ class Masters:
         self._originals: list[tuple[Entry, nn.Parameter]] = []
         self._flats: list[FlatBuffer] = []
         self._masters: dict[int, _Master] = {}  # by the id of their parameters
-        self._working: list[Tensor] = []
 
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
         """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them.
@@ -112,8 +113,7 @@ class Masters:
             if span is not None and not span.numel:
                 continue
             if entry in masters:
-                self._masters[id(parameter)] = made = _Master(masters[entry], parameter, span)
-                self._working.append(made.look())
+                self._masters[id(parameter)] = _Master(masters[entry], parameter, span)
                 stepped = nn.Parameter(masters[entry])
             else:
                 stepped = parameter if span is None else nn.Parameter(_elements(parameter.detach(), span))
@@ -149,10 +149,10 @@ class Masters:
         """Copies masters, rounded, into the working weights, unless whoever steps has done that (`home`); drops the references
         to gradients. Weights of which other ranks step parts may be incomplete until `weights.settle`.
         """
-        if self._working:
+        if every := list(self._masters.values()):
             if self.home is None:
-                torch._foreach_copy_(self._working, [one.master for one in self._masters.values()])
-            for one in self._masters.values():
+                torch._foreach_copy_([one.working for one in every], [one.master for one in every])
+            for one in every:
                 one.seen = one.state
         for stepped in self.stepped:
             if stepped.parameter is not stepped.original:
@@ -169,7 +169,7 @@ class Masters:
         known = self._masters.get(id(parameter))
         if known is not None:
             known.master.copy_(_elements(value, known.span))
-            self._working[list(self._masters).index(id(parameter))] = known.look()
+            known.look()
 
     def _follow(self) -> None:
         """Copies values that a program wrote to working weights into their masters; found by version and address,
@@ -184,11 +184,10 @@ class Masters:
                     hint="write into it under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`",
                 )
         self.weights.hold()
-        for at, one in enumerate(self._masters.values()):
+        for one in self._masters.values():
             if one.seen != one.state:
-                self._working[at] = one.look()
-                master = one.master
-                working = self._working[at].to(master.device)
+                one.look()
+                master, working = one.master, one.working.to(one.master.device)
                 # only where it is another number: the digits that the working weight cannot hold stay
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
