@@ -120,7 +120,7 @@ def same_place(tensor: Tensor, memory: Tensor) -> Tensor:
     """
     import torch
 
-    start, rest = divmod(memory.storage_offset(), tensor.dtype.itemsize)
+    start, rest = divmod(int(memory.storage_offset()), tensor.dtype.itemsize)
     assert rest == 0, f"a copy of {tensor.dtype} starts at byte {memory.storage_offset()}"
     view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
     return view.set_(memory.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -114,7 +114,9 @@ class RunMemory:
             hint = f"these have a copy: {', '.join(COPIED)}"
             raise UsageError("not-copied", f"an offload keeps nothing of a run's {part.replace('_', ' ')}", hint=hint)
         # of all parts: a storage that two parts have moves with the first
-        copies = {key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()}
+        copies = {
+            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
+        }
         return ((name, _on_host(tensor, copies)) for name, tensor in self.holdings.everything(part))
 
     def leaks(self, min_bytes: int = 4096) -> list[Leak]:

@@ -84,7 +84,7 @@ class Parked:
         # Every copy reads what the device has been given to write so far.
         self._streams.out.follow()
         for bucket in self._buckets(placed):
-            for piece, place, num_bytes in bucket:
+            for piece, place, _ in bucket:
                 if changed[id(piece)]:
                     self._streams.out.copy(place.host, piece.memory)
             # The allocator may give the memory to the device's next work at once: that must wait for the copies.
@@ -193,7 +193,9 @@ class Parked:
         return False
 
     def _can_leave(self, piece: Holding) -> bool:
-        if piece.memory.untyped_storage().resizable():
+        storage = piece.memory.untyped_storage()
+        # A host tensor that processes share says that it can be resized; to grow it again ends the process.
+        if storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared()):
             return True
         if not self._has_warned:
             self._has_warned = True
