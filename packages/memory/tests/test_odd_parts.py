@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, cycle, running, sha
-
-PLAN = {
-    "run": {"name": "odd", "steps": 4, "device": "cpu", "seed": 3},
-    "model": {"factory": "odd_parts:model"},
-    "data": {"factory": "odd_parts:Points"},
-    "loss": {"factory": "odd_parts:Squares"},
-    "batch": {"global_size": 4, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 0.01},
-}
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,6 +9,15 @@ from sley_core.data.dataset import DataInfo, Field
 
 WIDTH = 6
 
+PLAN = {
+    "run": {"name": "odd", "steps": 4, "device": "cpu", "seed": 3},
+    "model": {"factory": "odd_parts:model"},
+    "data": {"factory": "odd_parts:Points"},
+    "loss": {"factory": "odd_parts:Squares"},
+    "batch": {"global_size": 4, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 0.01},
+}
+
 
 class Points:
     """40 samples of random numbers."""
