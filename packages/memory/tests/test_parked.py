@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,14 +63,30 @@ def test_what_has_not_changed_is_not_copied_again():
     around(unit)
     loud.add_(1)
     sly.data[7] = 5
-    before = moved.copied_out
-    around(unit)
-    assert moved.copied_out - before == loud.nbytes + sly.nbytes
+    before, copied = moved.copied_out, []
+    for _ in range(5):
+        around(unit)
+        copied.append(moved.copied_out - before)
+        before = moved.copied_out
+    both = loud.nbytes + sly.nbytes
+    assert copied == [both, both, sly.nbytes, 0, 0], "what has changed once may do so again, and is copied without a look"
     assert sly[7] == 5
-    around(unit)
-    assert moved.copied_out - before == 2 * loud.nbytes + sly.nbytes, "once more: it may change each time"
-    around(unit)
-    assert moved.copied_out - before == 2 * loud.nbytes + sly.nbytes
+
+
+def test_memory_that_changes_without_a_version_is_looked_at_less_and_less(monkeypatch):
+    """As fused optimizers change weights and states; copies stay right."""
+    from sley_memory.offload import parked as module
+
+    looks = []
+    monkeypatch.setattr(module, "fingerprint", lambda memory: looks.append(1) or fingerprint(memory))
+    tensor = torch.zeros(100)
+    unit, moved, _ = parked([tensor])
+    for number in range(100):
+        tensor.data.fill_(number)
+        around(unit)
+    assert tensor.eq(99).all()
+    assert moved.copied_out == 100 * tensor.nbytes
+    assert len(looks) < 25
 
 
 @given(st.data())
@@ -109,14 +124,20 @@ def test_rows_of_equal_sums_that_change_places_are_seen():
     assert fingerprint(memory.view(-1).view(torch.uint8)) != before
 
 
-def test_a_fused_step_counts_up_versions():
-    """So weights that were stepped need no look at their words."""
-    weight = torch.nn.Parameter(torch.ones(4))
-    weight.grad = torch.ones(4)
-    for fused in (True, False):
-        optimizer, before = torch.optim.AdamW([weight], fused=fused), weight._version
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_an_optimizer_stepped_is_copied(fused):
+    """Fused ones of torch 2.13 count up no version: their words are looked at."""
+    weight = torch.nn.Parameter(torch.ones(40))
+    unit, moved, _ = parked([weight])
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    for _ in range(4):
+        weight.grad = torch.ones(40)
         optimizer.step()
-        assert weight._version > before
+        wanted = weight.detach().clone()
+        with poisoned():
+            around(unit)
+        assert torch.equal(weight, wanted)
+    assert moved.copied_out == 4 * weight.nbytes
 
 
 def smaps(path=Path("/proc/self/smaps")):
@@ -194,7 +215,7 @@ def test_a_budget_of_page_locked_memory_is_kept_with_one_warning():
     with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
         (place,) = arena.places([20_000])
     arena.places([20_000])
-    assert made == [5000]
+    assert made == [5120]
     assert place.numel() == 20_000
 
 
@@ -204,13 +225,6 @@ def test_no_states_is_nothing_to_move():
     assert (moved.copied_out, moved.host_bytes, unit.where) == (0, 0, Where.HERE)
 
 
-def live(min_bytes=2048):
-    """Bytes of all storages that Python knows, by their id."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
-
-
 @pytest.mark.parametrize("offload", [EVERYTHING, BETWEEN], ids=["everything", "between steps"])
 def test_the_device_gets_back_what_the_parts_had(offload):
     """Counted by the storages of the parts themselves."""
@@ -218,7 +232,7 @@ def test_the_device_gets_back_what_the_parts_had(offload):
         run.step()
         if offload is BETWEEN:
             assert run.memory.bytes["optimizer_states"] == 0
-            assert run.memory.report["optimizer_states"].given_back == 2 * run.memory.bytes["masters"]
+            assert run.memory.report["optimizer_states"].given_back == 2 * 4 * (36 + 6 + 36)
             return
         sizes = {part: size for part, size in run.memory.bytes.items() if size}
         assert sizes.keys() >= {"weights", "buffers", "masters", "optimizer_states"}
