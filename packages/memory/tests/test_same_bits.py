@@ -68,7 +68,7 @@ def test_on_two_ranks(ranks, layout, compute, texts):
 def test_both_kinds_together(texts):
     """States are away between two steps by themselves, the rest by call; two managers in one plan."""
     tables = small_plan(precision__compute="bf16")
-    rest = [part for part in ("weights", "buffers", "masters", "gradients", "handlers", "pools", "messages")]
+    rest = ["weights", "buffers", "masters", "gradients", "handlers", "pools", "messages"]
     both = [*BETWEEN, {"use": "memory.everything", "parts": rest}]
     plain, found = steps(tables, texts, 4), steps({**tables, "offload": both}, texts, 4, moves=True)
     assert found[:2] == plain[:2]
@@ -93,5 +93,5 @@ def test_a_copy_that_is_missing_is_seen(texts, monkeypatch):
     from sley_core.comm.copies import HostStream
 
     monkeypatch.setattr(HostStream, "copy", lambda stream, target, source: None)
-    with pytest.raises(Exception, match="not-finite|nan"):
+    with pytest.raises(Exception, match="not-finite"):
         steps({**small_plan(), "offload": EVERYTHING}, texts, 2, moves=True)

@@ -63,9 +63,9 @@ def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
     """Yields all tensors that Python knows, on `device`, with a storage of at least `min_bytes`."""
     for one in gc.get_objects():
         # by type: `isinstance` would ask objects that pretend, such as lazy modules, what they are
-        if issubclass(type(one), Tensor) and one.device == device and _num_bytes(one) >= max(1, min_bytes):
-            if device.type != "cpu" or not is_host_memory(one):
-                yield one
+        is_large = issubclass(type(one), Tensor) and one.device == device and _num_bytes(one) >= max(1, min_bytes)
+        if is_large and not is_host_memory(one):
+            yield one
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -34,7 +34,8 @@ def fingerprint(memory: Tensor) -> Tensor:
     of_places = _drawn(WIDTH, 0, memory.device)
     of_rows = _drawn(num_rows + 1, WIDTH, memory.device)
     table = words[: num_rows * WIDTH].view(num_rows, WIDTH)
-    sums = [(rows * of_places).sum(1) for rows in table.split(CHUNK.get(memory.device.type, 1024))]
+    chunks = torch.split(table, CHUNK.get(memory.device.type, 1024))
+    sums = [(rows * of_places).sum(1) for rows in chunks]
     tail = torch.cat([words[num_rows * WIDTH :].long(), memory[num_words * 4 :].long()])
     last = (tail * _drawn(tail.numel(), WIDTH, memory.device)).sum().reshape(1)
     return (torch.cat([*sums, last]) * of_rows).sum()

@@ -25,14 +25,43 @@ if TYPE_CHECKING:
 Pieces = Callable[[], Sequence[Holding]]
 
 
+MOST_RESTS = 15
+"""Offloads in a row in which memory that used to change is copied without a look at its words."""
+
+
 class Place:
-    """Where one piece lies on the host. is_settled: whether it was seen not to change between two offloads."""
+    """Where one piece lies on the host, and what is known of the piece since it was copied there.
+
+    seen: versions when it came back; None before that. print: the fingerprint of what the host has; None if nobody looked.
+    """
 
     def __init__(self, host: Tensor) -> None:
         self.host = host
-        self.is_settled = True  # until it is seen to change
         self.seen: tuple[int, ...] | None = None
-        self.print: list[int] | None = None
+        self.print: int | None = None
+        self._num_rests = 0
+        self._rests_left = 0
+
+    def is_worth_a_look(self, now: tuple[int, ...]) -> bool:
+        """Returns whether to compare the piece's words: its versions are `now` those seen, and words that had changed all
+        the same (fused optimizers count up no version) did so some time ago; or nothing is known of it.
+        """
+        if self.seen is None:
+            return True
+        if self.seen != now:
+            self._rests_left = 0
+            return False
+        self._rests_left -= 1
+        return self._rests_left < 0
+
+    def has_changed(self, found: int) -> bool:
+        """Returns whether the piece, of this fingerprint, differs from what the host has; the host will have it."""
+        before, self.print = self.print, found
+        if before is None:
+            return True
+        self._num_rests = 0 if before == found else min(2 * self._num_rests + 1, MOST_RESTS)
+        self._rests_left = self._num_rests
+        return before != found
 
 
 class Streams:
@@ -89,7 +118,7 @@ class Parked:
         # Every copy reads what the device has been given to write so far.
         self._streams.out.follow()
         for bucket in self._buckets(placed):
-            for piece, place, num_bytes in bucket:
+            for piece, place, _ in bucket:
                 if changed[id(piece)]:
                     self._streams.out.copy(place.host, piece.memory)
             # The allocator may give the memory to the device's next work at once: that must wait for the copies.
@@ -198,7 +227,9 @@ class Parked:
         return False
 
     def _can_leave(self, piece: Holding) -> bool:
-        if piece.memory.untyped_storage().resizable():
+        storage = piece.memory.untyped_storage()
+        # A host tensor that processes share says that it can be resized; to grow it again ends the process.
+        if storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared()):
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -208,20 +239,16 @@ class Parked:
 
     def _changed(self, placed: Sequence[tuple[Holding, Place, int]]) -> dict[int, bool]:
         """Returns, by id of the piece, whether it differs from what its place has; waits for the device to know."""
+        changed = {id(piece): True for piece, _, _ in placed}
         asked = []
         for piece, place, _ in placed:
-            same = place.seen == versions(piece)
-            if place.seen is not None:
-                place.is_settled = same
-            if not place.is_settled:
-                place.print = None  # of what the host had before
+            if place.is_worth_a_look(versions(piece)):
+                asked.append((piece, place))
             else:
-                asked.append((piece, place, same))
-        prints = torch.stack([fingerprint(piece.memory) for piece, _, _ in asked]).tolist() if asked else []
-        changed = {id(piece): True for piece, _, _ in placed}
-        for (piece, place, same), found in zip(asked, prints, strict=True):
-            changed[id(piece)] = not (same and found == place.print)
-            place.print = found
+                place.print = None  # of what the host had before
+        prints = torch.stack([fingerprint(piece.memory) for piece, _ in asked]).tolist() if asked else []
+        for (piece, place), found in zip(asked, prints, strict=True):
+            changed[id(piece)] = place.has_changed(found)
         return changed
 
     def _buckets(self, placed: Sequence[tuple[Holding, Place, int]]) -> Iterator[Sequence[tuple[Holding, Place, int]]]:
