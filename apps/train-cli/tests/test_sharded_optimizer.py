@@ -88,6 +88,26 @@ def test_every_layout_gives_the_numbers_of_one_process(ranks: Any, texts: Path) 
                 assert_same_bits(found[first].weights, other.weights)
 
 
+@pytest.mark.parametrize("bucket_mb", [0.001, 25.0])
+def test_ties_that_stages_declare_in_opposite_orders(ranks: Any, monkeypatch: Any, bucket_mb: float) -> None:
+    """They lie by their names on both stages, in one bucket or in several, so that the summed parts are the same elements."""
+    own = Path(__file__).parent / "own"
+    monkeypatch.syspath_prepend(own)
+    alone = {
+        "run": {"name": "ties", "steps": 3, "device": "cpu", "seed": 11},
+        "model": {"factory": "matrix_parts:opposite"},
+        "data": {"factory": "matrix_parts:Rows"},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5},
+        "precision": {"compute": "fp64"},
+    }
+    layout = piped("pp.one_f_one_b", dp=2) | {"gradient_handlers": [SHARDED | {"bucket_mb": bucket_mb}, TIES]}
+    found = ranks(4, 120)(record, alone | layout, 3, folder=own)
+    assert_parity_of_parts(record(alone, 3, folder=own), found, "fp64")
+    for name in ("blocks.0.one.weight", "blocks.0.two.bias"):
+        assert all(torch.equal(found[0].weights[name], other.weights[name]) for other in found[1:])
+
+
 def stepped(tables: Tables, folder: Path, at_once: bool) -> tuple[dict[str, Any], bool]:
     """Weights after `train`, or after as many steps one by one; with whether a first layer found weights under way."""
     late: list[bool] = []
