@@ -6,7 +6,7 @@ from sley_core.engine.gradient_buffers import GradientBuffer
 from sley_core.engine.layout import Layout
 from sley_core.engine.parts import Parts
 from sley_core.engine.slot import add_at
-from sley_core.engine.step_state import Phase, StepState
+from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.store import GradientStore
 from sley_core.engine.weight_queue import Handover, WeightQueue
 
@@ -18,6 +18,7 @@ __all__ = [
     "GradientStore",
     "Handover",
     "Layout",
+    "MicroStep",
     "ParameterBook",
     "Parts",
     "Phase",
