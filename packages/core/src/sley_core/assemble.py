@@ -69,7 +69,14 @@ if TYPE_CHECKING:
     from sley_core.engine.shards import Shards
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import GradientHandler, SchedulerHook, SequenceCommunicator, StageLink, WeightCommunicator
+    from sley_core.protocols import (
+        ActivationPolicy,
+        GradientHandler,
+        SchedulerHook,
+        SequenceCommunicator,
+        StageLink,
+        WeightCommunicator,
+    )
     from sley_core.topology import Topology
 
 
@@ -209,7 +216,9 @@ def _stepper(
         communicator.attach(parts)
         undo.callback(close_stand_ins, parts.book)
         undo.callback(communicator.detach)
-    policy = plan.activations.build([layer.name for layer in model.layers])
+    policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
+    policy.attach(parts)
+    undo.callback(policy.detach)
     if not parts.world.is_fake:
         parts.numbers.agree()
     caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)

@@ -8,7 +8,7 @@ from sley_core.engine.gradient_buffers import GradientBuffer
 from sley_core.engine.layout import Layout, Planner
 from sley_core.engine.parts import Parts
 from sley_core.engine.slot import add_at
-from sley_core.engine.step_state import Phase, StepState
+from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.store import GradientStore
 from sley_core.engine.weight_queue import Handover, WeightQueue
 from sley_core.engine.weights import WeightBuffer
@@ -23,6 +23,7 @@ __all__ = [
     "GradientStore",
     "Handover",
     "Layout",
+    "MicroStep",
     "ParameterBook",
     "Parts",
     "Phase",

@@ -142,6 +142,16 @@ def weights(run: Run) -> Tensors:
     return found
 
 
+def assert_same_run(reference: Recorded, other: Recorded) -> None:
+    """Losses, norms, gradients, weights and the held-out loss of two runs are equal bit for bit."""
+    for wanted, found in zip(reference.rows, other.rows, strict=True):
+        assert (wanted["loss"], wanted["grad_norm"]) == (found["loss"], found["grad_norm"]), (wanted, found)
+    for these, those in zip(reference.gradients, other.gradients, strict=True):
+        assert_same_bits(these, those)
+    assert_same_bits(reference.weights, other.weights)
+    assert reference.held_out == other.held_out
+
+
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:
     """Every one of `others` equals the one-process `reference`, within what `GRADIENTS` and `WEIGHTS` allow this precision."""
     for rank, other in enumerate(others):

@@ -251,7 +251,9 @@ class Parked:
             changed[id(piece)] = place.has_changed(found)
         return changed
 
-    def _buckets(self, placed: Sequence[tuple[Holding, HostCopy, int]]) -> Iterator[Sequence[tuple[Holding, HostCopy, int]]]:
+    def _buckets(
+        self, placed: Sequence[tuple[Holding, HostCopy, int]]
+    ) -> Iterator[Sequence[tuple[Holding, HostCopy, int]]]:
         """Yields the pieces in runs of at most `bucket_bytes`; a larger one is alone."""
         bucket: list[tuple[Holding, HostCopy, int]] = []
         size = 0
