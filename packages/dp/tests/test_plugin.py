@@ -18,6 +18,7 @@ HANDLERS = [
     {"use": "dp.bucketed"},
     {"use": "dp.bucketed", "reduction": "bf16"},
     {"use": "dp.powersgd"},
+    {"use": "dp.sharded"},
 ]
 
 
@@ -31,7 +32,7 @@ def test_records_are_listed_without_torch():
         "print([name for name in sys.modules if name.startswith(('torch', 'sley_dp.bucketed', 'sley_pp', 'sley_isp'))])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['bucketed', 'powersgd']", "[]"]
+    assert done.stdout.splitlines() == ["['bucketed', 'sharded', 'powersgd']", "[]"]
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
@@ -48,7 +49,7 @@ def test_an_inexact_sum_says_so(small):
     for handler in HANDLERS:
         (component,) = plan_from_dict(small(handler)).gradient_handlers
         found.append((component.record.exact, component.record.tolerance_with(component.config)))
-    assert found == [(True, 0.0), (True, BF16_TOLERANCE), (False, 0.75)]
+    assert found == [(True, 0.0), (True, BF16_TOLERANCE), (False, 0.75), (True, 0.0)]
 
 
 def test_nothing_runs_that_the_plan_does_not_name(small):
@@ -69,6 +70,7 @@ def test_nothing_runs_that_the_plan_does_not_name(small):
         ({"use": "dp.powersgd", "rank": 0}, "out-of-range", "at least 1"),
         ({"use": "dp.powersgd", "reduction": "bf16"}, "unknown-key", "is not a key of `dp.powersgd`"),
         ({"use": "dp.buckets"}, "unknown-record", "has no"),
+        ({"use": "dp.sharded", "shards": 1}, "out-of-range", "at least 2"),
     ],
 )
 def test_wrong_tables(small, handler, code, words):

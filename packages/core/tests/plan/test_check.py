@@ -198,6 +198,9 @@ def handlers(*names: str) -> dict[str, Any]:
         (["noise", "core.each"], "handler-order", "`handlers.noise` must come after `core.each`"),
         (["squeeze", "core.each", "noise"], None, ""),
         (["core.each", "squeeze"], "handler-order", "`handlers.squeeze` must come before `core.each`"),
+        (["squeeze", "shards", "core.gradient_norms"], None, ""),
+        (["shards", "noise"], "handler-shards", "of which `handlers.shards` leaves a part to each rank"),
+        (["shards", "ties"], "handler-shards", "`handlers.ties` works on whole gradients"),
     ],
 )
 def test_gradient_handlers(make: Make, names: list[str], code: str | None, words: str) -> None:
