@@ -208,3 +208,19 @@ def test_habits_around_a_sharded_linear(ranks, own, unit):
             wanted |= {"ranks-differ"}
         ended = assert_plain(habit_layers(data.info, habit), tables, of_ranks, batches, held_out, wanted)
         print(habit, ended)
+
+
+def test_a_tied_matrix_that_a_forward_uses_as_often_as_its_data_say(ranks, own):
+    """Reduced once per step, in the same order on ranks that use it more and less often."""
+    from drawn import Rows
+    from tied_by_data import layers
+
+    data = Rows(DataContext(0, "train"))
+    batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
+    tables = drawn_plan(1, 2) | {"model": {"factory": "tied_by_data:layers"}}
+    tables["weights"] = {"use": "isp.communicator", "reduce": "step"}
+    del tables["evaluation"]  # in other micro-batches, whose first tokens are others
+    of_ranks = [one for (one,) in ranks(2)(recorded, [tables], own, batches)]
+    tokens = [int(data[at]["tokens"][0]) % 3 for at in range(GLOBAL)]
+    assert tokens[: GLOBAL // 2] != tokens[GLOBAL // 2 :], "or ranks do the same"
+    assert assert_plain(layers(), tables, of_ranks, batches, held_out, {"right"}) == "right"

@@ -23,11 +23,11 @@ CAMPAIGN = 20
 """Into how many parts the 2,000 draws are cut, each of numbers of its own."""
 
 LEAST_EQUAL = 75
-"""Of 100 draws. One in eight is refused by name (measured over 3,300 draws), so that more than 25 of 100 are once in 5,000
-parts; what is right may fail a campaign once in 260."""
+"""Of 100 draws. One in eight is refused by name (444 of 3,600 draws), so that more than 25 of 100 come once in 5,000 parts: by
+chance a campaign fails once in 260."""
 MOST_UNDETERMINED = 3
-"""Of 100 draws: where the plain loop does not know its own numbers, a fault of ours would not be seen. Measured: 2 in 4,000
-draws, so at most 1.6 in 1,000 (95 %). Then more than 3 of 100 come once in 40,000 parts, and in a campaign once in 2,000."""
+"""Of 100 draws: where the plain loop does not know its own numbers, a fault of ours is not seen. There were 2 in three
+campaigns, so 1 in 1,000 at most (95 %). Then more than 3 of 100 come once in 200,000 parts, in a campaign once in 10,000."""
 
 Check = Callable[..., Counter[str]]
 

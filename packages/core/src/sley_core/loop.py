@@ -39,7 +39,8 @@ class Launched:
 
 
 class Loop:
-    """Takes the steps of a run. tell: called with each row, on every rank, after the writers.
+    """Takes the steps of a run. tell: called with each row, on every rank, after the writers. require: called before
+    each step; raises StateError if memory that a step needs is away, as a listener may have left it.
 
     num_steps_done: optimizer steps, refused ones included. was_stopped: whether all ranks have agreed to stop.
     """
@@ -52,6 +53,7 @@ class Loop:
         samples: Samples,
         outputs: Outputs,
         tell: Callable[[Row], None],
+        require: Callable[[], None],
     ) -> None:
         self.plan = plan
         self.parts = parts
@@ -59,10 +61,12 @@ class Loop:
         self.samples = samples
         self.outputs = outputs
         self.tell = tell
+        self.require = require
         self.num_steps_done = 0
         self.was_stopped = False
         self._is_stepping = False
         self._is_training = False
+        self._is_evaluating = False
         self._stop_asked = False
         self._watch = samples.watch
         self._clock = 0.0
@@ -85,11 +89,14 @@ class Loop:
             if self._evaluates_after(self._late) or not self.parts.world.device.is_async:
                 self._emit_late()
         self._emit_late()
+        self.parts.weights.settle()
 
     def step(self, batch: GivenBatch | None) -> Row:
         """Takes one step and returns its row, as `Run.step` says."""
         self._clock = time.perf_counter()
-        return self._emit(self.launch(batch))
+        launched = self.launch(batch)
+        self.parts.weights.settle()
+        return self._emit(launched)
 
     def stop(self) -> None:
         """Sets this rank's vote to stop after the step in progress; safe in a signal handler."""
@@ -99,11 +106,12 @@ class Loop:
         """Emits a step that was in flight when the one before it was refused; called before anything but a step of
         `train`.
 
-        Raises RunError `step-running` within a step (from a module's hook), and from a listener on CUDA, where the
-        weights are those of the next step already.
+        Raises RunError `step-running` within a step or an evaluation (from a module's hook), and from a listener on CUDA,
+        where the weights are those of the next step already.
         """
-        if self._is_stepping or (self._is_training and self._late is not None):
-            raise RunError("step-running", "a step is under way", hint="do it between two steps")
+        if self._is_stepping or self._is_evaluating or (self._is_training and self._late is not None):
+            what = "an evaluation" if self._is_evaluating else "a step"
+            raise RunError("step-running", f"{what} is under way", hint="do it between two steps")
         self._emit_late()
 
     def weights_loaded(self) -> None:
@@ -111,16 +119,24 @@ class Loop:
         if self._watch is not None:
             self._watch.look()
 
+    def evaluate(self) -> float:
+        """Returns the mean loss on held-out data. The run must have an evaluation."""
+        assert self.samples.evaluation is not None, "there is no [evaluation]"
+        with self._while("_is_evaluating"):
+            return self.samples.evaluation()
+
     def launch(self, given: GivenBatch | None) -> Launched:
         """Starts a step on `given`, or on the next samples of the feed; on CUDA the device continues after this returns."""
+        self.require()
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
-        with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
+        parts = self.parts
+        with parts.world.device.random_state_kept(), self._while("_is_stepping"), parts.weights.settled_on_error():
             batch, wait_s, samples = self._take(given)
             if profiler is not None:
                 profiler.before_step(number)
             clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
             if self.num_steps_done == 0:
-                self.parts.book.check_complete(self.parts.layers)
+                parts.book.check_complete(parts.layers)
             totals = self.stepper.step(self.num_steps_done, batch, stop=self._stop_asked, clock=clock)
         if self._watch is not None and self.num_steps_done == 0:
             self._watch.check()
@@ -173,8 +189,7 @@ class Loop:
         row |= self.samples.meter.measure(launched.tokens, seconds, launched.data_wait_s)
         try:
             if self._evaluates_after(launched):
-                assert self.samples.evaluation is not None
-                row["held_out_loss"] = self.samples.evaluation()
+                row["held_out_loss"] = self.evaluate()
                 self._clock = time.perf_counter()
         finally:  # the step was taken, whatever became of its evaluation
             for writer in self.outputs.writers:

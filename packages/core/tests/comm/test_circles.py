@@ -107,6 +107,23 @@ def test_a_sum_by_memory(ranks: Any) -> None:
     assert "rank 0 waits in the exchange of a bucket over stage[0, 1] for rank 1" in told_by[1][1]
 
 
+def published(groups: Groups) -> None:
+    """Shares a shard, and ends that when all have gathered it."""
+    shard = torch.ones(2)
+    share = groups["wp"].transport(GATHER).publish([shard], what="the weights")
+    share.all_gather([torch.empty(2 * groups["wp"].size)], [shard], what="the weights").wait()
+    if groups["wp"].coord == 0:
+        reduction(groups)
+    share.wait_sent()
+
+
+@reads
+def test_a_rank_that_has_not_ended_what_it_shares(ranks: Any) -> None:
+    first, second = ranks(2)(ended, [[published], [published]], True, wp=2)
+    assert first[:2] == second[:2]
+    assert "rank 1 waits in the exchange of the weights over wp[0, 1] for rank 0" in first[1]
+
+
 def test_a_circle_over_stages(ranks: Any) -> None:
     """Ranks 0 and 1 share the first stage, 2 and 3 the second: 1 skips a gather, so 0 never sends what 2 needs."""
     acts: list[list[Act]] = [[gather, message], [message, answer], [message, gather, answer], [message, gather, answer]]

@@ -61,6 +61,12 @@ class Narrow(Sums):
         while self._under_way:
             self._under_way.popleft().pending.wait()
 
+    def trim(self) -> int:
+        """Frees the buffers of the wire; returns their bytes."""
+        num_bytes = sum(slot.nbytes for slot in self._slots)
+        self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
+        return num_bytes
+
     def _wire(self, buffer: GradientBuffer, group: Group) -> Tensor:
         """Returns bf16 [2, columns]: rows to send and to receive, with room for one even slice per rank.
 

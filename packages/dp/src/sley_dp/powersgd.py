@@ -22,7 +22,7 @@ from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Exact, Sums, described
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from sley_core.api.comm import Group
     from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
@@ -88,6 +88,13 @@ class LowRankSums(Sums):
     def keep(self, entries: Iterable[Entry]) -> None:
         """Drops the state of all entries but these: the error kept for a parameter is out of date after it was frozen."""
         self._states = {entry: self._states[entry] for entry in entries if entry in self._states}
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the factor and, with feedback, the error of each compressed gradient: `<parameter>.q`, `<parameter>.error`."""
+        for entry, state in self._states.items():
+            yield f"{entry.name}.q", state.q
+            if state.error is not None:
+                yield f"{entry.name}.error", state.error
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Adds the errors to the gradients in place, and starts the all-reduce of P and the uncompressed gradients."""
@@ -159,6 +166,10 @@ class PowerSGD(BucketReducer):
         if not step.was_taken:
             self._low_rank.keep(())  # errors and factors of gradients that were not finite; on all ranks alike
         self.sums = self._low_rank if step.step + 1 >= self.config.start_step else self._exact
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields what is kept from one step to the next, for those who move memory."""
+        return self._low_rank.held()
 
     def laid_out(self) -> None:
         """Drops the states of entries that the store no longer has."""

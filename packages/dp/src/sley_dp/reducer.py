@@ -106,6 +106,10 @@ class BucketReducer(GradientHandler):
         self._sent.end_step()
         self._has_finished_a_step = True
 
+    def trim(self) -> int:
+        """Frees what the sums of the next step can allocate anew; returns its bytes. Called between two steps."""
+        return self.sums.trim()
+
     def counts(self) -> dict[str, float]:
         """Returns the bytes that this rank sent in the last step, for its sums."""
         return self._sent.counts()

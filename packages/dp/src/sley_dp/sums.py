@@ -28,6 +28,10 @@ class Sums(Protocol):
     def forget(self) -> None:
         """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
+    def trim(self) -> int:
+        """Frees what the next sums can allocate anew, between two steps; returns its bytes."""
+        return 0
+
 
 class Exact(Sums):
     """All-reduces in place, in the gradients' dtype, by the transport of the group.

@@ -287,11 +287,11 @@ class Communicator(WeightCommunicator):
     @torch.no_grad()
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
         """Adds the gradients of `site`'s weights, from `rows` (output gradient) and `inputs`, to their buckets."""
-        gradient = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
+        write = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
         for entry in site.trained:
             self._parts.store.check_open(entry)  # before anything is leased or sent
         for entry in site.trained:
-            self.reductions.add(self.buckets.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
+            self.reductions.add(*self.buckets.of(site, entry), site, entry, partial(write, site, entry, rows, inputs))
         if self._action is None:
             self.reductions.flush(everything=True)
             self.reductions.finish()

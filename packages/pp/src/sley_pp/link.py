@@ -159,6 +159,11 @@ class Link:
         """Returns the bytes of messages that this rank sent in the last step, heads included."""
         return self._lines.sent.counts()
 
+    def trim(self) -> int:
+        """Frees the pool's buffers that no message needs, now that the step is over; returns their bytes."""
+        self._memory.collect()
+        return self._pool.trim()
+
     def abort(self, why: str) -> None:
         """Drops everything in flight after a failure, without waiting; the processes are about to end."""
         self._forget()

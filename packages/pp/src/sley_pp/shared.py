@@ -35,16 +35,18 @@ class SharedModules(GradientHandler):
         self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
-        """All-reduces the gradient of each tie over the stages that hold it; blocks."""
+        """All-reduces what this rank has of the gradient of each tie over the stages that hold it; blocks."""
         self._sent.begin_step()
         pending = []
         for name in self._ties:
             entry = self._parts.book[name]
             if entry in self._store and entry.tie_group is not None:
-                gradient, group = self._store.gradient(entry), self._groups[entry.tie_group]
-                # The tie's own group: one rank of each stage that holds it; all walk the ties by name.
-                pending.append(all_reduce(gradient, group, what=f"the tied gradient of {name}"))
-                self._sent.add(gradient, group, passes=2)
+                # The tie's own group: one rank of each stage that holds it; all walk the ties by name. Where a reducer leaves
+                # shards, these ranks have the same elements, maybe none.
+                group, gradient = self._groups[entry.tie_group], self._store.part(entry)
+                if gradient.numel():
+                    pending.append(all_reduce(gradient, group, what=f"the tied gradient of {name}"))
+                    self._sent.add(gradient, group, passes=2)
         for one in pending:
             one.wait()
         self._sent.end_step()
@@ -61,6 +63,7 @@ class SharedModules(GradientHandler):
 
     def _check_drift(self, number: int) -> None:
         """Raises RunError `tie-drifted` on all holders of a tie whose copies are no longer equal bit for bit."""
+        self._parts.weights.settle()
         for name in self._ties:
             entry = self._parts.book[name]
             assert entry.tie_group is not None, name

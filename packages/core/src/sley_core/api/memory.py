@@ -3,7 +3,7 @@
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow
 from sley_core.engine.masters import Stepped
 from sley_core.engine.step_events import StepEvents
-from sley_core.memory.holdings import Holding, Holdings
+from sley_core.memory.holdings import Holding, Holdings, storage_id
 from sley_core.memory.protocols import Holds, OffloadManager, Trims
 from sley_core.memory.state import PARTS, Moved, Part, StateError, Where, is_away
 
@@ -26,4 +26,5 @@ __all__ = [
     "free",
     "grow",
     "is_away",
+    "storage_id",
 ]

@@ -142,6 +142,15 @@ def grow(tensor: Tensor, num_bytes: int) -> None:
     tensor.untyped_storage().resize_(num_bytes)
 
 
+_hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+
+
+def is_host_memory(tensor: Tensor) -> bool:
+    """Returns whether `tensor` lies in a `HostMemory` that is alive: on a CPU, what was moved off the device."""
+    place = tensor.untyped_storage()._cdata
+    return any(memory.data.untyped_storage()._cdata == place for memory in _hosts)
+
+
 class HostMemory:
     """`data`, uint8 [num_bytes] of the host, zeroed. Takes whole pages and no more: torch's own pinned memory takes the next
     power of two.
@@ -155,6 +164,7 @@ class HostMemory:
         pages = mmap.mmap(-1, self.num_bytes)
         self.data: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
         self.is_locked = lock and self._lock(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
+        _hosts.add(self)
 
     def _lock(self, address: int) -> bool:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's

@@ -18,7 +18,7 @@ from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Progress
 from sley_core.comm.transport.alone import Alone
-from sley_core.comm.transport.choose import attached, message_transports
+from sley_core.comm.transport.choose import attached, is_from_host, message_transports
 from sley_core.comm.transport.protocol import Transport
 from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
@@ -127,7 +127,8 @@ def make_groups(
         for axis, ranks in members.items()
     }
     # All ranks come to the same axes in the same order, each with its own group of them: `attached` is a collective.
-    for axis in _attaching(topology) if attaches and backend == "gloo" and device.type == "cpu" else ():
+    asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
+    for axis in (*_attaching(topology), *asking) if attaches and is_from_host(backend, device) else ():
         group = groups[axis]
         if group.size > 1:
             same = Members(axis, group.ranks, rank, progress=progress)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from sley_core.memory.holdings import Held, Holdings
 from sley_core.memory.protocols import Holds, Trims
+from sley_core.memory.report import MoveNumbers
 from sley_core.memory.run_memory import RunMemory
 from sley_core.memory.state import Part
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 
-def memory_of(plan: Plan, parts: Parts, stepper: Stepper, undo: ExitStack) -> RunMemory:
+def memory_of(plan: Plan, parts: Parts, stepper: Stepper, numbers: MoveNumbers | None, undo: ExitStack) -> RunMemory:
     """Returns the memory of a run whose other parts are attached. Attaches the plan's offload managers; `undo`
-    detaches them.
+    detaches them. numbers: what a plan with managers adds to each row.
     """
     update = stepper.update
     sources: dict[Part, Held] = {
@@ -41,8 +42,8 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, undo: ExitStack) -> Ru
         "messages": lambda: _all_held([stepper.executor.crossing.link]),
     }
     trims: dict[Part, Callable[[], Iterable[object]]] = {
-        "messages": lambda: [stepper.executor.crossing.link],
-        "pools": lambda: parts.pool.made.values(),
+        "pools": parts.pool.made.values,
+        "messages": lambda: [stepper.executor.crossing.link, *stepper.handlers],
     }
     holdings = Holdings(
         parts.world.device.torch_device, parts.store, sources, partial(_states_of, update), partial(_trim, trims)
@@ -51,7 +52,25 @@ def memory_of(plan: Plan, parts: Parts, stepper: Stepper, undo: ExitStack) -> Ru
     for manager in managers:
         manager.attach(parts, holdings)
         undo.callback(manager.detach)
-    return RunMemory(holdings, managers)
+    if numbers is not None:
+        numbers.managers = managers
+    return RunMemory(holdings, managers, dict(_roots(parts, stepper)))
+
+
+def move_numbers(plan: Plan, parts: Parts) -> MoveNumbers | None:
+    """Returns what adds to each row how much memory moved, for a plan that has `[[offload]]`. Called before all ranks agree
+    on the names of such numbers.
+    """
+    return MoveNumbers(parts.numbers, parts.groups["all"].size) if plan.offload else None
+
+
+def _roots(parts: Parts, stepper: Stepper) -> Iterator[tuple[str, object]]:
+    """Yields what holds tensors, by names that a user knows."""
+    yield from ((f"layers[{at}].module", layer.module) for at, layer in enumerate(parts.layers))
+    yield from ((f"handlers[{at}]", handler) for at, handler in enumerate(stepper.handlers))
+    yield "optimizer", stepper.update.optimizer
+    yield "store", parts.store
+    yield "stepper", stepper
 
 
 def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -60,10 +79,15 @@ def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
-    """Yields `<parameter>.<state>` of each tensor in the optimizer's states, nested ones too; none before its first step."""
+    """Yields `<parameter>.<state>` of each tensor in the optimizer's states, nested ones too, in the order of the parameters;
+    none before its first step.
+    """
     names = {id(stepped.parameter): stepped.name for stepped in update.masters.stepped}
-    for parameter, state in update.optimizer.state.items():
-        yield from _inside(names.get(id(parameter), "optimizer"), state)
+    for stepped in update.masters.stepped:
+        yield from _states_of(update, stepped)
+    for key, state in update.optimizer.state.items():
+        if id(key) not in names:
+            yield from _inside("optimizer", state)
 
 
 def _states_of(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
@@ -83,4 +107,4 @@ def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _trim(of_part: Mapping[Part, Callable[[], Iterable[object]]], part: Part) -> int:
-    return sum(one.trim() for one in of_part[part]() if isinstance(one, Trims))
+    return sum(one.trim() for one in of_part[part]() if isinstance(one, Trims)) if part in of_part else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +48,10 @@ class Holdings:
         self._states_of = states_of
         self._trim = trim
 
+    def everything(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and tensor of all of `part`, also of what lies on the host or is a scalar."""
+        yield from self._sources[part]()
+
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields name and tensor of what `part` holds on the device, also while its memory is away."""
         for name, tensor in self._sources[part]():
@@ -56,21 +60,33 @@ class Holdings:
 
     def pieces(self, part: Part) -> list[Holding]:
         """Returns the storages of `part`, each once; one that an earlier part of `PARTS` has too is that part's alone."""
-        before = PARTS[: PARTS.index(part)]
-        taken = {_key(tensor) for _, tensor in chain.from_iterable(map(self.tensors, before))}
-        return [one for one in pieces_of(self.tensors(part)) if _key(one.memory) not in taken]
+        taken = self._taken_before(part)
+        return [one for one in pieces_of(self.tensors(part)) if storage_id(one.memory) not in taken]
 
-    def states_of(self, stepped: Stepped) -> list[Holding]:
-        """Returns the storages of the optimizer's states for one parameter; none before its first step."""
-        return pieces_of((name, state) for name, state in self._states_of(stepped) if self._is_state(state))
+    def states_of(self, stepped: Sequence[Stepped]) -> list[Holding]:
+        """Returns the storages of the optimizer's states for these parameters; none before their first step."""
+        found = chain.from_iterable(map(self._states_of, stepped))
+        return pieces_of((name, state) for name, state in found if self._is_state(state))
+
+    def shared_with(self, stepped: Sequence[Stepped]) -> set[int]:
+        """Returns `storage_id` of everything but the states of these parameters: of earlier parts, and of other parameters'
+        states. A storage that is among them cannot leave while only some parameters are stepped.
+        """
+        own = {id(state) for one in stepped for _, state in self._states_of(one)}
+        others = (state for _, state in self._sources["optimizer_states"]() if id(state) not in own)
+        return self._taken_before("optimizer_states") | set(map(storage_id, others))
 
     def num_bytes(self, part: Part) -> int:
         """Returns the bytes of device memory that `part` has now; 0 while it is away."""
-        return sum({_key(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
+        return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
 
     def trim(self, part: Part) -> int:
         """Frees what `part`, "pools" or "messages", can allocate anew; returns the bytes."""
         return self._trim(part)
+
+    def _taken_before(self, part: Part) -> set[int]:
+        """Returns `storage_id` of all that the parts before `part` hold."""
+        return {storage_id(tensor) for before in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(before)}
 
     def _is_state(self, tensor: Tensor) -> bool:
         return tensor.device == self.device and tensor.dim() > 0
@@ -80,18 +96,31 @@ def pieces_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Holding]:
     """Returns the storages of `tensors`, each once."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        found.setdefault(_key(tensor), {})[name] = tensor
-    return [Holding(_whole(next(iter(inside.values()))), inside) for inside in found.values()]
+        found.setdefault(storage_id(tensor), {})[name] = tensor
+    return [Holding(whole(next(iter(inside.values()))), inside) for inside in found.values()]
 
 
-def _key(tensor: Tensor) -> int:
-    """What identifies a storage, with or without memory."""
+def storage_id(tensor: Tensor) -> int:
+    """Returns what identifies the storage of `tensor` among those that exist, with or without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Returns a view of the whole storage of `tensor`, uint8 [bytes]; it keeps its size while the memory is away."""
     import torch
 
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage())
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage())
+
+
+def same_place(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Returns what of `memory`, a copy of the storage of `tensor`, is `tensor`: its dtype, shape and strides; a view.
+
+    memory: uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
+    """
+    import torch
+
+    start, rest = divmod(int(memory.storage_offset()), tensor.dtype.itemsize)
+    assert rest == 0, f"a copy of {tensor.dtype} starts at byte {memory.storage_offset()}"
+    view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride())

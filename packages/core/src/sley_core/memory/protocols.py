@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ class OffloadManager(Protocol):
     def moved(self, part: Part) -> Moved:
         """Returns what moving `part` has cost."""
         ...
+
+    def host(self, part: Part) -> Mapping[int, Tensor]:
+        """Returns the host's copies of those storages of `part` that are away or coming, once they are complete: by
+        `storage_id`, uint8 [bytes]. They stay as they are until the next offload.
+        """
+        return {}
 
     def detach(self) -> None:
         """Called when the run closes. Brings weights and buffers back: layers are ordinary modules from then on."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.errors import UsageError
+from sley_core.memory.holdings import same_place, storage_id
+from sley_core.memory.leaks import Leak, find_leaks
 from sley_core.memory.state import PARTS, Moved, Part, Where
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sley_core.memory.holdings import Holdings
     from sley_core.memory.protocols import OffloadManager
 
@@ -17,6 +20,9 @@ TO_STEP = PARTS
 TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools", "messages")
 TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
 """What must be there for a step, an evaluation, and for loading weights."""
+
+COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
+"""What an offload keeps on the host; the others are freed."""
 
 
 class Move:
@@ -38,17 +44,21 @@ class RunMemory:
         ...
         run.memory.onload()               # the next step gives the same numbers as if nothing had been
 
-    managers: those of the plan, attached. settle: makes sure that no step is under way; the run sets it. No
-    method communicates, so ranks need not do alike; but a step or an evaluation of all ranks needs everything on each.
+    managers: those of the plan, attached. roots: objects of the run by a readable name, from which `leaks` names what it
+    finds. settle: makes sure that no step is under way; the run sets it. No method communicates, so ranks need not do
+    alike; but a step or an evaluation of all ranks needs everything on each.
     """
 
-    def __init__(self, holdings: Holdings, managers: Sequence[OffloadManager]) -> None:
+    def __init__(
+        self, holdings: Holdings, managers: Sequence[OffloadManager], roots: Mapping[str, object] | None = None
+    ) -> None:
         self.holdings = holdings
         self.managers = managers
+        self.roots = roots or {}
         self.settle: Callable[[], None] = _nothing
 
     @property
-    def bytes(self) -> dict[Part, int]:
+    def bytes(self) -> dict[str, int]:
         """Bytes of device memory that each part has now; 0 for one that is away. Optimizer states come in the first step."""
         return {part: self.holdings.num_bytes(part) for part in PARTS}
 
@@ -92,10 +102,34 @@ class RunMemory:
             found.update({part: manager.moved(part) for part in manager.parts})
         return found
 
-    def counts(self) -> Mapping[str, float]:
-        """Returns the report as flat numbers: `weights_copied_out`, ...; those that are not zero."""
-        flat = {f"{part}_{name}": value for part, moved in self.report.items() for name, value in asdict(moved).items()}
-        return {name: value for name, value in flat.items() if value}
+    def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and value of each tensor of `part`, on the host, without bringing any to the device: a checkpoint of a
+        run whose memory is away. Names, shapes and dtypes are those of the part, scalars of the optimizer included.
+
+        What is away is shown where it lies: read it before the next offload, and write nothing. Of sharded weights, the shards
+        of this rank. Waits for copies to the host. Raises UsageError `not-copied` for a part whose memory is freed, not copied.
+        """
+        self.settle()
+        if part not in COPIED:
+            hint = f"these have a copy: {', '.join(COPIED)}"
+            raise UsageError("not-copied", f"an offload keeps nothing of a run's {part.replace('_', ' ')}", hint=hint)
+        # of all parts: a storage that two parts have moves with the first
+        copies = {
+            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
+        }
+        return ((name, _on_host(tensor, copies)) for name, tensor in self.holdings.everything(part))
+
+    def leaks(self, min_bytes: int = 4096) -> list[Leak]:
+        """Returns what has memory on the device now and belongs to no part that is here, the largest first: after an
+        offload, tensors that a model, a hook or the program itself has kept. Storages of fewer bytes are left out.
+
+        Collects Python's garbage first, and takes a second or so. Tensors that only autograd's graph holds are not seen. On a
+        CPU the host's own tensors, such as the data's, are among them.
+        """
+        self.settle()
+        here = [part for part, where in self.where.items() if where in (Where.HERE, Where.COMING)]
+        known = {storage_id(tensor) for part in here for _, tensor in self.holdings.everything(part)}
+        return find_leaks(self.holdings.device, known, self.roots, min_bytes)
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
         """The wanted parts with their managers, in the order in which they come back."""
@@ -111,6 +145,11 @@ class RunMemory:
 
 
 def _nothing() -> None: ...
+
+
+def _on_host(tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
+    copy = copies.get(storage_id(tensor))
+    return tensor.detach().cpu() if copy is None else same_place(tensor, copy)
 
 
 def _not_moved(part: str) -> UsageError:

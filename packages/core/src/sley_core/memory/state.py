@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Literal, get_args
 
@@ -12,8 +12,8 @@ Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients",
 """A kind of memory that a run holds between steps.
 
 weights: parameters, shards where `wp` cuts them. buffers: of modules. masters: fp32 copies that are stepped. handlers: what
-gradient handlers keep, such as PowerSGD's errors. pools: buffers that are lent, and not lent now. messages: of pipeline
-stages.
+gradient handlers keep, such as PowerSGD's errors. pools: their buffers, most of which nobody has between steps. messages:
+buffers of stage links and of handlers, for what is on its way.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -49,8 +49,9 @@ class Moved:
     """What moving a part has cost since the run began.
 
     copied_out, copied_in: bytes of copies. given_back: bytes of device memory that the last offload freed. skipped: bytes that
-    were not copied again, because they had not changed. seconds_out, seconds_in: until the copies were done, where the host
-    waited for them. host_bytes: what the part takes on the host. num_no_ops: calls that found it where they wanted it.
+    were not copied again, because they had not changed. seconds_out, seconds_in: until the copies were done, of those whose
+    end the host has seen (it waited, or asked where they are); timed_out, timed_in: their bytes. host_bytes: what the part
+    takes on the host. num_no_ops: calls that found it where they wanted it.
     """
 
     copied_out: int = 0
@@ -59,5 +60,15 @@ class Moved:
     skipped: int = 0
     seconds_out: float = 0.0
     seconds_in: float = 0.0
+    timed_out: int = 0
+    timed_in: int = 0
     host_bytes: int = 0
     num_no_ops: int = 0
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers for a report; with `gb_per_s_out` and `gb_per_s_in` in place of what was timed."""
+        found: dict[str, float] = asdict(self)
+        for way in ("out", "in"):
+            timed, seconds = found.pop(f"timed_{way}"), found[f"seconds_{way}"]
+            found[f"gb_per_s_{way}"] = timed / 1e9 / seconds if seconds else 0.0
+        return found

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sley_core.memory.report import CountsOf
 from sley_core.protocols import Counts
 
 if TYPE_CHECKING:
     from sley_core.engine.pools import Pools
     from sley_core.engine.stepper import Stepper
+    from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Component, Plan
 
 
-def counts_of(plan: Plan, stepper: Stepper, pools: Pools) -> dict[str, dict[str, float]]:
-    """Returns the counts of the run's parts that implement `protocols.Counts`, by their names in the plan.
+def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
+    """Returns the counts of the run's parts that implement `protocols.Counts`, and of its offload managers, by their names
+    in the plan.
 
     A name that the plan lists twice is followed by its number.
     """
@@ -23,6 +26,7 @@ def counts_of(plan: Plan, stepper: Stepper, pools: Pools) -> dict[str, dict[str,
         *zip(plan.gradient_handlers, stepper.handlers, strict=True),
         *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
         (plan.activations, stepper.executor.caller.policy),
+        *zip(plan.offload, map(CountsOf, memory.managers), strict=True),
     ]
     found: dict[str, dict[str, float]] = {}
     for component, part in parts:

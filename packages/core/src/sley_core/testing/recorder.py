@@ -145,7 +145,7 @@ def _asked_for(communicator: str) -> str:
         frame = frame.f_back
     if frame is None:
         return communicator
-    members: Members = frame.f_locals["members"]
+    members: Members = frame.f_locals["turn"].members
     if communicator.startswith((f"{members.axis}[", f"{members.axis}.")):
         return communicator
     return GroupEntry(members.axis, DEFAULT_LANE, members.ranks).label

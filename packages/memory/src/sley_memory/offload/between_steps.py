@@ -8,14 +8,16 @@ At most two buckets are here at once, one that is stepped and one that comes or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sley_core.api.memory import Holding, Moved, Where
+from sley_core.api.memory import Holding, Moved, Where, storage_id
 from sley_memory.offload.buckets import by_bytes
 from sley_memory.offload.parked import Parked, Streams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sley_core.api.memory import Holdings, Stepped
     from sley_core.api.parts import Entry, Parts
     from sley_memory.offload.arena import Arena
@@ -62,6 +64,10 @@ class BetweenSteps:
         for _, parked in self._buckets:
             parked.wait()
 
+    def host(self) -> Mapping[int, Tensor]:
+        """Returns the host's copies of the states of all buckets."""
+        return {key: copy for _, parked in self._buckets for key, copy in parked.host().items()}
+
     def _began(self) -> None:
         """Sends away what a failed step left here."""
         self._leave()
@@ -100,4 +106,17 @@ class BetweenSteps:
             self._buckets.append((bucket, parked))
 
     def _states(self, bucket: Sequence[Stepped]) -> Callable[[], list[Holding]]:
-        return lambda: [piece for one in bucket for piece in self._holdings.states_of(one)]
+        """Returns what lists the states of a bucket's weights that can leave while other weights are stepped."""
+        known: set[int] = set()
+        shared: set[int] = set()
+
+        def own() -> list[Holding]:
+            found = self._holdings.states_of(bucket)
+            keys = {storage_id(piece.memory) for piece in found}
+            if not keys <= known:  # new in the first step, and where a program has loaded states
+                shared.update(keys & self._holdings.shared_with(bucket))
+                known.clear()
+                known.update(keys)
+            return [piece for piece in found if storage_id(piece.memory) not in shared]
+
+        return own

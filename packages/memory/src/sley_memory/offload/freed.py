@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from sley_core.api.memory import Moved, Where
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Freed:
@@ -43,6 +47,10 @@ class Freed:
 
     def wait(self) -> None: ...
 
+    def host(self) -> Mapping[int, Tensor]:
+        """Returns nothing: there is no copy."""
+        return {}
+
 
 class Trimmed:
     """What its owner allocates anew when it needs it: it is never away."""
@@ -61,3 +69,7 @@ class Trimmed:
     def require(self) -> None: ...
 
     def wait(self) -> None: ...
+
+    def host(self) -> Mapping[int, Tensor]:
+        """Returns nothing: there is no copy."""
+        return {}

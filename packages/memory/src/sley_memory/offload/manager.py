@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,8 @@ from sley_memory.offload.gate import Gate
 from sley_memory.offload.parked import Parked, Streams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sley_core.api.memory import Holdings
     from sley_core.api.parts import Parts
     from sley_memory.config import OffloadConfig
@@ -35,6 +37,7 @@ class Mover(Protocol):
     def onload(self) -> None: ...
     def require(self) -> None: ...
     def wait(self) -> None: ...
+    def host(self) -> Mapping[int, Tensor]: ...
 
 
 class Manager(OffloadManager):
@@ -85,6 +88,9 @@ class Manager(OffloadManager):
         self._movers[part].onload()
         self._open()
         return self._movers[part].wait
+
+    def host(self, part: Part) -> Mapping[int, Tensor]:
+        return self._movers[part].host() if self._is_attached else {}
 
     def require(self, part: Part, what: str) -> None:
         if not self._is_attached:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow
+from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, storage_id
 from sley_memory.offload.fingerprint import fingerprint, versions
 
 if TYPE_CHECKING:
@@ -25,14 +25,43 @@ if TYPE_CHECKING:
 Pieces = Callable[[], Sequence[Holding]]
 
 
-class Place:
-    """Where one piece lies on the host. is_settled: whether it was seen not to change between two offloads."""
+MOST_RESTS = 15
+"""Offloads in a row in which memory that used to change is copied without a look at its words."""
+
+
+class HostCopy:
+    """Where one piece lies on the host, and what is known of the piece since it was copied there.
+
+    seen: versions when it came back; None before that. print: the fingerprint of what the host has; None if nobody looked.
+    """
 
     def __init__(self, host: Tensor) -> None:
         self.host = host
-        self.is_settled = True  # until it is seen to change
         self.seen: tuple[int, ...] | None = None
-        self.print: list[int] | None = None
+        self.print: int | None = None
+        self._num_rests = 0
+        self._rests_left = 0
+
+    def is_worth_a_look(self, now: tuple[int, ...]) -> bool:
+        """Returns whether to compare the piece's words: its versions are `now` those seen, and words that had changed all
+        the same (fused optimizers count up no version) did so some time ago; or nothing is known of it.
+        """
+        if self.seen is None:
+            return True
+        if self.seen != now:
+            self._rests_left = 0
+            return False
+        self._rests_left -= 1
+        return self._rests_left < 0
+
+    def has_changed(self, found: int) -> bool:
+        """Returns whether the piece, of this fingerprint, differs from what the host has; the host will have it."""
+        before, self.print = self.print, found
+        if before is None:
+            return True
+        self._num_rests = 0 if before == found else min(2 * self._num_rests + 1, MOST_RESTS)
+        self._rests_left = self._num_rests
+        return before != found
 
 
 class Streams:
@@ -60,11 +89,14 @@ class Parked:
         self._arena = arena
         self._bucket_bytes = bucket_bytes
         self._moved = moved
-        self._places: dict[int, Place] = {}
-        self._away: list[tuple[Holding, Place, int]] = []
+        self._places: dict[int, HostCopy] = {}
+        self._spare: dict[int, list[Tensor]] = {}
+        self._away: list[tuple[Holding, HostCopy, int]] = []
         self._event: CopyEvent | None = None
         self._where = Where.HERE
         self._began = 0.0
+        self._moving = 0
+        self._given_back = 0
         self._has_warned = False
 
     @property
@@ -83,23 +115,19 @@ class Parked:
         self._began = time.perf_counter()
         placed = self._placed(self._pieces())
         changed = self._changed(placed)
-        self._moved.given_back = 0
         # Every copy reads what the device has been given to write so far.
         self._streams.out.follow()
         for bucket in self._buckets(placed):
-            for piece, place, num_bytes in bucket:
+            for piece, place, _ in bucket:
                 if changed[id(piece)]:
                     self._streams.out.copy(place.host, piece.memory)
-                    self._moved.copied_out += num_bytes
-                else:
-                    self._moved.skipped += num_bytes
             # The allocator may give the memory to the device's next work at once: that must wait for the copies.
             self._streams.out.record().hold_device()
-            for piece, _, num_bytes in bucket:
+            for piece, _, _ in bucket:
                 free(piece.memory)
-                self._moved.given_back += num_bytes
         self._away = placed
-        self._leave(Where.LEAVING)
+        copied = sum(num_bytes for piece, _, num_bytes in placed if changed[id(piece)])
+        self._left(copied, sum(num_bytes for _, _, num_bytes in placed))
 
     def onload(self) -> None:
         """Starts to copy everything back; of memory that is here or coming, counts the call."""
@@ -114,12 +142,13 @@ class Parked:
                 grow(piece.memory, num_bytes)
             # What the device last did with this memory, before it was given here, comes first.
             into.follow()
-            for piece, place, num_bytes in bucket:
+            for piece, place, _ in bucket:
                 into.copy(piece.memory, place.host)
-                self._moved.copied_in += num_bytes
         for piece, place, _ in self._away:
             place.seen = versions(piece)
-        self._leave(Where.COMING)
+        num_bytes = sum(num_bytes for _, _, num_bytes in self._away)
+        self._moved.copied_in += num_bytes
+        self._go(Where.COMING, num_bytes)
 
     def require(self) -> None:
         """Makes the device's work wait for memory that is coming."""
@@ -134,9 +163,25 @@ class Parked:
             self._event.wait()
             self._arrived()
 
-    def _leave(self, where: Where) -> None:
+    def host(self) -> Mapping[int, Tensor]:
+        """Waits for copies to the host; returns those of what is away or coming, by `storage_id`, uint8 [bytes]."""
+        if self._where is Where.LEAVING:
+            self.wait()
+        return {storage_id(piece.memory): place.host for piece, place, _ in self._away}
+
+    def _left(self, copied: int, num_bytes: int) -> None:
+        """Counts an offload of `num_bytes`, of which `copied` had changed."""
+        self._moved.copied_out += copied
+        self._moved.skipped += num_bytes - copied
+        # Several units may count in one place; each adds what its own last offload freed.
+        self._moved.given_back += num_bytes - self._given_back
+        self._given_back = num_bytes
+        self._go(Where.LEAVING, copied)
+
+    def _go(self, where: Where, num_bytes: int) -> None:
+        """Notes that copies of `num_bytes` are in flight."""
         stream = self._streams.out if where is Where.LEAVING else self._streams.into
-        self._where, self._event = where, stream.record()
+        self._where, self._event, self._moving = where, stream.record(), num_bytes
         self.where  # noqa: B018  # a copy that is done at once takes until now, and not until somebody asks
 
     def _arrived(self) -> None:
@@ -144,29 +189,47 @@ class Parked:
         seconds = time.perf_counter() - self._began
         if self._where is Where.LEAVING:
             self._moved.seconds_out += seconds
+            self._moved.timed_out += self._moving
             self._where = Where.AWAY
         else:
             self._moved.seconds_in += seconds
+            self._moved.timed_in += self._moving
             self.require()
         self._event = None
 
-    def _placed(self, pieces: Sequence[Holding]) -> list[tuple[Holding, Place, int]]:
+    def _placed(self, pieces: Sequence[Holding]) -> list[tuple[Holding, HostCopy, int]]:
         """Returns each piece that can leave with its place and its bytes; makes places for new ones."""
         able = [piece for piece in pieces if piece.memory.numel() and self._can_leave(piece)]
-        keys = [piece.memory.untyped_storage()._cdata for piece in able]
-        new = [at for at, key in enumerate(keys) if not self._fits(key, able[at])]
+        sizes = {storage_id(piece.memory): piece.memory.numel() for piece in able}
+        self._let_go(sizes)
+        new = {key: size for key, size in sizes.items() if key not in self._places and not self._reuse(key, size)}
         if new:
             before = self._arena.num_bytes
-            hosts = self._arena.places([able[at].memory.numel() for at in new])
+            hosts = self._arena.places([*new.values()])
             self._moved.host_bytes += self._arena.num_bytes - before
-            self._places.update({keys[at]: Place(host) for at, host in zip(new, hosts, strict=True)})
-        return [(piece, self._places[key], piece.memory.numel()) for piece, key in zip(able, keys, strict=True)]
+            self._places.update({key: HostCopy(host) for key, host in zip(new, hosts, strict=True)})
+        return [(piece, self._places[key], size) for piece, (key, size) in zip(able, sizes.items(), strict=True)]
 
-    def _fits(self, key: int, piece: Holding) -> bool:
-        return key in self._places and self._places[key].host.numel() == piece.memory.numel()
+    def _let_go(self, sizes: Mapping[int, int]) -> None:
+        """Takes the places of pieces that are gone, by storage, for others of their size: what its owner makes anew in every
+        step, such as PowerSGD its bases, would else take more of the host each time.
+        """
+        for key in [key for key, place in self._places.items() if place.host.numel() != sizes.get(key)]:
+            host = self._places.pop(key).host
+            self._spare.setdefault(host.numel(), []).append(host)
+
+    def _reuse(self, key: int, size: int) -> bool:
+        """Gives a new piece the place of one that is gone; returns whether there was one."""
+        hosts = self._spare.get(size)
+        if hosts:
+            self._places[key] = HostCopy(hosts.pop())
+            return True
+        return False
 
     def _can_leave(self, piece: Holding) -> bool:
-        if piece.memory.untyped_storage().resizable():
+        storage = piece.memory.untyped_storage()
+        # A host tensor that processes share says that it can be resized; to grow it again ends the process.
+        if storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared()):
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -174,27 +237,25 @@ class Parked:
             warnings.warn(f"{name} stays: its memory is not torch's own (shared, or of numpy)", RuntimeWarning, 5)
         return False
 
-    def _changed(self, placed: Sequence[tuple[Holding, Place, int]]) -> dict[int, bool]:
+    def _changed(self, placed: Sequence[tuple[Holding, HostCopy, int]]) -> dict[int, bool]:
         """Returns, by id of the piece, whether it differs from what its place has; waits for the device to know."""
+        changed = {id(piece): True for piece, _, _ in placed}
         asked = []
         for piece, place, _ in placed:
-            same = place.seen == versions(piece)
-            if place.seen is not None:
-                place.is_settled = same
-            if not place.is_settled:
-                place.print = None  # of what the host had before
+            if place.is_worth_a_look(versions(piece)):
+                asked.append((piece, place))
             else:
-                asked.append((piece, place, same))
-        prints = torch.stack([fingerprint(piece.memory) for piece, _, _ in asked]).tolist() if asked else []
-        changed = {id(piece): True for piece, _, _ in placed}
-        for (piece, place, same), found in zip(asked, prints, strict=True):
-            changed[id(piece)] = not (same and found == place.print)
-            place.print = found
+                place.print = None  # of what the host had before
+        prints = torch.stack([fingerprint(piece.memory) for piece, _ in asked]).tolist() if asked else []
+        for (piece, place), found in zip(asked, prints, strict=True):
+            changed[id(piece)] = place.has_changed(found)
         return changed
 
-    def _buckets(self, placed: Sequence[tuple[Holding, Place, int]]) -> Iterator[Sequence[tuple[Holding, Place, int]]]:
+    def _buckets(
+        self, placed: Sequence[tuple[Holding, HostCopy, int]]
+    ) -> Iterator[Sequence[tuple[Holding, HostCopy, int]]]:
         """Yields the pieces in runs of at most `bucket_bytes`; a larger one is alone."""
-        bucket: list[tuple[Holding, Place, int]] = []
+        bucket: list[tuple[Holding, HostCopy, int]] = []
         size = 0
         for one in placed:
             if bucket and size + one[2] > self._bucket_bytes:

@@ -17,13 +17,20 @@ from sley_core.comm.transport.direct import Direct
 from sley_core.comm.transport.protocol import Transport
 
 
+def is_from_host(backend: str, device: torch.device) -> bool:
+    """Returns whether ranks exchange tensors on `device` themselves, from the host's memory, and not by `backend`'s own
+    collectives: by messages of gloo, or by reading one another's memory.
+    """
+    return backend == "gloo" and device.type == "cpu"
+
+
 def message_transports(
     members: Members, lanes: Mapping[str, dist.ProcessGroup], log: ExchangeLog, device: torch.device
 ) -> dict[str, Transport]:
     """Returns a transport by messages for each of `lanes`, for tensors on `device`. log: of what carries no mark."""
     found: dict[str, Transport] = {}
     for name, lane in lanes.items():
-        if device.type == "cpu" and dist.get_backend(lane) == "gloo":
+        if is_from_host(dist.get_backend(lane), device):
             found[name] = Direct(members, name, lane)
         else:
             found[name] = Backend(members, name, lane, log, is_coalesced=can_coalesce(lane))

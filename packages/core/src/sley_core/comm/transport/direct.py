@@ -20,7 +20,7 @@ from torch import Tensor
 from sley_core.comm.guard import guarded, turn_of
 from sley_core.comm.marks import HEADER_BYTES, Mark, differs, mark_of, of_header
 from sley_core.comm.members import Members
-from sley_core.comm.transport.protocol import Transport, Work
+from sley_core.comm.transport.protocol import Transport, Work, put
 from sley_core.comm.transport.works import Works, all_reduced
 
 _HEADER_TAG = 0
@@ -42,7 +42,7 @@ class Direct(Transport):
         parts = [[shard] * len(self._peers) for shard in shards]
         started = self._pass_around(places, parts, mark_of("gather", what, shards), "gather")
         for whole, shard in zip(rows, shards, strict=True):
-            whole[self.members.coord].copy_(shard)
+            put(shard, whole[self.members.coord])
         return started
 
     def num_scratch_rows(self, num_rows: int) -> int:

@@ -1,0 +1,99 @@
+"""A model whose parameters are everything that parameters can be: `factory = "odd_parts:model"`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.data.dataset import DataInfo, Field
+
+WIDTH = 6
+
+PLAN = {
+    "run": {"name": "odd", "steps": 4, "device": "cpu", "seed": 3},
+    "model": {"factory": "odd_parts:model"},
+    "data": {"factory": "odd_parts:Points"},
+    "loss": {"factory": "odd_parts:Squares"},
+    "batch": {"global_size": 4, "micro_size": 2},
+    "optimizer": {"use": "core.adamw", "lr": 0.01},
+}
+
+
+class Points:
+    """40 samples of random numbers."""
+
+    info = DataInfo({"x": Field("float32"), "y": Field("float32")})
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x, y = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": y}
+
+
+class Squares:
+    """The sum of squared errors; every sample weighs one."""
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return float(len(batch["y"]))
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output.double() - batch["y"]).square().sum()
+
+
+class First(nn.Module):
+    """Parameters: contiguous, frozen, without elements, a scalar. Buffers: counts, two that are one, one not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.late = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("count", torch.arange(WIDTH))
+        self.register_buffer("one", torch.linspace(0, 1, WIDTH))
+        self.register_buffer("same", self.one)
+        self.register_buffer("unsaved", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.linear.weight.dtype)
+        shift = (self.count + self.one + self.same * self.unsaved).to(x.dtype)
+        return self.linear(x).tanh() * self.scale + self.frozen + self.late + shift + self.nothing.sum()
+
+
+class Second(nn.Module):
+    """A weight whose memory runs the other way, and one that is tied to the first layer's."""
+
+    def __init__(self, tied: nn.Parameter) -> None:
+        super().__init__()
+        self.across = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.tied = tied
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self.across).tanh() @ self.tied
+
+
+class Caching(nn.Module):
+    """Keeps its last output, as models do by mistake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 512)
+        self.back = nn.Linear(512, WIDTH)
+        self.cache: dict[str, list[Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x.to(self.linear.weight.dtype))
+        self.cache["last"] = [hidden.detach()]
+        return self.back(hidden)
+
+
+def model() -> list[tuple[str, nn.Module]]:
+    first = First()
+    return [("first", first), ("second", Second(first.linear.weight))]
+
+
+def caching() -> list[tuple[str, nn.Module]]:
+    return [("layer", Caching())]

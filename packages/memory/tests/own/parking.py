@@ -1,0 +1,87 @@
+"""A plan's run whose memory leaves and comes back, and a digest of what it has come to."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm import copies
+from sley_core.comm.world import World
+from sley_core.memory.run_memory import COPIED
+from sley_core.plan.load import plan_from_dict
+
+EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.002}]
+BETWEEN = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}]
+
+
+def whole(tensor):
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+@contextmanager
+def poisoned():
+    """What was freed comes back as NaN, and is NaN before it is freed: a copy that is missing is seen in the numbers."""
+
+    def free(tensor):
+        whole(tensor).fill_(255)
+        return copies.free(tensor)
+
+    def grow(tensor, num_bytes):
+        copies.grow(tensor, num_bytes)
+        whole(tensor).fill_(255)
+
+    with patch("sley_memory.offload.parked.free", free), patch("sley_memory.offload.parked.grow", grow):
+        yield
+
+
+@contextmanager
+def running(tables, folder=None):
+    """The run of a plan on this rank, poisoned."""
+    plan = plan_from_dict(tables, folder)
+    with poisoned(), World.join(plan.run.device) as world, assemble(plan, world) as run:
+        yield run
+
+
+def sha(run):
+    """A digest of everything that this rank keeps between two steps but gradients, wherever it is."""
+    found = hashlib.sha256()
+    for part in COPIED:
+        for name, tensor in run.memory.host(part):
+            found.update(name.encode())
+            found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def cycle(run):
+    """Everything leaves, and comes back."""
+    run.memory.offload().wait()
+    here = {part: size for part, size in run.memory.bytes.items() if size and part not in ("pools", "messages")}
+    assert not here, f"still here: {here}"
+    run.memory.onload()
+
+
+def steps(tables, folder, num_steps=10, moves=False):
+    """The digest after `num_steps`, each row's loss and norm, and the bytes that were copied to the host."""
+    with running(tables, folder) as run:
+        rows = []
+        for _ in range(num_steps):
+            row = run.step()
+            rows.append((row["loss"], row["grad_norm"]))
+            if moves:
+                cycle(run)
+        copied = sum(moved.copied_out for moved in run.memory.report.values())
+        return sha(run), rows, copied
+
+
+def three_ways(tables, folder):
+    """`steps` of the plan as it is, with everything away between two steps, and with states away but in the update."""
+    plain = {name: table for name, table in tables.items() if name != "offload"}
+    return [
+        steps(plain, folder),
+        steps({**plain, "offload": EVERYTHING}, folder, moves=True),
+        steps({**plain, "offload": BETWEEN}, folder),
+    ]

@@ -1,0 +1,107 @@
+"""Parameters, buffers, hooks and owners of every kind survive memory that leaves and comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from odd_parts import PLAN
+from parking import BETWEEN, EVERYTHING, cycle, running, sha
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def trained(compute, offload, moves, num_steps=4):
+    """The digest of a run in which one weight is trained from the third step on, and shapes and strides at its end."""
+    with running({**PLAN, "precision": {"compute": compute}, "offload": offload}) as run:
+        for step in range(num_steps):
+            if step == 2:
+                run.layers[0].module.late.requires_grad_(True)
+            run.step()
+            if moves:
+                cycle(run)
+        shapes = [(entry.name, entry.parameter.shape, entry.parameter.stride()) for entry in run.book]
+        first, second = (layer.module for layer in run.layers)
+        assert first.linear.weight is second.tied
+        assert first.one is first.same
+        return sha(run), shapes
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_parameters_and_buffers_of_every_kind(compute):
+    """Tied, frozen, unfrozen in step 3, without elements, scalars, of other strides; buffers, integers and shared ones too."""
+    plain = trained(compute, [], moves=False)
+    assert trained(compute, EVERYTHING, moves=True) == plain
+    assert trained(compute, BETWEEN, moves=False) == plain
+
+
+def test_hooks_of_a_program_fire_once_per_backward():
+    """Also after many cycles: neither the parameter nor its place in autograd's graph is another object."""
+    with running({**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}) as run:
+        weight, seen = run.layers[1].module.across, []
+        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+        run.layers[0].module.register_forward_hook(lambda *_: seen.append("forward"))
+        for _ in range(5):
+            for _ in range(3):
+                cycle(run)
+            run.step()
+            assert seen == ["forward", "accumulated"] * 2, "two micro-batches"
+            seen.clear()
+        assert all(not module._forward_pre_hooks for layer in run.layers for module in layer.module.modules())
+
+
+def test_memory_that_is_not_torchs_stays_with_a_warning():
+    """Of numpy, and shared between processes."""
+    numpy = pytest.importorskip("numpy")
+
+    def steps(moves):
+        with running({**PLAN, "offload": EVERYTHING}) as run:
+            first = run.layers[0].module
+            first.frozen.data = torch.from_numpy(numpy.arange(6, dtype="float32"))
+            first.unsaved.share_memory_()
+            run.step()
+            if moves:
+                with pytest.warns(RuntimeWarning, match=r"stays: its memory is not torch's own"):
+                    run.memory.offload().wait()
+                assert run.memory.bytes["weights"] == 24
+                assert run.memory.bytes["buffers"] == 24
+                run.memory.onload()
+            run.step()
+            return sha(run)
+
+    assert steps(True) == steps(False)
+
+
+def states(run, *names):
+    """The optimizer's states of these parameters."""
+    of_name = {one.name: one.parameter for one in run.stepper.update.masters.stepped}
+    return [run.stepper.update.optimizer.state[of_name[name]] for name in names]
+
+
+def test_states_that_a_program_replaces_while_they_are_away():
+    """As an optimizer's own `load_state_dict` does: the new tensors count, not what was away."""
+    with running({**PLAN, "offload": EVERYTHING}) as run:
+        run.step()
+        (state,) = states(run, "second.across")
+        run.memory.offload("optimizer_states")
+        state["exp_avg"] = torch.full(state["exp_avg"].shape, 0.25)
+        run.memory.onload()
+        cycle(run)
+        assert (state["exp_avg"] == 0.25).all()
+        assert state["exp_avg_sq"].isfinite().all()
+
+
+def test_states_that_weights_share_stay_while_they_are_stepped_in_buckets():
+    """Two parameters' states in one storage: it cannot be away while one of them is stepped."""
+
+    def steps(offload):
+        with running({**PLAN, "offload": offload}) as run:
+            run.step()
+            values = dict(run.memory.host("optimizer_states"))
+            first, second = states(run, "first.linear.weight", "second.across")
+            both = torch.stack([values["first.linear.weight.exp_avg"], values["second.across.exp_avg"]])
+            first["exp_avg"], second["exp_avg"] = both
+            run.step()
+            run.step()
+            return sha(run), both.untyped_storage().nbytes()
+
+    assert steps([{**BETWEEN[0], "bucket_mb": 0.0001}]) == steps([])

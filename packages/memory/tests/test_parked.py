@@ -1,0 +1,250 @@
+"""What one unit of memory costs when it leaves and comes back: copies, host memory, device memory, and no more."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from odd_parts import PLAN
+from parking import BETWEEN, EVERYTHING, cycle, poisoned, running
+
+from sley_core.comm.copies import HostStream
+from sley_core.comm.device import Device
+from sley_core.memory.holdings import pieces_of
+from sley_core.memory.state import Moved, Where
+from sley_memory.offload.arena import Arena
+from sley_memory.offload.fingerprint import fingerprint
+from sley_memory.offload.parked import Parked, Streams
+
+MIB = 1 << 20
+CPU = Device(torch.device("cpu"))
+
+
+def parked(tensors, bucket_bytes=1000, make=HostStream, budget=None):
+    """A unit of these tensors, and what it has counted."""
+    moved = Moved()
+    named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
+    arena = Arena(CPU.host_memory, budget)
+    return Parked(lambda: pieces_of(named), Streams(make), arena, bucket_bytes, moved), moved, arena
+
+
+def around(unit):
+    unit.offload()
+    unit.wait()
+    unit.onload()
+    unit.require()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["f", "b", "i", "u"]), st.integers(0, 300)), max_size=8), st.integers(1, 500))
+@settings(max_examples=30, deadline=None)
+def test_any_tensors_come_back(kinds, bucket_bytes):
+    """Of any dtype and size, scalars, views of one storage, transposed ones, in buckets of any size."""
+    dtypes = {"f": torch.float32, "b": torch.bfloat16, "i": torch.int64, "u": torch.uint8}
+    tensors = [torch.arange(size).to(dtypes[kind]) for kind, size in kinds]
+    tensors += [torch.tensor(2.5), torch.arange(12.0).view(3, 4).t(), *torch.arange(20.0).split(7)]
+    wanted = [tensor.clone() for tensor in tensors]
+    unit, moved, _ = parked(tensors, bucket_bytes)
+    with poisoned():
+        for _ in range(3):
+            around(unit)
+    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, wanted, strict=True))
+    size = sum(value.nbytes for value in wanted[:-3]) + 80
+    assert (moved.copied_out, moved.skipped, moved.copied_in) == (size, 2 * size, 3 * size)
+
+
+def test_what_has_not_changed_is_not_copied_again():
+    """What torch wrote is seen by its version, what was written past it by its words; then it is copied every time."""
+    quiet, loud, sly = torch.ones(600), torch.ones(500), torch.ones(400)
+    unit, moved, _ = parked([quiet, loud, sly])
+    around(unit)
+    loud.add_(1)
+    sly.data[7] = 5
+    before, copied = moved.copied_out, []
+    for _ in range(5):
+        around(unit)
+        copied.append(moved.copied_out - before)
+        before = moved.copied_out
+    both = loud.nbytes + sly.nbytes
+    assert copied == [both, both, sly.nbytes, 0, 0], (
+        "what has changed once may do so again, and is copied without a look"
+    )
+    assert sly[7] == 5
+
+
+def test_memory_that_changes_without_a_version_is_looked_at_less_and_less(monkeypatch):
+    """As fused optimizers change weights and states; copies stay right."""
+    from sley_memory.offload import parked as module
+
+    looks = []
+    monkeypatch.setattr(module, "fingerprint", lambda memory: looks.append(1) or fingerprint(memory))
+    tensor = torch.zeros(100)
+    unit, moved, _ = parked([tensor])
+    for number in range(100):
+        tensor.data.fill_(number)
+        around(unit)
+    assert tensor.eq(99).all()
+    assert moved.copied_out == 100 * tensor.nbytes
+    assert len(looks) < 25
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_change_of_words_rows_or_blocks_is_seen(data):
+    """Also words that differ in their sign alone, and rows with the same sum."""
+    size = data.draw(st.sampled_from([8, 12, 4096, 8192, 40_004]))
+    memory = torch.frombuffer(
+        bytearray(data.draw(st.binary(min_size=64, max_size=64)) * (size // 64 + 1)), dtype=torch.uint8
+    )
+    memory = memory[:size].clone()
+    memory[torch.arange(0, size, 77)] ^= torch.arange(0, size, 77).to(torch.uint8)
+    before, old = fingerprint(memory), memory.clone()
+    kind = data.draw(st.sampled_from(["bit", "swap", "block", "sign"]))
+    length = {"bit": 1, "swap": 4, "block": 4096, "sign": 4}[kind]
+    places = st.integers(0, max(0, size // length - 1))
+    first, second = data.draw(places) * length, data.draw(places) * length
+    if kind == "bit":
+        memory[first] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "sign":
+        memory[first + 3] ^= 128
+        memory[second + 3] ^= 128
+    else:
+        memory[first : first + length], memory[second : second + length] = (
+            old[second : second + length],
+            old[first : first + length],
+        )
+    assert bool(fingerprint(memory) == before) == torch.equal(memory, old)
+
+
+def test_rows_of_equal_sums_that_change_places_are_seen():
+    """Sums of rows and of columns stay the same."""
+    memory = torch.zeros(4, 1024, dtype=torch.int32)
+    memory[0, 0] = memory[1, 1] = 7
+    before = fingerprint(memory.view(-1).view(torch.uint8))
+    memory[[0, 1]] = memory[[1, 0]]
+    assert fingerprint(memory.view(-1).view(torch.uint8)) != before
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_an_optimizer_stepped_is_copied(fused):
+    """Fused ones of torch 2.13 count up no version: their words are looked at."""
+    weight = torch.nn.Parameter(torch.ones(40))
+    unit, moved, _ = parked([weight])
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    for _ in range(4):
+        weight.grad = torch.ones(40)
+        optimizer.step()
+        wanted = weight.detach().clone()
+        with poisoned():
+            around(unit)
+        assert torch.equal(weight, wanted)
+    assert moved.copied_out == 4 * weight.nbytes
+
+
+def smaps(path=Path("/proc/self/smaps")):
+    """Bytes of anonymous memory that this process shares with nobody's file: what `mmap` without a file gives."""
+    total, is_ours = 0, False
+    for line in path.read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_ours = "/dev/zero" in line
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def test_host_memory_is_what_was_parked_and_stays():
+    """Of 8 MiB and more, 2 % at most for whole pages and places; nothing more after twenty cycles."""
+    tensors = [torch.ones(size) for size in (1_500_000, 3, 250_001, 999, 400_000, 0)]
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert size >= 8 * MIB
+    is_linux = Path("/proc/self/smaps").exists()
+    before = smaps() if is_linux else 0
+    unit, moved, arena = parked(tensors, bucket_bytes=MIB)
+    around(unit)
+    blocks = list(arena._blocks)
+    for _ in range(20):
+        tensors[0].add_(1)
+        around(unit)
+    assert size <= moved.host_bytes == arena.num_bytes <= 1.02 * size
+    assert arena._blocks == blocks
+    if is_linux:
+        assert smaps() - before <= 1.02 * size
+    starts = [place.host.data_ptr() for place in unit._places.values()]
+    assert all(start % 256 == 0 for start in starts)
+    assert all(second - first >= 256 for first, second in pairwise(starts))
+
+
+def test_tensors_that_are_made_anew_take_the_places_of_those_before():
+    """As an optimizer that replaces its states does."""
+    state = {"basis": torch.ones(5000)}
+    moved, arena = Moved(), Arena(CPU.host_memory)
+    unit = Parked(lambda: pieces_of(state.items()), Streams(HostStream), arena, 1000, moved)
+    for number in range(20):
+        state["basis"] = torch.full((5000,), float(number))
+        around(unit)
+        assert (state["basis"] == number).all()
+    assert arena.num_bytes == moved.host_bytes <= 20_480
+
+
+def test_device_memory_grows_by_a_bucket_at_a_time():
+    """While memory leaves and while it comes, what is here and on the host is never more than all and one bucket."""
+    seen = []
+
+    class Watched(HostStream):
+        def copy(self, target, source):
+            super().copy(target, source)
+            seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+
+    tensors = [torch.ones(100) for _ in range(8)] + [torch.ones(4000)]
+    unit, _, _ = parked(tensors, bucket_bytes=800, make=Watched)
+    unit.offload()
+    assert seen == [19_200, 19_200, 18_400, 18_400, 17_600, 17_600, 16_800, 16_800, 16_000]
+    seen.clear()
+    unit.onload()
+    assert seen == [800, 800, 1600, 1600, 2400, 2400, 3200, 3200, 19_200]
+
+
+def test_a_budget_of_page_locked_memory_is_kept_with_one_warning():
+    made = []
+
+    def make(num_bytes):
+        made.append(num_bytes)
+        return CPU.host_memory(num_bytes)
+
+    arena = Arena(make, budget=10_000)
+    arena.places([5000])
+    with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
+        (place,) = arena.places([20_000])
+    arena.places([20_000])
+    assert made == [5120]
+    assert place.numel() == 20_000
+
+
+def test_no_states_is_nothing_to_move():
+    unit, moved, _ = parked([])
+    around(unit)
+    assert (moved.copied_out, moved.host_bytes, unit.where) == (0, 0, Where.HERE)
+
+
+@pytest.mark.parametrize("offload", [EVERYTHING, BETWEEN], ids=["everything", "between steps"])
+def test_the_device_gets_back_what_the_parts_had(offload):
+    """Counted by the storages of the parts themselves."""
+    with running({**PLAN, "precision": {"compute": "bf16"}, "offload": offload}) as run:
+        run.step()
+        if offload is BETWEEN:
+            assert run.memory.bytes["optimizer_states"] == 0
+            assert run.memory.report["optimizer_states"].given_back == 2 * 4 * (36 + 6 + 36)
+            return
+        sizes = {part: size for part, size in run.memory.bytes.items() if size}
+        assert sizes.keys() >= {"weights", "buffers", "masters", "optimizer_states"}
+        run.memory.offload().wait()
+        report = run.memory.report
+        assert {part: report[part].given_back for part in sizes} == sizes
+        run.memory.onload()
+        assert {part: size for part, size in run.memory.bytes.items() if size} | {"gradients": 0} == sizes | {
+            "gradients": 0
+        }
+        cycle(run)

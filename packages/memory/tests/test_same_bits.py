@@ -1,0 +1,97 @@
+"""Ten steps between which memory leaves and comes back end with the bits of ten without, in every layout.
+
+Memory comes back as NaN before it is copied. bf16 has masters, which alias working weights: fp32 alone would hide that.
+"""
+
+from __future__ import annotations
+
+import pytest
+from parking import BETWEEN, EVERYTHING, steps, three_ways
+
+from sley_core.testing.plans import small_plan
+
+pytestmark = pytest.mark.timeout(180)
+
+GROUPS = {
+    "use": "core.adamw",
+    "lr": 3e-3,
+    "clip_norm": 0.5,
+    "groups": [{"match": "blocks.0.*", "lr": 1e-3, "weight_decay": 0.1}, {"match": "embed.*", "freeze": True}],
+}
+
+ALONE = {
+    "fp32": {"precision__compute": "fp32"},
+    "bf16 with masters": {"precision__compute": "bf16"},
+    "two groups and a frozen weight": {"precision__compute": "bf16", "optimizer": GROUPS},
+    "four micro-batches": {"precision__compute": "bf16", "batch__micro_size": 2},
+    "a tied weight": {"precision__compute": "bf16", "model__tie_embeddings": True},
+    "an optimizer by factory": {"optimizer": {"factory": "torch.optim:NAdam", "lr": 3e-3}},
+}
+
+LAYOUTS = {
+    "interleaved pipeline": (
+        "sley_pp",
+        {"model__num_layers": 2, "parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}},
+    ),
+    "sharded weights": ("sley_isp", {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}),
+    "buckets": (
+        "sley_dp",
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
+    ),
+    "low-rank gradients": (
+        "sley_dp",
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "rank": 1, "start_step": 2}]},
+    ),
+}
+
+
+def assert_same(plain, *others):
+    for name, other in zip(("away between steps", "stepped in buckets"), others, strict=True):
+        assert other[:2] == plain[:2], name
+        assert other[2] > 0, f"{name}: nothing was moved"
+
+
+@pytest.mark.parametrize("changes", ALONE.values(), ids=ALONE.keys())
+def test_on_one_rank(changes, texts):
+    assert_same(*three_ways(small_plan(**changes), texts))
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_on_two_ranks(ranks, layout, compute, texts):
+    plugin, changes = layout
+    pytest.importorskip(plugin)
+    for found in ranks(2, timeout_s=150)(three_ways, small_plan(**changes, precision__compute=compute), texts):
+        assert_same(*found)
+
+
+def test_both_kinds_together(texts):
+    """States are away between two steps by themselves, the rest by call; two managers in one plan."""
+    tables = small_plan(precision__compute="bf16")
+    rest = ["weights", "buffers", "masters", "gradients", "handlers", "pools", "messages"]
+    both = [*BETWEEN, {"use": "memory.everything", "parts": rest}]
+    plain, found = steps(tables, texts, 4), steps({**tables, "offload": both}, texts, 4, moves=True)
+    assert found[:2] == plain[:2]
+
+
+def test_memory_that_leaves_before_the_first_step(texts):
+    """There are no states and no gradients yet."""
+    from parking import cycle, running, sha
+
+    tables = small_plan(precision__compute="bf16")
+    with running({**tables, "offload": EVERYTHING}, texts) as run:
+        cycle(run)
+        assert run.memory.report["optimizer_states"].copied_out == 0
+        for _ in range(3):
+            run.step()
+        found = sha(run)
+    assert found == steps(tables, texts, 3)[0]
+
+
+def test_a_copy_that_is_missing_is_seen(texts, monkeypatch):
+    """The poison works: without copies back, the next step has no number."""
+    from sley_core.comm.copies import HostStream
+
+    monkeypatch.setattr(HostStream, "copy", lambda stream, target, source: None)
+    with pytest.raises(Exception, match="not-finite"):
+        steps({**small_plan(), "offload": EVERYTHING}, texts, 2, moves=True)

@@ -1,0 +1,254 @@
+"""Where memory is, what may be done then, and the errors that say what may not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from odd_parts import PLAN, Points
+from parking import EVERYTHING, cycle, running, sha
+
+from sley_core.errors import RunError, UsageError
+from sley_core.memory.run_memory import COPIED
+from sley_core.memory.state import PARTS, StateError, Where
+from sley_core.testing.plans import small_plan
+
+AWAY = {**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}
+BATCH = {name: torch.stack([Points()[at][name] for at in range(4)]) for name in ("x", "y")}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_every_part_says_where_it_is():
+    with running(AWAY) as run:
+        run.step()
+        assert set(run.memory.where.values()) == {Where.HERE}
+        run.memory.offload().wait()
+        assert [part for part, where in run.memory.where.items() if where is Where.AWAY] == [*PARTS[:6]]
+        assert {part: size for part, size in run.memory.bytes.items() if size} == {}
+        run.memory.onload().wait()
+        assert set(run.memory.where.values()) == {Where.HERE}
+
+
+@pytest.mark.parametrize("part", ["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers"])
+def test_a_step_while_a_part_is_away_names_it_and_the_call(part):
+    """And the step after that call has the bits of a run that never was away."""
+    with running(AWAY) as run:
+        run.step()
+        run.memory.offload(part)
+        words = part.replace("_", " ")
+        with pytest.raises(StateError, match=rf"(?s)a step needs the run's {words}.*run\.memory\.onload\(\"{part}\"\)"):
+            run.step(BATCH)
+        with pytest.raises(StateError, match=words):
+            run.train()
+        run.memory.onload(part)
+        run.step()
+        found = sha(run)
+    with running(AWAY) as run:
+        run.step()
+        run.step()
+        assert sha(run) == found
+
+
+def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():
+    """Of a layer and of a module within; and not any more once weights are back, with no hook left behind."""
+    with running(AWAY) as run:
+        run.step()
+        layer = run.layers[0].module
+        for part in ("weights", "buffers"):
+            run.memory.offload(part)
+            for call in (lambda: layer(BATCH["x"]), lambda: layer.linear(BATCH["x"])):
+                with pytest.raises(StateError, match=f"a layer's forward needs the run's {part}, which are away"):
+                    call()
+            run.memory.onload(part)
+        layer(BATCH["x"])
+        assert not layer._forward_pre_hooks
+        run.memory.offload("optimizer_states")
+        layer(BATCH["x"])
+
+
+def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
+    """Masters, states and gradients stay on the host, as for another program that wants the weights."""
+    tables = small_plan(precision__compute="bf16", evaluation={"every": 100}, offload=EVERYTHING)
+    with running(tables, texts) as run:
+        run.step()
+        wanted = run.evaluate()
+        run.memory.offload()
+        with pytest.raises(StateError, match="an evaluation needs the run's weights"):
+            run.evaluate()
+        run.memory.onload("weights", "buffers")
+        assert run.evaluate() == wanted
+        sizes = run.memory.bytes
+        assert (sizes["masters"], sizes["optimizer_states"], sizes["gradients"]) == (0, 0, 0)
+        report = run.memory.report
+        assert report["masters"].copied_in == report["optimizer_states"].copied_in == 0
+        state = {name: value.clone() for name, value in run.memory.host("weights")}
+        with pytest.raises(StateError, match="loading weights needs the run's masters"):
+            run.load_weights(state)
+        run.memory.onload()
+        run.step()
+
+
+def test_loaded_weights_need_weights_buffers_and_masters_only():
+    """Loaded values leave and come back too, masters' digits with them."""
+    with running(AWAY) as run:
+        run.step()
+        state = {name: torch.full(value.shape, 0.3) for name, value in run.memory.host("weights")}
+        run.memory.offload("optimizer_states", "gradients")
+        run.load_weights(state, strict=False)
+        cycle(run)
+        assert all((value == torch.tensor(0.3)).all() for _, value in run.memory.host("masters"))
+
+
+def test_a_second_call_is_counted_and_does_nothing():
+    with running(AWAY) as run:
+        run.step()
+        run.memory.offload()
+        before = sha(run)
+        run.memory.offload().wait()
+        report = run.memory.report
+        assert all(report[part].num_no_ops == 1 for part in (*COPIED, "gradients"))
+        copied = report["weights"].copied_out
+        run.memory.onload()
+        run.memory.onload()
+        report = run.memory.report
+        assert all(report[part].num_no_ops == 2 for part in (*COPIED, "gradients"))
+        assert (report["weights"].copied_out, sha(run)) == (copied, before)
+
+
+def test_parts_may_leave_and_come_in_any_order():
+    """Gradients are rebuilt while weights are away, states come before masters: storages do not depend on one another."""
+    with running(AWAY) as run:
+        run.step()
+        for part in ("weights", "gradients", "masters", "optimizer_states", "buffers"):
+            run.memory.offload(part)
+        for part in ("gradients", "optimizer_states", "buffers", "masters", "weights"):
+            run.memory.onload(part)
+        run.step()
+        found = sha(run)
+    with running(AWAY) as run:
+        run.step()
+        run.step()
+        assert sha(run) == found
+
+
+def test_gradients_are_freed_and_never_copied():
+    with running(AWAY) as run:
+        run.step()
+        entry = run.store.entries[0]
+        run.memory.offload("gradients")
+        with pytest.raises(RunError, match=r"(?s)gradients-freed.*run\.memory\.offload"):
+            run.store.gradient(entry)
+        run.memory.onload()
+        moved = run.memory.report["gradients"]
+        assert (moved.copied_out, moved.copied_in, moved.host_bytes) == (0, 0, 0)
+        run.step()
+        assert run.store.gradient(entry).isfinite().all()
+
+
+def test_nothing_leaves_within_a_step_or_an_evaluation(texts):
+    """From a hook of a module; what follows is as if it had not been asked."""
+    tables = small_plan(evaluation={"every": 100}, offload=EVERYTHING)
+    with running(tables, texts) as run:
+        refused = []
+
+        def leave(*_):
+            for call in (run.memory.offload, run.memory.onload):
+                with pytest.raises(RunError, match="step-running") as error:
+                    call()
+                refused.append(str(error.value))
+
+        hook = run.layers[0].module.register_forward_hook(leave)
+        run.step()
+        run.evaluate()
+        hook.remove()
+        assert any("a step is under way" in text for text in refused)
+        assert any("an evaluation is under way" in text for text in refused)
+        found = sha(run)
+    with running(small_plan(), texts) as run:
+        run.step()
+        assert sha(run) == found
+
+
+def test_a_listener_may_move_memory_but_must_bring_it_back(texts):
+    """`train` looks before each step, not only before its first."""
+    with running(small_plan(offload=EVERYTHING), texts) as run:
+        run.listeners.append(lambda row: cycle(run))
+        assert run.train() == "finished"
+        assert run.memory.report["weights"].copied_out > 0
+    with running(small_plan(offload=EVERYTHING), texts) as run:
+        run.listeners.append(lambda row: run.memory.offload("optimizer_states"))
+        with pytest.raises(StateError, match="a step needs the run's optimizer states"):
+            run.train()
+        assert run.num_steps_done == 1
+
+
+def test_a_run_that_closes_leaves_ordinary_layers():
+    """Weights and buffers come back with the values that they had, and modules without hooks."""
+    with running(AWAY) as run:
+        run.step()
+        wanted = {name: value.clone() for name, value in run.memory.host("weights")}
+        entries = list(run.book)
+        layers = [layer.module for layer in run.layers]
+        run.memory.offload()
+    for entry in entries:
+        assert torch.equal(entry.parameter, wanted[entry.name])
+    assert layers[0](BATCH["x"]).isfinite().all()
+    assert not any(module._forward_pre_hooks for layer in layers for module in layer.modules())
+    with pytest.raises(RunError, match="run-closed"):
+        run.memory.offload()
+
+
+def test_parts_that_nobody_moves_are_refused_by_name():
+    with running({**PLAN, "offload": [{"use": "memory.weights"}]}) as run:
+        with pytest.raises(UsageError, match=r"(?s)nothing in the plan moves the run's masters.*memory\.everything"):
+            run.memory.offload("masters")
+        with pytest.raises(UsageError, match="has no part 'moments'"):
+            run.memory.onload("moments")
+    with running(PLAN) as run, pytest.raises(UsageError, match=r"nothing in the plan moves the run's memory"):
+        run.memory.offload()
+
+
+def read_while_away(compute):
+    """Values of all parts that are copied, read while here and while away, and the bytes that came to the device."""
+    with running({**AWAY, "precision": {"compute": compute}}) as run:
+        run.step()
+        here = {part: {name: value.clone() for name, value in run.memory.host(part)} for part in COPIED}
+        run.memory.offload()
+        away = {part: dict(run.memory.host(part)) for part in COPIED}
+        for part in COPIED:
+            assert away[part].keys() == here[part].keys()
+            for name, value in away[part].items():
+                wanted = here[part][name]
+                assert (value.dtype, value.shape, value.device) == (wanted.dtype, wanted.shape, wanted.device)
+                assert torch.equal(value, wanted), name
+        across = away["weights"]["second.across"]
+        assert across.stride() == run.layers[1].module.across.stride() == (1, 6)
+        assert sum(moved.copied_in for moved in run.memory.report.values()) == 0
+        return {part: sorted(values) for part, values in here.items()}
+
+
+def test_a_checkpoint_can_be_read_while_memory_is_away():
+    names = read_while_away("bf16")
+    assert "second.across.exp_avg" in names["optimizer_states"]
+    assert "second.across.step" in names["optimizer_states"], "a checkpoint needs the number of steps"
+    assert "second.across" in names["masters"]
+    assert "first.unsaved" in names["buffers"]
+    assert read_while_away("fp32")["masters"] == []
+    with running(AWAY) as run, pytest.raises(UsageError, match=r"not-copied.*gradients"):
+        run.memory.host("gradients")
+
+
+def move_on_one_rank(tables):
+    """Rank 1 moves its memory between steps, rank 0 does not: no call waits for another rank."""
+    with running(tables) as run:
+        for _ in range(3):
+            run.step()
+            if run.world.rank == 1:
+                cycle(run)
+        return sha(run), run.memory.report["weights"].copied_out > 0
+
+
+def test_ranks_need_not_do_alike(ranks):
+    tables = {**AWAY, "gradient_handlers": [{"use": "core.each"}], "parallel": {"dp": 2}}
+    (first, quiet), (second, moved) = ranks(2, timeout_s=60)(move_on_one_rank, tables)
+    assert (first, quiet, moved) == (second, False, True)
