@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.api.memory import OffloadManager
+from sley_core.api.memory import OffloadManager, Where
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
@@ -20,6 +20,7 @@ from sley_core.run import Run
 from sley_core.testing.drawn_copies import DrawnDevice
 from sley_core.testing.plans import Tables
 from sley_memory.offload.between_steps import BetweenSteps
+from sley_memory.offload.parked import Parked
 
 NUM_STEPS = 3
 TO_COMPARE = ("weights", "buffers", "masters", "optimizer_states")
@@ -62,8 +63,8 @@ def _trained(
                 move(run, draw)
             run.step()
         found = digest(run)
-        if device is not None and draw.random() < 0.5:
-            run.memory.offload()  # and close while it leaves
+        if device is not None:
+            draw.choice((run.step, run.memory.offload))()  # and close while it leaves
         return found
 
 
@@ -76,8 +77,19 @@ def move(run: Run, draw: random.Random) -> None:
             moved = moves(*chosen)
             if draw.random() < 0.3:
                 moved.wait()
+                read_on_host(run)
             if draw.random() < 0.3:
                 assert set(run.memory.where) >= set(parts)  # asks the streams
+
+
+def read_on_host(run: Run) -> None:
+    """Reads what is parked on the host, as a program may that saves a run while it is away and has waited for it."""
+    for manager in run.memory.managers:
+        for part in manager.parts:
+            mover = getattr(manager, "_movers", {}).get(part)
+            if isinstance(mover, Parked) and run.memory.where[part] is Where.AWAY:
+                for place in mover._places.values():
+                    place.host.sum()
 
 
 def digest(run: Run) -> str:

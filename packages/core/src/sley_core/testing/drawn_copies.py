@@ -108,8 +108,8 @@ class DrawnCopies:
 
     def __init__(self, seed: int, *, is_strict: bool) -> None:
         self.ledger = Ledger()
-        self.num_copies = 0
         self.is_strict = is_strict
+        self.is_broken = False
         self._random = random.Random(seed)
         self.rate = self._random.choice(RATES)
         self._pending: dict[int, list[_Copy]] = {}
@@ -130,11 +130,12 @@ class DrawnCopies:
         self.check(self.ledger.forgotten)
 
     def check(self, rule: Callable[..., Any], *args: Any) -> None:
-        """Applies a rule of the ledger; without `is_strict` it raises nothing."""
+        """Applies a rule of the ledger. It raises once: what a program then does to end is not in order any more."""
         try:
             rule(*args)
         except AssertionError:
-            if self.is_strict:
+            if self.is_strict and not self.is_broken:
+                self.is_broken = True
                 raise
 
     def give(self, stream: int, target: Tensor, source: Tensor) -> None:
@@ -143,15 +144,17 @@ class DrawnCopies:
         assert target.dtype == source.dtype, (target.dtype, source.dtype)
         self.called()
         torch.autograd.graph.increment_version(target)  # now, as a real stream's `copy_` does, and not when it happens
-        self.check(self.ledger.copies, stream, target, source)
-        needs = {
-            worker: number for worker, number in self.ledger.streams[stream].items() if worker not in (DEVICE, stream)
-        }
-        copy = _Copy(_Span(target), _Span(source), needs)
-        if not any(other.source.overlaps(copy.target) for queue in self._pending.values() for other in queue):
-            _poison(copy.target)  # else a copy that comes before this one would read it
-        self._pending[stream].append(copy)
-        self.num_copies += 1
+        try:
+            self.check(self.ledger.copies, stream, target, source)
+        finally:
+            self._add(stream, _Span(target), _Span(source))
+
+    def _add(self, stream: int, target: _Span, source: _Span) -> None:
+        clock = self.ledger.streams[stream]
+        needs = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
+        if not any(other.source.overlaps(target) for queue in self._pending.values() for other in queue):
+            _poison(target)  # else a copy that comes before this one would read it
+        self._pending[stream].append(_Copy(target, source, needs))
 
     def tick(self) -> None:
         """Lets copies happen, or none, as drawn."""
@@ -159,18 +162,25 @@ class DrawnCopies:
             pass
 
     def called(self) -> None:
-        """As `tick`, where a program calls a stream or an event: first looks for memory that was forgotten too early, since
+        """Does as `tick` where a program calls a stream or an event; first looks for memory that was forgotten too early, since
         the call may order what was not in order when it was forgotten.
         """
         self.check(self.ledger.forgotten)
         self.tick()
 
     def ask(self, clock: Clock) -> bool:
-        """Returns whether the copies that `clock` names have happened; whoever asks often enough sees them happen."""
+        """Returns whether the host sees that the copies that `clock` names are done; whoever asks often enough sees it.
+
+        What the device was held for has happened, but the host may hear of it later.
+        """
+        needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
+        if all(self.ledger.host.get(stream, 0) >= number for stream, number in needed.items()):
+            return True
         self.called()
-        if self._random.random() < 0.5:
-            self._step()
-        return all(self._num_done.get(stream, 0) >= number for stream, number in clock.items() if stream != DEVICE)
+        if self._random.random() >= max(self.rate, 0.1):
+            return False
+        self._step()
+        return all(self._num_done.get(stream, 0) >= number for stream, number in needed.items())
 
     def force(self, clock: Clock) -> None:
         """Does the copies that `clock` names, with what they need, and as many others as are drawn."""

@@ -1,0 +1,157 @@
+"""Without any one of their waits, and with the faults of others, offload managers are caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import sley_memory
+from sley_core.engine.step_state import MicroStep
+from sley_core.errors import RunError
+from sley_core.run import Run
+from sley_core.testing.plans import Tables, changed, small_plan
+from sley_core.testing.wait_mutants import Site, wait_sites, without
+
+SOURCES = str(Path(sley_memory.__file__).parent)
+NUM_TRIES = 8
+"""In how many orders a missing wait must show."""
+
+PLAN = small_plan(model__num_layers=1, batch__micro_size=2, precision__compute="bf16")
+CASES: dict[str, list[Tables]] = {
+    "between steps": [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}],
+    "optimizer on the host": [{"use": "memory.host_optimizer", "bucket_mb": 0.01}],
+    "everything": [{"use": "memory.everything", "bucket_mb": 0.004}],
+}
+
+Named = tuple[str, str, int]
+"""A wait as it is called in this file: function, method, and which of these in the function."""
+
+IMPLIED: dict[Named, str] = {
+    ("onload", "after", 0): "the device was held until each copy out was done, and the stream follows the device",
+    ("_step", "follow", 1): "the host has waited for gradients, whose stream followed the device after the backward",
+    ("_step", "hold_device", 0): "the host waits for the same copies, and gives the device's next work after that",
+    (
+        "_step",
+        "wait",
+        1,
+    ): "the device was held until these copies were done, the next step's gradients follow it, and the "
+    "host waits for them before it writes",
+}
+"""Waits that another one brings about: without them, all orders of a training are the permitted ones."""
+
+OTHERS_RACES: dict[str, Named] = {
+    "copies do not wait for the optimizer's writes": ("offload", "follow", 0),
+    "memory is used anew while a copy reads it": ("offload", "hold_device", 0),
+    "a copy writes memory in which the device still works": ("onload", "follow", 0),
+}
+"""The three stream races that DeepSpeed's pull request 8186 mended, as waits that are missing here."""
+
+Train = Callable[..., str]
+
+
+def named(sites: Iterable[Site]) -> dict[Site, Named]:
+    """The sites in this package's sources, by function and number; two classes' `wait` count as one function's."""
+    count: Counter[tuple[str, str]] = Counter()
+    found = {}
+    for site in sorted(set(sites), key=lambda site: (Path(site.file).name != "parked.py", site.line)):
+        if site.file.startswith(SOURCES):
+            found[site] = (site.function, site.wait, count[site.function, site.wait])
+            count[site.function, site.wait] += 1
+    return found
+
+
+def first_caught(training: Train, plain: str, site: Site, num_orders: int) -> tuple[int, str] | None:
+    """In which order the training raised or had other bits, counted from 1, and which of these; None if it never did."""
+    for order in range(num_orders):
+        with without(site):
+            try:
+                found = training(order)
+            except (AssertionError, RunError) as error:
+                return order + 1, type(error).__name__
+        if found != plain:
+            return order + 1, "bits"
+    return None
+
+
+def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
+    """Each wait of the package's sources that a training calls is needed in one of the cases, or implied by another."""
+    plain = train(PLAN, texts)
+    caught: set[Site] = set()
+    missed: set[Site] = set()
+    for case, offload in CASES.items():
+        training = partial(train, changed(PLAN, offload=offload), texts)
+        for site, name in named(
+            chain.from_iterable(wait_sites(partial(training, order)) for order in range(2))
+        ).items():
+            if name in IMPLIED or site in caught:
+                continue
+            found = first_caught(training, plain, site, NUM_TRIES)
+            print(f"{case}: {site}: {'never caught' if found is None else 'caught in order {} by {}'.format(*found)}")
+            (missed if found is None else caught).add(site)
+    assert len(caught) >= 10
+    assert not missed - caught
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", CASES)
+def test_waits_that_others_imply_change_nothing(case: str, train: Train, texts: Path) -> None:
+    plain, training = train(PLAN, texts), partial(train, changed(PLAN, offload=CASES[case]), texts)
+    for site, name in named(wait_sites(partial(training, 0))).items():
+        if name in IMPLIED:
+            assert first_caught(training, plain, site, 30) is None, f"{site} is needed: {IMPLIED[name]}"
+
+
+@pytest.mark.parametrize("race", OTHERS_RACES)
+def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> None:
+    """In the first order, by what the manager does and not by its bits."""
+    training = partial(train, changed(PLAN, offload=CASES["everything"]), texts)
+    (site,) = (site for site, name in named(wait_sites(partial(training, 0))).items() if name == OTHERS_RACES[race])
+    with without(site), pytest.raises(AssertionError, match="is missing"):
+        training(0)
+
+
+class Loses:
+    """Makes a run lose gradients between its micro-batches, as an offload does that keeps one of them."""
+
+    def __init__(self, run: Run, micro: int, lose: Callable[[Tensor, Tensor], None]) -> None:
+        self._store = run.store
+        self._micro = micro
+        self._lose = lose
+        self._kept: list[Tensor] = []
+        executor = run.stepper.executor
+        executor.hooks = [*executor.hooks, self]  # type: ignore[list-item]  # it has what a training calls
+        run.parts.events.before_update.append(self._update)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+    def before_backward(self, micro: MicroStep, _gradient: object) -> None:
+        """Keeps what was summed before one micro-batch."""
+        if micro.micro == self._micro:
+            self._kept = [self._store.gradient(entry).clone() for entry in self._store.entries]
+
+    def _update(self) -> None:
+        for entry, kept in zip(self._store.entries, self._kept, strict=True):
+            self._lose(self._store.gradient(entry), kept)
+
+
+LOSES: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
+    "all but the last backward (DeepSpeed's pull request 7981)": (3, lambda gradient, kept: gradient.sub_(kept)),
+    "all but the first micro-batch (7967)": (1, lambda gradient, kept: gradient.copy_(kept)),
+}
+
+
+@pytest.mark.parametrize("what", LOSES)
+def test_gradients_that_vanish_are_seen_in_the_bits(what: str, train: Train, texts: Path) -> None:
+    """No rule is broken and no error raised: the sums are wrong, and so is the digest."""
+    tables = changed(PLAN, offload=CASES["optimizer on the host"])
+    micro, lose = LOSES[what]
+    assert train(tables, texts, 0) == train(PLAN, texts)
+    assert train(tables, texts, 0, lambda run: Loses(run, micro, lose)) != train(PLAN, texts)
