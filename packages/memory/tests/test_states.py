@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from odd_parts import PLAN, Points
@@ -253,5 +252,3 @@ def test_ranks_need_not_do_alike(ranks):
     tables = {**AWAY, "gradient_handlers": [{"use": "core.each"}], "parallel": {"dp": 2}}
     (first, quiet), (second, moved) = ranks(2, timeout_s=60)(move_on_one_rank, tables)
     assert (first, quiet, moved) == (second, False, True)
-
-

@@ -60,8 +60,7 @@ class First(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.linear.weight.dtype)
         shift = (self.count + self.one + self.same * self.unsaved).to(x.dtype)
-        out = self.linear(x).tanh() * self.scale + self.frozen + self.late + shift + self.nothing.sum()
-        return out
+        return self.linear(x).tanh() * self.scale + self.frozen + self.late + shift + self.nothing.sum()
 
 
 class Second(nn.Module):
