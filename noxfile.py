@@ -4,6 +4,7 @@
     nox -s tests            all tests; `nox -s tests -- -k topology` passes arguments on to pytest
     nox -s readme           what README tells a newcomer to type, in its order
     nox -s floor            the quickstart and all tests, with the oldest torch that the packages allow
+    nox -s gpu              what needs a CUDA device: its tests, and memory's benchmarks
     nox -l                  everything else
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
@@ -45,8 +46,8 @@ CONSTRAINTS = ("-c", "constraints.txt")
 FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 """A test's ranks share the machine's cores: more threads than cores only make them wait for one another. Programs that
 tests start find compiled modules, as those of a user do."""
-SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile")
-"""Files of tests at a time, one more than cores: much of a test of ranks is waiting."""
+SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
+"""Tests at a time, one more than cores: much of a test of ranks is waiting. Who has no tests left takes some of another's."""
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
@@ -109,12 +110,14 @@ def isolated(session: nox.Session) -> None:
 
     Of a test with parameters, the first case: what a wheel lacks, it lacks for all. With arguments, what these say.
     """
-    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build")
+    backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
+    session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *backends)
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, Path] = {}
         for package in PACKAGES:
             made = Path(folder, package.module)
-            session.run("python", "-m", "build", "-q", "--outdir", str(made), package.folder, silent=True)
+            build = ("python", "-m", "build", "-q", "--no-isolation")  # an environment for each archive takes minutes
+            session.run(*build, "--outdir", str(made), package.folder, silent=True)
             (wheels[package.module],) = made.glob("*.whl")
             assert_licensed(package, made)
         for package in PACKAGES:
@@ -190,6 +193,14 @@ def bench(session: nox.Session) -> None:
     for script in sorted((ROOT / "benchmarks").glob("*.py")):
         if not session.posargs or script.stem in session.posargs:
             in_dev(session, "python", str(script), **FOR_TESTS)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def gpu(session: nox.Session) -> None:
+    """All tests that need CUDA, and the benchmarks of memory on it; at most ten minutes, with one device."""
+    in_dev(session, "python", "-m", "pytest", "-m", "gpu", "-rs", *session.posargs, **FOR_TESTS)
+    script = str(ROOT / "benchmarks" / "memory.py")
+    in_dev(session, "python", script, "--device", "cuda", "--rounds", "10", "--part", "between", "park", **FOR_TESTS)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)

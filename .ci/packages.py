@@ -25,6 +25,10 @@ class Package:
         self.module = next(path.parent.name for path in pyproject.parent.glob("src/*/py.typed"))
         self.is_plugin = self.folder.startswith(("packages/", "examples/")) and self.module != "sley_core"
 
+    def build_requirements(self) -> list[str]:
+        """What makes its archives; `build` refuses to where one is missing."""
+        return list(self.manifest["build-system"]["requires"])
+
     def test_requirements(self) -> list[str]:
         """What the package's own tests need: its extra `test`, and its dependency group `tests`."""
         extras = self.manifest["project"].get("optional-dependencies", {})

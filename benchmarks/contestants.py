@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sley_core.assemble import assemble
@@ -115,7 +116,9 @@ class _NoUpdate:
 
 
 class Torch:
-    """A module in the hand-written loop. kind: ddp, ddp-static, fsdp2 or none."""
+    """A module in the hand-written loop. kind: ddp, ddp-static, ddp-zero (its optimizer sharded), fsdp2, fsdp2-host (with its
+    CPUOffloadPolicy) or none.
+    """
 
     def __init__(self, tables: dict[str, Any], kind: str, micros: int, *, fused: bool | None = None) -> None:
         model, device = _layers(tables)
@@ -126,13 +129,20 @@ class Torch:
         self.model: Any = model
         if kind.startswith("ddp"):
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=kind == "ddp-static")
-        elif kind == "fsdp2":
+        elif kind.startswith("fsdp2"):
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if kind == "fsdp2-host" else OffloadPolicy()
             for layer in list(model)[1:-1]:
-                fully_shard(layer, mesh=mesh)
-            self.model = fully_shard(model, mesh=mesh)
+                fully_shard(layer, mesh=mesh, offload_policy=policy)
+            self.model = fully_shard(model, mesh=mesh, offload_policy=policy)
         self.device = device
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=fused)
+        options: dict[str, Any] = {"lr": LR, "fused": fused}
+        parameters = list(self.model.parameters())
+        self.optimizer: torch.optim.Optimizer = (
+            ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **options)
+            if kind == "ddp-zero"
+            else torch.optim.AdamW(parameters, **options)
+        )
 
     def backward(self, batch: Batch) -> object:
         total = torch.zeros((), device=self.device)
@@ -156,7 +166,7 @@ class Torch:
         return loss
 
     def _synced(self, last: bool) -> Any:
-        if self.kind == "fsdp2":
+        if self.kind.startswith("fsdp2"):
             self.model.set_requires_gradient_sync(last)
         if self.kind.startswith("ddp") and not last:
             return self.model.no_sync()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import latency
 from contestants import Cleared, Sley, Torch, plan
-from memory import peak_live_mb, peak_resident_mb
+from peaks import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
 from sley_core.testing.ranks import Ranks
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from contestants import Sley, plan
-from memory import peak_live_mb
+from peaks import peak_live_mb
 from protocol import compare, interleave, noise_of, parser, report, slowest
 from sley_core.testing.ranks import Ranks
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from contestants import Sley, plan
-from memory import peak_live_mb, peak_resident_mb
+from peaks import peak_live_mb, peak_resident_mb
 from protocol import compare, interleave, noise_of, parser, report
 from schedules import SCHEDULES
 from sley_core.actions.costs import Costs

@@ -13,7 +13,7 @@ Cli = Callable[..., Any]
 
 def test_a_good_plan_gets_one_line(cli: Cli, plan: Path) -> None:
     result = cli("check", plan)
-    assert (result.code, result.out, result.err) == (0, "", "1 plan is fine\n")
+    assert (result.code, result.out, result.err) == (0, "", "1 plan is fine; no model was built (--model builds it)\n")
 
 
 def test_several_plans_are_checked_to_the_end(cli: Cli, plan: Path, folder: Path) -> None:
@@ -26,7 +26,7 @@ def test_several_plans_are_checked_to_the_end(cli: Cli, plan: Path, folder: Path
     assert second.startswith("two.toml:25:7: error[plugin-unknown]")
     assert count == "found 2 errors"
     assert result.code == 4
-    assert cli("check", plan, plan).err == "2 plans are fine\n"
+    assert cli("check", plan, plan).err == "2 plans are fine; no model was built (--model builds it)\n"
 
 
 def test_check_of_another_world(cli: Cli, plan: Path) -> None:
@@ -41,6 +41,40 @@ def test_check_of_the_model(cli: Cli, own_model: Callable[[str], Path]) -> None:
     result = cli("check", path, "--model")
     assert result.code == 3
     assert "error[model-factory]" in result.err
+
+
+SHARES_A_WEIGHT = """
+    from torch import nn
+
+    class Embed(nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    def layers(data):
+        embed, head = Embed(data.vocab_size, 8), nn.Linear(8, data.vocab_size, bias=False)
+        head.weight = embed.weight
+        return [("embed", embed), ("middle", nn.Linear(8, 8)), ("head", head)]
+"""
+
+
+def test_a_weight_that_stages_share_and_nobody_sums(
+    cli: Cli, own_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the model `check` says that it did not look; with it, and in `run` before a rank starts, it is refused."""
+    pytest.importorskip("sley_pp")
+    path = own_model(SHARES_A_WEIGHT)
+    pipeline = ["--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", 'pipeline.use="pp.gpipe"']
+    unsummed = [*pipeline, "--set", "gradient_handlers=[]"]
+    monkeypatch.setattr("train_cli.launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
+    plain = cli("check", path, *unsummed)
+    assert plain.code == 0
+    assert "only --model sees whether there are any" in plain.err
+    assert "only --model sees" not in cli("check", path, *pipeline).err
+    for arguments in (("check", path, "--model"), ("run", path)):
+        result = cli(*arguments, *unsummed)
+        assert (result.code, result.err.count("error[handler-missing]")) == (3, 1), result.err
+        assert "stages [0, 1] share a parameter" in result.err
+    assert not list(path.parent.glob("runs/*"))
 
 
 PASSES_A_NUMBER = """

@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -30,6 +35,62 @@ def test_what_a_communicator_counted_is_printed(together: Callable[..., Any], pl
     assert ["isp.communicator", "counted"] in lines
     for name, value in counts.items():
         assert [name, f"{value:,.10g}"] in lines
+
+
+REDUCERS: dict[str, dict[str, Any]] = {
+    "each": {"use": "core.each"},
+    "bucketed": {"use": "dp.bucketed"},
+    "bf16": {"use": "dp.bucketed", "reduction": "bf16"},
+    "low rank": {"use": "dp.powersgd", "rank": 1, "start_step": 2},
+}
+SENT = "sent_bytes_per_step"
+
+
+def counted(plans: dict[str, Any], folder: Path) -> dict[str, tuple[dict[str, Any], int, list[int]]]:
+    """Of each plan, on this rank: what its parts counted in two steps, bytes of gradients, and those of ties among them."""
+    found = {}
+    for name, tables in plans.items():
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            run.step()
+            run.step()
+            run.evaluate()  # after the last step, as at the end of a run: it counts for nothing
+            gradients = {entry: run.store.gradient(entry).nbytes for entry in run.book}
+            ties = [size for entry, size in gradients.items() if entry.tie_group]
+            found[name] = run.counts, sum(gradients.values()), ties
+    return found
+
+
+def test_whatever_exchanges_says_in_one_word_what_it_sends(ranks: Callable[..., Any], texts: Path) -> None:
+    """Over two ranks an all-reduce sends as many bytes as it sums."""
+    pytest.importorskip("sley_dp")
+    held_out = {"evaluation": {"every": 9, "steps": 3}}
+    plans = {
+        name: small_plan(parallel={"dp": 2}, gradient_handlers=[table], **held_out) for name, table in REDUCERS.items()
+    }
+    for found in ranks(2)(counted, plans, texts):
+        sent = {name: counts[REDUCERS[name]["use"]][SENT] for name, (counts, _, _) in found.items()}
+        size = found["each"][1]
+        assert sent["each"] == size
+        assert size <= sent["bucketed"] < 1.2 * size  # with what aligns gradients
+        assert sent["bf16"] == pytest.approx(sent["bucketed"] / 4, rel=0.01)
+        assert 0 < sent["low rank"] < size / 3
+
+
+def test_stage_links_ties_and_communicators_say_it_too(ranks: Callable[..., Any], texts: Path) -> None:
+    pytest.importorskip("sley_pp")
+    pytest.importorskip("sley_isp")
+    held_out = {"evaluation": {"every": 9, "steps": 3}}
+    stages = {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.gpipe"}, "model__tie_embeddings": True}
+    weights = {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}
+    plans = {"stages": small_plan(**stages, **held_out), "weights": small_plan(**weights, **held_out)}
+    for found in ranks(2)(counted, plans, texts):
+        counts, _, ties = found["stages"]
+        assert counts["pp.shared_modules"][SENT] == sum(ties) > 0
+        messages = 4 * 2 * 24 * 16 * 8  # micro-batches of samples of tokens of width 16 in fp64
+        assert messages < counts["pp.link"][SENT] < messages + 4 * 4096  # with heads
+        (counted_weights,) = [found["weights"][0]["isp.communicator"]]
+        gathered, reduced = (counted_weights[f"{name}_bytes_per_step"] for name in ("gathered", "reduced"))
+        assert counted_weights[SENT] == gathered + reduced > 0
 
 
 def test_nothing_is_counted_aloud_unasked(cli: Callable[..., Any], plan: Path, folder: Path) -> None:

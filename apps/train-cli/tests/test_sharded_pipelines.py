@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import assert_parity_of_parts, record
+from sley_core.testing.runs import alone, assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -38,8 +38,8 @@ def plan(parallel: dict[str, int] | None = None, **changes: Any) -> Tables:
 
 def check(ranks: Any, texts: Path, world: int, parallel: dict[str, int], **changes: Any) -> list[Any]:
     """Every rank's rows, and every whole gradient and weight of its stage, against the one-process run."""
-    alone = {key: value for key, value in changes.items() if key.split("__")[0] in ("model", "activations", "batch")}
-    reference = record(plan(**alone), 3, folder=texts)
+    same = {key: value for key, value in changes.items() if key.split("__")[0] in ("model", "activations", "batch")}
+    reference = alone(plan(**same), 3, folder=texts)
     layouts = ranks(world, 180)(record, plan(parallel, **changes), 3, folder=texts)
     assert_parity_of_parts(reference, layouts, "fp64")
     return layouts

@@ -55,7 +55,7 @@ def test_show_as_json(cli: Cli, plan: Path) -> None:
     assert values["run.steps"] == {
         "path": "run.steps",
         "value": 4,
-        "origin": {"kind": "file", "file": "plan.toml", "line": 5, "column": 1},
+        "origin": {"kind": "file", "file": "plan.toml", "line": 5, "column": 1, "named_by": None},
     }
     assert shown["world"] == 2
     assert shown["ranks"][1]["dp"] == 1

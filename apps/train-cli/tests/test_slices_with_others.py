@@ -9,7 +9,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_parity_of_parts, record
+from sley_core.testing.runs import alone, assert_parity_of_parts, record
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -31,7 +31,7 @@ def plan(parallel=None, schedule=None, handlers=None, **changes):
 
 def check(ranks, folder, parallel, schedule=None, handlers=None, **changes):
     """Rows, and every gradient and weight that a rank holds, against the one-process run; slices hold the same bits."""
-    reference = record(plan(**changes), 3, folder=folder)
+    reference = alone(plan(**changes), 3, folder=folder)
     size = parallel.get("pp", 1) * parallel.get("dp", 1) * parallel["sp"]
     layouts = ranks(size, 180)(record, plan(parallel, schedule, handlers, **changes), 3, folder=folder)
     assert_parity_of_parts(reference, layouts, changes.get("precision__compute", "fp64"))

@@ -27,12 +27,16 @@ with stopping.Stopping(said.append) as stop:
 
 
 def run(body: str, *signals: int) -> tuple[int, str]:
-    """Exit code and output of a program that gets `signals`, one after the other, once it has printed "ready"."""
+    """Exit code and output of a program that gets `signals`, one after the other, once it has printed "ready".
+
+    The output is what follows that word, on its line and after it.
+    """
     program = dedent(BEGIN) + "\n".join(f"    {line}" for line in dedent(body).strip().splitlines())
     process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        assert process.stdout.readline() == "ready\n"
+        ready, _, first = process.stdout.readline().strip().partition(" ")
+        assert ready == "ready"
         for number in signals:
             os.kill(process.pid, number)
             time.sleep(0.1)
@@ -40,7 +44,7 @@ def run(body: str, *signals: int) -> tuple[int, str]:
     finally:
         process.kill()
         process.wait()
-    return process.returncode, out
+    return process.returncode, first + out
 
 
 FINISHES = """
@@ -65,8 +69,8 @@ def test_the_first_signal_asks(number: int, code: int) -> None:
 
 
 def test_a_step_that_does_not_end_is_said_to() -> None:
-    slow = FINISHES.replace("print(said)", "time.sleep(0.4); print(len(said) > 3, said[1])")
-    assert run(slow, signal.SIGINT) == (130, "True still in this step after 0 s; Ctrl-C again stops at once\n")
+    slow = FINISHES.replace("while not asked", "while len(said) < 4").replace("print(said)", "print(said[1])")
+    assert run(slow, signal.SIGINT) == (130, "still in this step after 0 s; Ctrl-C again stops at once\n")
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
@@ -74,15 +78,16 @@ def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     with stopping.Stopping(said.append) as stop:
         stop.working(lambda: asked.append(1))
         print("ready")
-        time.sleep(0.3)
+        sys.stdin.readline()
         print(said, asked, stop.exit_code)
     """
     program = dedent(BEGIN).rpartition("with ")[0] + dedent(body)
-    process = subprocess.Popen(["nohup", sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True)
+    command = ["nohup", sys.executable, "-u", "-c", program]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     os.kill(process.pid, signal.SIGHUP)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate("signalled\n", timeout=20)
     assert (process.returncode, out) == (0, "[] [] None\n")
 
 
@@ -114,24 +119,34 @@ def test_a_terminated_process_ends_within_its_limit() -> None:
 
 WORKER = """
     import multiprocessing
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True)
+    fork = multiprocessing.get_context("fork")
+    is_at_work = fork.Event()
+    def work():
+        is_at_work.set()
+        time.sleep(3600)
+    worker = fork.Process(target=work, daemon=True)
     stop.working(lambda: asked.append(1))
     worker.start()
-    print("ready")
-    time.sleep(0.3)
+    is_at_work.wait()
+    print(f"ready {worker.pid}")
 """
+
+
+def assert_ended(pid: str) -> None:
+    assert_none_left(lambda: [process for process in descendants(1) if process.pid == int(pid)], within_s=5)
 
 
 def test_a_worker_is_ended_as_if_nothing_were_handled() -> None:
     """By SIGTERM, for which an interpreter that ends waits; a forked worker has the handlers of its parent."""
-    assert run(WORKER) == (0, "")
+    code, pid = run(WORKER)
+    assert code == 0
+    assert_ended(pid)
 
 
 def test_a_worker_ends_with_a_process_that_is_ended_within_its_limit() -> None:
-    slower = "    stopping.TERMINATED_S = 3\n"  # time to say which worker
-    code, out = run(slower + WORKER.lstrip("\n") + "    print(worker.pid)\n    time.sleep(3600)", signal.SIGTERM)
+    code, pid = run(WORKER + "    time.sleep(3600)", signal.SIGTERM)
     assert code == 143
-    assert_none_left(lambda: [process for process in descendants(1) if process.pid == int(out)], within_s=5)
+    assert_ended(pid)
 
 
 def test_tearing_down_has_a_limit() -> None:

@@ -78,7 +78,16 @@ def test_stages_stand_one_below_the_other(loader: Loader) -> None:
     drawn = "\n".join(timeline(plan, plan.topology(2)))
     assert "stage 0  F0-F1-F2-" in drawn
     assert "stage 1: idle" in drawn
+    assert "2 stages, 3 micro-batches; F, D and W take" in drawn
     assert "holds at most 3 micro-batches" in drawn
+
+
+def test_one_stage_and_one_micro_batch_are_not_many(loader: Loader) -> None:
+    parts = {"parallel": {"dp": 1}, "pipeline": {"use": "waves.waves"}, "partition": {"use": "waves.even"}}
+    plan = plan_from_dict(tables(**parts, batch={"global_size": 1, "micro_size": 1}), loader=loader)
+    drawn = "\n".join(timeline(plan, plan.topology(1)))
+    assert ": 1 stage, 1 micro-batch; " in drawn
+    assert "holds at most 1 micro-batch of a chunk" in drawn
 
 
 def test_without_a_pipeline_there_is_none(loader: Loader) -> None:

@@ -29,12 +29,28 @@ CITATION = re.compile(
 pytestmark = pytest.mark.skipif(not PAGES, reason="the documentation is not part of the sdist")
 
 
-def test_the_plugin_of_the_page_is_the_example() -> None:
-    text = (ROOT / "docs" / "write-a-plugin.md").read_text("utf-8")
-    shown = dict(re.findall(r"^\*\*(\S+)\*\*\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert {"pyproject.toml", "src/sley_narrow/plugin.py", "src/sley_narrow/handler.py"} <= shown.keys()
+def shown_files(page: str) -> dict[str, str]:
+    """Code by the path that stands above it."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return dict(re.findall(r"^\*\*(\S+)\*\*\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("page", "files"),
+    [
+        ("write-a-plugin.md", ["pyproject.toml", "src/sley_narrow/plugin.py", "src/sley_narrow/handler.py"]),
+        ("testing-plugins.md", ["tests/test_runs.py", "packages/core/tests/outsider/test_schedules.py"]),
+    ],
+)
+def test_what_a_page_shows_of_a_file_is_there(page: str, files: list[str]) -> None:
+    """The whole file of the example plugin, which its tests import, or a part of another file of tests."""
+    shown = shown_files(page)
+    assert set(files) <= shown.keys()
     for path, code in shown.items():
-        assert code == (EXAMPLE / path).read_text("utf-8"), path
+        if (EXAMPLE / path).exists():
+            assert code == (EXAMPLE / path).read_text("utf-8"), path
+        else:
+            assert code in (ROOT / path).read_text("utf-8"), path
 
 
 @pytest.mark.parametrize(

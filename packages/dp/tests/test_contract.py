@@ -19,6 +19,10 @@ class TestNarrow(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5, "reduction": "bf16"}
 
 
+class TestSharded(GradientHandlerContract):
+    handler: ClassVar[dict] = {"use": "dp.sharded", "bucket_mb": 1e-5}
+
+
 class TestPowerSGD(GradientHandlerContract):
     """Rank 1, which is the least; a larger rank would leave the small matrices of the contract's model whole."""
 

@@ -10,6 +10,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.groups import Group
+from sley_core.comm.sent_bytes import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
@@ -144,9 +145,9 @@ class Counted:
 @pytest.mark.parametrize(
     ("module", "sums"),
     [
-        ("sley_dp.sums", Exact),
-        ("sley_dp.narrow", Narrow),
-        ("sley_dp.powersgd", lambda: LowRankSums(rank=1, error_feedback=True, seed=0)),
+        ("sley_dp.sums", lambda: Exact(SentBytes())),
+        ("sley_dp.narrow", lambda: Narrow(SentBytes())),
+        ("sley_dp.powersgd", lambda: LowRankSums(rank=1, error_feedback=True, seed=0, sent=SentBytes())),
     ],
 )
 def test_forgetting_waits_for_all_that_is_under_way(monkeypatch, module, sums):

@@ -11,7 +11,7 @@ from sley_core.comm.transport.direct import Direct
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
 from sley_core.testing.peers import can_read_peers
 from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_core.testing.runs import alone, assert_parity, record, same_on_all
 
 LLAMA = small_plan(run=None, precision=None, loss={"use": "core.cross_entropy"}, batch__micro_size=1)
 """The tables of a model and its data, of unequal weight per sample, for the run of `small`."""
@@ -35,7 +35,7 @@ def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, texts, size, 
     """dp 1 (which has no buckets), 2 and 4 give one run, though samples weigh unequally; 8, 4 and 2 micro-batches per rank."""
     tables = small({"bucket_mb": bucket_mb}, **LLAMA)
     layouts = ranks(size)(record, tables, 3, folder=texts)
-    assert_parity(record(tables, 3, folder=texts), layouts, "fp32")
+    assert_parity(alone(tables, 3, folder=texts), layouts, "fp32")
     same_on_all(layouts)
 
 
@@ -73,7 +73,7 @@ def test_memory_of_the_host_and_sockets_give_the_same_bits(ranks, small, texts):
 def test_weights_after_eight_batches(ranks, small, own, num_micros, size):
     """1, 2 and 4 micro-batches on one rank and on two give one run."""
     tables = small(batch__global_size=8, batch__micro_size=8 // (num_micros * size))
-    reference = record(small(batch__global_size=8, batch__micro_size=8), 8, folder=own)
+    reference = alone(small(batch__global_size=8, batch__micro_size=8), 8, folder=own)
     for layout in ranks(size)(record, tables, 8, folder=own):
         assert_close_gradients(reference.weights, layout.weights, 1e-6)
 

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from sley_core.assemble import assemble
 from sley_core.comm.groups import make_groups
+from sley_core.comm.sent_bytes import SentBytes
 from sley_core.comm.world import World
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
@@ -89,7 +90,7 @@ def beside_torch(rank, error_feedback, dtype, num_steps=5):
     """Our sums and torch's, step by step, from the same first factors; at the end the total of each one's errors."""
     torch.cuda.is_available = lambda: False  # else torch's hook synchronizes a device that CPU tensors do not have
     group = stage_group()
-    ours, buffer = LowRankSums(rank, error_feedback, seed=7), bucket_of(SHAPES, dtype)
+    ours, buffer = LowRankSums(rank, error_feedback, seed=7, sent=SentBytes()), bucket_of(SHAPES, dtype)
     theirs = PowerSGDState(group.lane(), rank, 2, use_error_feedback=error_feedback, orthogonalization_epsilon=1e-30)
     theirs.iter = 2
     pairs = []
@@ -128,7 +129,7 @@ def test_it_is_torchs_own_algorithm(ranks, rank, size, dtype, error_feedback):
 def totals(rank, error_feedback, num_steps):
     """Given, due, and what all ranks together still keep, over some steps: one flat tensor each."""
     group = stage_group()
-    sums, buffer = LowRankSums(rank, error_feedback, seed=7), bucket_of(SHAPES)
+    sums, buffer = LowRankSums(rank, error_feedback, seed=7, sent=SentBytes()), bucket_of(SHAPES)
     due, given = (torch.zeros_like(buffer.data) for _ in range(2))
     for step in range(num_steps):
         values = gradients(step)
@@ -171,7 +172,7 @@ def test_feedback_gives_everything_in_the_end(ranks):
 def after_zeros(rank, zeros, ones):
     """The sum over the steps of a matrix that has no gradient in the first ones, and one of rank 1 afterwards."""
     group = stage_group()
-    sums, buffer = LowRankSums(rank, True, seed=7), bucket_of([(24, 40)])
+    sums, buffer = LowRankSums(rank, True, seed=7, sent=SentBytes()), bucket_of([(24, 40)])
     one = torch.outer(torch.arange(1.0, 25), torch.arange(1.0, 41)).double()
     total = torch.zeros_like(one)
     for step in range(zeros + ones):

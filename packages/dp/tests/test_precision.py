@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sley_core.comm.groups import make_groups
+from sley_core.comm.sent_bytes import SentBytes
 from sley_core.engine.book import Entry
 from sley_core.engine.flat import FlatBuffer
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
@@ -93,7 +94,7 @@ def sum_of_ones(num_terms):
         buffer = FlatBuffer([(numel,)], torch.float32, torch.device("cpu"))
         buffer.entries = [Entry("ones", (numel,), [])]
         buffer.data.fill_(1.0 if rank else num_terms)
-        sums = Narrow()
+        sums = Narrow(SentBytes())
         sums.start(buffer, stage)
         sums.finish()
         found.append(buffer.data.unique().tolist())

@@ -10,7 +10,7 @@ import pytest
 
 from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import Recorded, assert_parity, record, same_on_all
+from sley_core.testing.runs import Recorded, alone, assert_parity, record, same_on_all
 
 OWN = Path(__file__).parent / "own"
 
@@ -51,12 +51,12 @@ def parity(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callable[
     """`parity(world, wp=..., dp=..., weights=..., **changes)`: every rank's run, which equals that of one process."""
 
     def parity(world: int, *, wp: int, dp: int | None = None, weights: Tables | None = None, **changes: Any) -> Any:
-        alone = {
+        same = {
             key: value
             for key, value in changes.items()
             if not key.startswith(("gradient_handlers", "parallel", "sequence"))
         }
-        reference = record(sharded(1, 1, **alone), 3, folder=texts)
+        reference = alone(sharded(1, 1, **same), 3, folder=texts)
         found = ranks(world, 120)(record, sharded(wp, dp, weights, **changes), 3, folder=texts)
         assert_parity(reference, found, changes.get("precision__compute", "fp64"))
         for one in found[1:]:
@@ -79,8 +79,8 @@ def parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callabl
         plans, references = [], []
         for wp, dp, more in cases:
             every = changes | more
-            alone = {key: value for key, value in every.items() if key not in ("parallel", "sequence")}
-            references.append(record(sharded(1, 1, **alone), 3, folder=texts))
+            same = {key: value for key, value in every.items() if key not in ("parallel", "sequence")}
+            references.append(alone(sharded(1, 1, **same), 3, folder=texts))
             plans.append(sharded(wp, dp, weights=weights, **every))
         found = ranks(world, 180)(recorded, plans, texts)
         for reference, layouts in zip(references, zip(*found, strict=True), strict=True):

@@ -1,8 +1,42 @@
-"""The folder of the tests' own modules is on the path, in ranks too."""
+"""What the tests of `memory` share: small plans, and how a policy is compared with `core.keep`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "own"))
+import pytest
+
+from sley_core.testing.plans import Tables, changed, small_plan
+from sley_core.testing.runs import assert_same_run, record
+
+OWN = Path(__file__).parent / "own"
+sys.path.insert(0, str(OWN))
+
+PLAN = small_plan(evaluation={"every": 2, "steps": 1})
+
+
+@pytest.fixture
+def own() -> Path:
+    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    return OWN
+
+
+@pytest.fixture
+def as_kept(own: Path, texts: Path) -> Callable[..., dict[str, float]]:
+    """`as_kept({"use": "memory.host"}, **changes)`: three steps with a policy equal those with `core.keep`; its counts."""
+
+    def as_kept(policy: Tables, **changes: Any) -> dict[str, float]:
+        counted: list[dict[str, float]] = []
+        tables = changed(PLAN, **changes)
+        reference = record(changed(tables, activations={"use": "core.keep"}), 3, folder=texts)
+
+        def watch(run: Any) -> None:
+            run.listeners.append(lambda row: counted.append(run.counts[policy["use"]]))
+
+        assert_same_run(reference, record(changed(tables, activations=policy), 3, folder=texts, prepare=watch))
+        return counted[-1]
+
+    return as_kept

@@ -11,7 +11,7 @@ import pytest
 from sley_core.run import Run
 from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.testing.ranks import Ranks
-from sley_core.testing.runs import Recorded, assert_parity_of_parts, record
+from sley_core.testing.runs import Recorded, alone, assert_parity_of_parts, record
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(
@@ -64,11 +64,15 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
         by_plan = [list(layouts) for layouts in zip(*by_rank, strict=True)]
         known: dict[str, Recorded] = {}
         for tables, layouts in zip(plans, by_plan, strict=True):
-            alone = {key: value for key, value in tables.items() if key not in ("pipeline", "parallel", "partition")}
-            alone.pop("gradient_handlers", None)
-            if str(alone) not in known:
-                known[str(alone)] = record(alone, num_steps, folder=folder, batches=batches)
-            assert_parity_of_parts(known[str(alone)], layouts, tables["precision"]["compute"])
+            parts = ("pipeline", "parallel", "partition", "gradient_handlers")
+            same = {key: value for key, value in tables.items() if key not in parts}
+            if batches is None:
+                reference = alone(same, num_steps, folder=folder)
+            else:
+                if str(same) not in known:
+                    known[str(same)] = record(same, num_steps, folder=folder, batches=batches)
+                reference = known[str(same)]
+            assert_parity_of_parts(reference, layouts, tables["precision"]["compute"])
         return by_plan
 
     return compared

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind, forward_only
+from sley_core.actions.action import Action, Kind
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
@@ -56,28 +55,7 @@ def pairs(schedule: Schedule, stages: int, micros: int) -> list[int]:
     return [held.pairs for held in simulated(schedule, stages, micros).peaks]
 
 
-# -- valid, for all sizes ----------------------------------------------------------------------------------------------
-
-
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 9), st.integers(1, 30), st.integers(0, 10**6))
-@settings(max_examples=150, deadline=None)
-def test_any_size_can_run_whatever_actions_and_links_take(name, stages, micros, seed):
-    schedule, chance = SCHEDULES[name], Random(seed)
-    placement = schedule.placement(stages)
-    lists = schedule.lists(stages, micros)
-    count = placement.num_positions
-    seconds = {kind: tuple(chance.uniform(0.1, 3) for _ in range(count)) for kind in Kind}
-    none = (0,) * count
-    costs = Costs(seconds, tuple(chance.uniform(0, 3) for _ in none[1:]), none, none, none[1:])
-    simulate(lower(lists, placement, micros), placement, costs)
-    forwards = [forward_only(actions) for actions in lists]
-    simulate(lower(forwards, placement, micros, training=False), placement, costs)
-
-
-@schedules
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_schedule_has_no_state(schedule, stages):
-    assert schedule.lists(stages, 5) == schedule.lists(stages, 5)
+# -- valid (for all sizes: test_schedule_contract.py) --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,7 @@ def test_every_collective_is_on_a_group_of_its_own_and_messages_on_the_pipelines
         assert len(calls) > 40
         for op, group, members in calls:
             axis = group.partition("[")[0].partition(".")[0]
-            # Groups of the same members share one: the tie is "model", and all ranks are "control".
-            assert axis in {"pp", "dp", "stage", "model", "control"}, group
+            assert axis in {"pp", "stage", "tie", "all", "control"}, group
             assert (op in {"send", "recv"}) == (axis == "pp"), (op, group)
             assert rank in members
         assert allocated[1:] == allocated[:1] * 3, "the first step makes what all steps need"

@@ -27,7 +27,7 @@ def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """Shows each row of a run of `num_steps` steps; used as `run.listeners.append(reporter)`.
+    """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`.
 
     line: redraw one line; otherwise print a line every `log_every`-th step and at the last. lost: why and since which
     step nothing is shown, if writing to the stream failed.

@@ -66,13 +66,13 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
     # The plan now has what only the data could tell.
     write_plan(run.resolved_plan, folder)
     totals = RunTotals()
-    run.listeners.append(totals.add)
+    run.readers.append(totals.add)
     outcome: Outcome = "failed"
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
     try:
         say("\n".join((opening(_facts(run), run.plan, _memory(run)), *run.notes)))
         with reporter:
-            run.listeners.append(reporter)
+            run.readers.append(reporter)
             stopping.working(run.stop)
             outcome = run.train()
     except BaseException:

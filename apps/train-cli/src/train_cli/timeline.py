@@ -33,8 +33,13 @@ def timeline(plan: Plan, topology: Topology) -> Iterator[str]:
     except PlanError as error:
         raise plan.located(error) from None
     simulation = simulate(lists, placement, Costs.even(placement.num_positions))
-    yield f"# {plan.pipeline.name}: {topology.pp} stages, {micros} micro-batches, every F, D and W as long as any other"
+    sizes = f"{_counted(topology.pp, 'stage')}, {_counted(micros, 'micro-batch', 'es')}"
+    yield f"# {plan.pipeline.name}: {sizes}; F, D and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     for stage, held in enumerate(simulation.peaks):
         idle = simulation.timeline.idle(stage)
-        yield f"  stage {stage}: idle {idle:.1%}, holds at most {held.pairs} micro-batches of a chunk"
+        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_counted(held.pairs, 'micro-batch', 'es')} of a chunk"
+
+
+def _counted(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else plural}"

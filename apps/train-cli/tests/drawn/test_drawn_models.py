@@ -22,6 +22,13 @@ SAMPLE = {1: 8, 2: 8, 3: 2, 4: 3}
 CAMPAIGN = 20
 """Into how many parts the 2,000 draws are cut, each of numbers of its own."""
 
+LEAST_EQUAL = 75
+"""Of 100 draws. One in eight is refused by name (444 of 3,600 draws), so that more than 25 of 100 come once in 5,000 parts: by
+chance a campaign fails once in 260."""
+MOST_UNDETERMINED = 3
+"""Of 100 draws: where the plain loop does not know its own numbers, a fault of ours is not seen. There were 2 in three
+campaigns, so 1 in 1,000 at most (95 %). Then more than 3 of 100 come once in 200,000 parts, in a campaign once in 10,000."""
+
 Check = Callable[..., Counter[str]]
 
 
@@ -52,7 +59,9 @@ def check(ranks: Any, own: None, tmp_path: Path) -> Check:
 
 @pytest.mark.parametrize("world", SAMPLE)
 def test_a_fixed_sample_equals_a_plain_loop(check, world):
-    assert check(range(SAMPLE[world]), world)["equal"] >= SAMPLE[world] / 2
+    found = check(range(SAMPLE[world]), world)
+    assert found["equal"] >= SAMPLE[world] / 2
+    assert found["undetermined"] == 0, "these trainings converge"
 
 
 @pytest.mark.campaign
@@ -61,8 +70,9 @@ def test_two_thousand_draws_equal_a_plain_loop(check, part):
     first = random.SystemRandom().randrange(10**6) * 1000
     print(f"numbers {first} to {first + 99}")
     found = check(range(first, first + 100))
-    print(dict(found))
-    assert found["equal"] > 80
+    print({how: found[how] for how in ("equal", "refused", "undetermined")})
+    assert found["equal"] >= LEAST_EQUAL
+    assert found["undetermined"] <= MOST_UNDETERMINED
 
 
 def test_a_number_stands_for_one_case_and_all_features_are_drawn(own):
@@ -117,10 +127,10 @@ def small(own: None) -> Any:
 
 
 def test_any_number_that_is_off_by_little_is_seen(small, tmp_path):
-    from drawn_runs import compare, see
+    from drawn_runs import Seen, compare, see
 
-    case = small(5)
-    seen = see(case, tmp_path)
+    case, seen = small(5), Seen()
+    see(case, tmp_path, seen)
     compare(case, [seen])
     for part, key in (
         (seen.rows[1], "loss"),
@@ -162,3 +172,26 @@ def test_a_training_that_diverges_is_told_from_a_wrong_number(own, tmp_path):
     for number, diverges in ((622912063, True), (17, False)):
         case = valid(number, tmp_path)
         assert is_undetermined(case, [Seen(first=plainly(case).weights)], len(case.steps) - 1) == diverges
+
+
+def test_a_step_that_is_refused_for_want_of_a_number_has_none_in_the_plain_loop(ranks, small, tmp_path):
+    from drawn_batches import Verdict, judge, valid
+    from drawn_runs import Seen, StepDiffersError, compare, see
+
+    overflows = valid(446718096, tmp_path)
+    assert judge(ranks, [overflows], tmp_path) == {overflows.seed: Verdict("refused", "not-finite")}
+    case, seen = small(5), Seen()
+    see(case, tmp_path, seen)
+    for what in (seen.held_out, seen.rows):
+        what.pop()
+        with pytest.raises(StepDiffersError, match="step 2 was refused, in which the loop has"):
+            compare(case, [seen])
+
+
+@pytest.mark.campaign  # each waits for its time limit; core's tests of circles have short ones
+@pytest.mark.parametrize("number", [331785098, 941950090])
+def test_ranks_that_take_other_layers_are_told_whom_they_wait_for(ranks, own, tmp_path, number):
+    """One waits to reduce gradients, the other to gather weights again: nothing of either comes to the other."""
+    from drawn_batches import Verdict, judge, valid
+
+    assert judge(ranks, [valid(number, tmp_path)], tmp_path) == {number: Verdict("refused", "ranks-differ")}

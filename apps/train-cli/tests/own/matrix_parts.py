@@ -50,3 +50,23 @@ def layers(tied: bool = False) -> list[tuple[str, nn.Module]]:
     if tied:
         head.weight = embed.weight
     return [("embed", embed), *((f"blocks.{at}", Block()) for at in range(6)), ("head", head)]
+
+
+class Pair(nn.Module):
+    """Two linears, in the order of their names or in the opposite one."""
+
+    def __init__(self, one: nn.Linear, two: nn.Linear, turned: bool) -> None:
+        super().__init__()
+        linears = {"one": one, "two": two}
+        for name in sorted(linears, reverse=turned):
+            self.add_module(name, linears[name])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.two(F.gelu(self.one(hidden)))
+
+
+def opposite() -> list[tuple[str, nn.Module]]:
+    """Four layers; the second and the third share both linears, and declare them in opposite orders."""
+    one, two = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    blocks = [(f"blocks.{at}", Pair(one, two, turned=bool(at))) for at in range(2)]
+    return [("embed", Embed(VOCAB, HIDDEN)), *blocks, ("head", Head(HIDDEN, VOCAB, bias=False))]

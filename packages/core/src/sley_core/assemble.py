@@ -46,6 +46,7 @@ from sley_core.engine.store import GradientStore
 from sley_core.engine.update import Update
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
+from sley_core.engine.weights import WeightStore
 from sley_core.equip import outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
@@ -56,16 +57,26 @@ from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.records import LossRecord, OffloadManagerRecord
+from sley_core.records import GradientHandlerRecord, LossRecord, OffloadManagerRecord
 from sley_core.run import Run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sley_core.comm.device import Device
     from sley_core.comm.world import World
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.shards import Shards
+    from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import GradientHandler, SchedulerHook, SequenceCommunicator, StageLink, WeightCommunicator
+    from sley_core.protocols import (
+        ActivationPolicy,
+        GradientHandler,
+        SchedulerHook,
+        SequenceCommunicator,
+        StageLink,
+        WeightCommunicator,
+    )
     from sley_core.topology import Topology
 
 
@@ -107,7 +118,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     notes += left_whole(model.layers, shards)
     book = ParameterBook(stage.chunks, stage.stages, shards)
     _materialize(plan, world, model, stage, shards)
-    parts = _parts(plan, world, topology, groups, stage, book)
+    parts = make_parts(plan, world, topology, groups, stage.layers, book)
     numbers = move_numbers(plan, parts)
     stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
     samples = samples_of(plan, parts, model, dataset, stepper)
@@ -150,8 +161,10 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
     )
 
 
-def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: Stage, book: ParameterBook) -> Parts:
-    """Makes what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
+def make_parts(
+    plan: Plan, world: World, topology: Topology, groups: Groups, layers: Sequence[Layer], book: ParameterBook
+) -> Parts:
+    """Returns what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     device = world.device.torch_device
     return Parts(
@@ -162,9 +175,10 @@ def _parts(plan: Plan, world: World, topology: Topology, groups: Groups, stage: 
         world,
         topology,
         groups,
-        stage.layers,
+        layers,
         book,
         GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
+        WeightStore(dtypes(plan)[0]),
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
@@ -191,6 +205,8 @@ def _stepper(
     for handler in handlers:
         handler.attach(parts)
         undo.callback(handler.detach)
+    # A hook or handler that knows nothing of shards may read weights at any time.
+    parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
     crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
     check_no_parameters(loss := plan.loss.build())
     if hasattr(loss, "attach"):
@@ -200,7 +216,9 @@ def _stepper(
         communicator.attach(parts)
         undo.callback(close_stand_ins, parts.book)
         undo.callback(communicator.detach)
-    policy = plan.activations.build([layer.name for layer in model.layers])
+    policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
+    policy.attach(parts)
+    undo.callback(policy.detach)
     if not parts.world.is_fake:
         parts.numbers.agree()
     caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)
@@ -224,6 +242,10 @@ def _stepper(
     return stepper
 
 
+def _takes_shards(record: object) -> bool:
+    return isinstance(record, GradientHandlerRecord) and (record.takes_shards or record.result == "shard")
+
+
 def _link(plan: Plan, parts: Parts) -> StageLink | None:
     """Returns the plan's stage link, prepared; None if there is only one stage."""
     if plan.link is None or parts.topology.pp == 1:
@@ -241,13 +263,12 @@ def _accumulates_directly(plan: Plan, device: Device) -> bool:
 def _update(plan: Plan, parts: Parts) -> Update:
     """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
     config: Any = plan.optimizer.config
-    working, wide = dtypes(plan)
     home = HOST if _steps_on_host(plan) else None
-    masters = Masters(working, wide, home)
+    masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
     masters.add(parts.book.trainable)
     for entry in parts.book:
         if not entry.trainable:
-            entry.parameter.data = entry.parameter.data.to(working)
+            parts.weights.adopt(entry)
     optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), home or parts.world.device.torch_device)
     return Update(
         parts.store,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions, version
+from importlib.metadata import Distribution, EntryPoint, PackageMetadata, PackageNotFoundError, distributions, version
 from types import ModuleType
 from typing import Any
 
@@ -50,13 +50,16 @@ def installed() -> Mapping[str, list[Found]]:
         text = _entry_points(dist)
         if GROUP not in text:
             continue
-        name = _field(dist, "Name", "unnamed")
+        metadata = dist.metadata  # parses the file each time it is asked for
+        name = _field(metadata, "Name", "unnamed")
         if _canonical(name) in seen:
             continue
         seen.add(_canonical(name))
         for key, value in _of_group(text):
             point = EntryPoint(key, value, GROUP)
-            one = Found(key, name, _field(dist, "Version", "?"), point, tuple(dist.requires or ()))
+            # An egg-info has them in a file of its own, which `dist.requires` reads.
+            requires = metadata.get_all("Requires-Dist") or dist.requires or ()
+            one = Found(key, name, _field(metadata, "Version", "?"), point, tuple(requires))
             found.setdefault(key, []).append(one)
     return found
 
@@ -101,8 +104,8 @@ def unmet_requirement(found: Found) -> str | None:
     return None
 
 
-def _field(dist: Distribution, key: str, otherwise: str) -> str:
-    values = dist.metadata.get_all(key) or [otherwise]
+def _field(metadata: PackageMetadata, key: str, otherwise: str) -> str:
+    values = metadata.get_all(key) or [otherwise]
     return str(values[0])
 
 

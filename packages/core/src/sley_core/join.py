@@ -56,7 +56,8 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
                 raise PluginError("plugin-failed", message, hint="report this to the plugin's authors")
             taken[record.axis] = plugin
             for ranks in record.ranks:
-                yield from (GroupEntry(record.axis, lane, tuple(ranks)) for lane in record.lanes)
+                for lane in record.lanes:
+                    yield GroupEntry(record.axis, lane, tuple(ranks), attaches=record.attaches)
 
 
 def _fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:

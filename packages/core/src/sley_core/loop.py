@@ -89,11 +89,14 @@ class Loop:
             if self._evaluates_after(self._late) or not self.parts.world.device.is_async:
                 self._emit_late()
         self._emit_late()
+        self.parts.weights.settle()
 
     def step(self, batch: GivenBatch | None) -> Row:
         """Takes one step and returns its row, as `Run.step` says."""
         self._clock = time.perf_counter()
-        return self._emit(self.launch(batch))
+        launched = self.launch(batch)
+        self.parts.weights.settle()
+        return self._emit(launched)
 
     def stop(self) -> None:
         """Sets this rank's vote to stop after the step in progress; safe in a signal handler."""
@@ -126,13 +129,14 @@ class Loop:
         """Starts a step on `given`, or on the next samples of the feed; on CUDA the device continues after this returns."""
         self.require()
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
-        with self.parts.world.device.random_state_kept(), self._while("_is_stepping"):
+        parts = self.parts
+        with parts.world.device.random_state_kept(), self._while("_is_stepping"), parts.weights.settled_on_error():
             batch, wait_s, samples = self._take(given)
             if profiler is not None:
                 profiler.before_step(number)
             clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
             if self.num_steps_done == 0:
-                self.parts.book.check_complete(self.parts.layers)
+                parts.book.check_complete(parts.layers)
             totals = self.stepper.step(self.num_steps_done, batch, stop=self._stop_asked, clock=clock)
         if self._watch is not None and self.num_steps_done == 0:
             self._watch.check()

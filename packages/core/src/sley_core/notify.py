@@ -40,6 +40,10 @@ class Notifier:
             hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATIONS
         }
 
+    def is_heard(self, hook: str) -> bool:
+        """Returns whether any plugin of the plan listens to `hook`."""
+        return bool(self._listeners[hook])
+
     def __call__(self, hook: str, **arguments: Any) -> None:
         """Calls `hook` of every listener in the plan's order. Raises PluginError for whatever one raises."""
         for plugin in self._listeners[hook]:

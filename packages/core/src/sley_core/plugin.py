@@ -88,6 +88,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             config=GradientNormsConfig,
             build=f"{home}.gradient_norms:GradientNorms",
             role="observer",
+            takes_shards=True,
         ),
     ]
 

@@ -238,10 +238,7 @@ class SequenceCommunicator(Protocol):
 
 
 class MemoryPool(Protocol):
-    """Lends buffers. A lease is a context manager; a buffer is not lent again before its lease ends.
-
-    All who name a pool in a plan share one object (`parts.pool`). A pool may also have `counts`, as any part of a run.
-    """
+    """Lends buffers, to all who name it. A lease is a context manager; its buffer is not lent again before it ends."""
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
         """Returns a context manager that gives a buffer with undefined contents, and takes it back at its end."""
@@ -257,20 +254,34 @@ class MemoryPool(Protocol):
 
 
 class ActivationPolicy(Protocol):
-    """Decides what a layer saves between its forward and its backward."""
+    """Decides what a layer saves between its forward and its backward; evaluations pass it by. attach ──> (begin ──> call*)*"""
 
-    def call(self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]) -> Any:
-        """Returns `layer(*args, **fields)`, with this policy's choice of what autograd saves."""
+    def attach(self, parts: Parts) -> None:
+        """Called once, before the first step. Not called where layers are timed for a partition: there `call` has no run."""
+        return
+
+    def begin(self, actions: Sequence[Action], phase: Phase) -> None:
+        """Called before a step or an evaluation runs `actions`; what a failed step left must be forgotten here."""
+        return
+
+    def call(
+        self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
+    ) -> Any:
+        """Returns `layer(*args, **fields)`, with this policy's choice of what autograd saves. micro: what is running."""
         ...
+
+    def detach(self) -> None:
+        """Called when the run closes, or could not be assembled."""
+        return
 
 
 @runtime_checkable
 class Counts(Protocol):
-    """Any live object of a run that counts something: a gradient handler, the weight communicator, a scheduler hook, a
-    policy.
+    """Any live object of a run that counts something: a gradient handler, the weight communicator, the stage link, a
+    scheduler hook, a policy, a pool.
 
     `Run.counts` asks each after the last step; `summary.json` keeps the numbers of rank 0, and `train-cli run -v`
-    prints them.
+    prints them. What exchanges says `sent_bytes_per_step`, as `api.comm.SentBytes` counts it.
     """
 
     def counts(self) -> Mapping[str, float]:

@@ -113,11 +113,14 @@ class GradientHandlerRecord(Record):
     result: what a reducer leaves to this rank, the full sum or a shard of it.
     exact: whether the result is the sum itself; else `tolerance` is the relative error that its contract test allows.
     tolerance_of: where the table decides: its tolerance, 0.0 if the result is then the sum itself.
+    takes_shards: whether it also works behind a reducer whose result is a shard. It then reads `store.part` in place of
+        `store.gradient`, and calls `parts.weights.settle` before it reads a weight, of which a part may be on its way.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
     role: Role
     result: Literal["full", "shard"] = "full"
+    takes_shards: bool = False
     exact: bool = True
     tolerance: float = 0.0
     tolerance_of: Callable[[Any], float] | None = None
@@ -172,11 +175,15 @@ class MetricsWriterRecord(Record):
 
 @dataclass(frozen=True)
 class ProcessGroupRecord:
-    """An extra group: core makes it on all ranks, in plan order, and gives it as `run.groups[axis]`."""
+    """An extra group: core makes it on all ranks, in plan order, and gives it as `run.groups[axis]`.
+
+    attaches: whether its transports may read the memory of ranks on the same host (`[parallel] cross_memory_attach`).
+    """
 
     axis: str
     ranks: tuple[tuple[int, ...], ...]
     lanes: tuple[str, ...] = ("main",)
+    attaches: bool = False
 
 
 @dataclass(frozen=True)

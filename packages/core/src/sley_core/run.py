@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from sley_core.comm.collectives import gather_objects
 from sley_core.equipment import rows_of
 from sley_core.errors import KeyPath, UsageError, closed
 from sley_core.loop import Loop, Row
@@ -43,8 +44,9 @@ class Run(AbstractContextManager["Run"]):
 
     parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are its attributes
     too. stepper: takes one step; loop: takes many, and makes rows. samples: the training data. outputs: what it writes.
-    memory: what it holds, and what moves it off the device and back. facts: what assembling found
-    out; its `notes` are for the user. listeners: called with each row, on every rank.
+    memory: what it holds, and what moves it off the device and back. facts: what assembling found out; its `notes` are for
+    the user. listeners: called with each row, on every rank. readers: called with each row too, and look at nothing else, so
+    that weights may still be on their way from other ranks.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Run(AbstractContextManager["Run"]):
         self.facts = facts
         self.notes = facts.notes
         self.listeners: list[Callable[[Row], None]] = []
+        self.readers: list[Callable[[Row], None]] = []
+        self._looks = False
         require = partial(memory.require, "a step", TO_STEP)
         self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require)
         self.memory = memory
@@ -114,6 +118,7 @@ class Run(AbstractContextManager["Run"]):
         outcome: Outcome = "failed"
         self._notify("sley_run_started", run=self)
         try:
+            self._looks = self._any_listens()
             self.loop.train()
             outcome = "interrupted" if self.loop.was_stopped else "finished"
         finally:
@@ -206,8 +211,20 @@ class Run(AbstractContextManager["Run"]):
     def _settle(self) -> None:
         self._check_open()
         self.loop.settle()
+        self.parts.weights.settle()
+
+    def _any_listens(self) -> bool:
+        """Returns whether any rank has listeners, where that matters: all ranks must wait alike. All ranks call it."""
+        if not self.parts.weights.come_late:
+            return False
+        control = self.groups["control"]
+        return any(gather_objects(bool(self.listeners), control, what="who listens to steps"))
 
     def _tell(self, row: Row) -> None:
+        for reader in self.readers:
+            reader(row)
+        if self._looks or self.listeners or self._notify.is_heard("sley_step_finished"):
+            self.parts.weights.settle()
         for listener in self.listeners:
             listener(row)
         self._notify("sley_step_finished", run=self, row=row)

@@ -48,12 +48,16 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """One communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order."""
+    """One communicator of the global table: `axis` and `lane` name it, `ranks` are its members in ascending order.
+
+    attaches: whether members may read each other's memory, of an axis that a plugin lists.
+    """
 
     axis: str
     lane: str
     ranks: tuple[int, ...]
     backend: str = "device"
+    attaches: bool = False
 
     @property
     def label(self) -> str:

@@ -46,7 +46,30 @@ def test_small_letters_are_of_later_chunks(breadth_first):
     placement = v(2)
     rows = draw_text(timeline_of(breadth_first(placement, 1), placement, 1)).splitlines()
     assert rows[0].startswith("stage 0  F0-......f0-b0====......")
-    assert rows[2] == "F forward, B backward, small letters: chunk 1 and later"
+    assert rows[2] == "F forward, B backward, small letters: chunk 1"
+
+
+def test_each_of_three_chunks_has_a_row_in_which_another_chunk_s_time_is_blank(breadth_first):
+    placement = loop(2, 3)
+    assert draw_text(timeline_of(breadth_first(placement, 1), placement, 1)).splitlines() == [
+        "stage 0  chunk 0  F0-...   ...   .........      ......      ......B0====   50% idle",
+        "         chunk 1     ...F0-...   .........      ......B0====......",
+        "         chunk 2     ...   ...F0-.........B0====......      ......",
+        "stage 1  chunk 0  ...F0-...   ...         ......      ......B0====......   50% idle",
+        "         chunk 1  ...   ...F0-...         ......B0====......      ......",
+        "         chunk 2  ...   ...   ...F0-B0====......      ......      ......",
+        "F forward, B backward",
+    ]
+
+
+def test_a_step_that_is_too_long_shows_how_it_starts_and_ends():
+    placement = loop(1)
+    drawn = draw_text(timeline_of([sequential(99)], placement, 99), width=40).splitlines()
+    assert drawn == [
+        "stage 0  FB0FB1FB2 / BBFBBFBB    0% idle",
+        "F forward, B backward",
+        "/: 280 of 297 columns are left out; a wider terminal shows more",
+    ]
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 120, 200])
@@ -89,6 +112,17 @@ def test_svg_has_a_box_for_each_action_with_its_times(two_stages):
     assert rect is not None
     assert float(rect.get("x", 0)) == pytest.approx(110 + 4 * 760 / 12, abs=0.01)
     assert float(rect.get("width", 0)) == pytest.approx(2 * 760 / 12, abs=0.01)
+
+
+def test_svg_has_a_shade_for_each_chunk_and_says_so(breadth_first):
+    placement = loop(2, 4)
+    picture = ElementTree.fromstring(draw_svg({"": timeline_of(breadth_first(placement, 1), placement, 1)}))
+    space = "{http://www.w3.org/2000/svg}"
+    forwards = [box for box in picture.findall(f"{space}g") if (box.findtext(f"{space}title") or "").startswith("F")]
+    shades = [rect.get("fill") for box in forwards[:4] if (rect := box.find(f"{space}rect")) is not None]
+    assert (shades[0], shades[3]) == ("#4c78a8", "#9ecae9")
+    assert len(set(shades)) == 4
+    assert "the lighter, the later the chunk: 0 to 3" in [text.text for text in picture.iter(f"{space}text")]
 
 
 def test_svg_says_how_long_how_idle_and_which_colour_is_what(two_stages):

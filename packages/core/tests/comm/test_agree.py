@@ -29,7 +29,7 @@ PLAN = {
     "run": {"name": "agree", "steps": 1, "device": "cpu"},
     "model": {"factory": "sley_core.testing.contract:layers"},
     "data": {"factory": "sley_core.testing.contract:Data"},
-    "loss": {"factory": "sley_core.testing.contract:Squares"},
+    "loss": {"factory": "sley_core.testing.contract_model:Squares"},
     "batch": {"global_size": 6, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.1},
     "precision": {"compute": "fp64"},

@@ -11,29 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered import INFO, Numbers
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError
-
-INFO = DataInfo({"x": Field("int64")})
-
-
-class Numbers:
-    """Sample i is the number i."""
-
-    info = INFO
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor(index)}
 
 
 class Stream:

@@ -8,29 +8,11 @@ import traceback
 from typing import Any
 
 import pytest
-import torch
+from numbered import Numbers
 from torch import Tensor
 
-from sley_core.data.dataset import DataInfo, Field
 from sley_core.data.feed import Feed
 from sley_core.errors import RunError
-
-INFO = DataInfo({"x": Field("int64")})
-
-
-class Numbers:
-    """Sample i is the number i."""
-
-    info = INFO
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor(index)}
 
 
 def data_threads() -> list[threading.Thread]:

@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_core.testing.runs import alone, assert_parity, record, same_on_all
 
 PLAN = small_plan(evaluation={"every": 2, "steps": 1}, learning_rate={"use": "core.cosine", "warmup_steps": 1})
 
 
 def check(ranks, texts, sizes, **changes):
     tables = changed(PLAN, **changes)
-    reference = record(tables, 3, folder=texts)
+    reference = alone(tables, 3, folder=texts)
     for size in sizes:
         layouts = ranks(size)(record, tables, 3, folder=texts)
         assert_parity(reference, layouts, tables["precision"]["compute"])

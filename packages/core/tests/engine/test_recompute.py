@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from sley_core.engine.activations import Recompute
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
+
+MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 
 
 @dataclass
@@ -39,7 +42,9 @@ def test_a_layer_that_writes_on_what_it_is_given_is_refused_by_name(form, inner)
     pack, take = FORMS[form]
     state = pack(torch.ones(3, 2, requires_grad=True) + 1)
     with pytest.raises(RunError, match=r"the input of layer 'blocks\.1' is written on") as caught:
-        Recompute(frozenset({"blocks.1"})).call("blocks.1", lambda one: inner(take(one).mul_(0.5)).tanh(), (state,), {})
+        Recompute(frozenset({"blocks.1"})).call(
+            "blocks.1", lambda one: inner(take(one).mul_(0.5)).tanh(), (state,), {}, MICRO
+        )
     assert caught.value.diagnostics[0].code == "recompute-in-place"
 
 
@@ -53,7 +58,7 @@ def test_what_a_layer_makes_itself_it_may_write_on(form, inner):
         def layer(state, scale, take=take):
             return inner(take(state) * scale).mul_(2).relu_()
 
-        policy.call("a", layer, (pack(leaf + 1),), {"scale": torch.tensor(0.5)}).sum().backward()
+        policy.call("a", layer, (pack(leaf + 1),), {"scale": torch.tensor(0.5)}, MICRO).sum().backward()
         found.append((leaf.grad, inner.weight.grad))
         inner.weight.grad = None
     torch.testing.assert_close(*found)
@@ -61,12 +66,14 @@ def test_what_a_layer_makes_itself_it_may_write_on(form, inner):
 
 def test_a_batch_field_is_an_input_too(inner):
     with pytest.raises(RunError, match="the input of layer 'a' is written on"):
-        Recompute(frozenset({"a"})).call("a", lambda tokens: inner(tokens.add_(1)), (), {"tokens": torch.ones(2)})
+        Recompute(frozenset({"a"})).call(
+            "a", lambda tokens: inner(tokens.add_(1)), (), {"tokens": torch.ones(2)}, MICRO
+        )
 
 
 def test_what_a_later_layer_writes_on_is_refused_when_it_is_needed(inner):
     state = {"hidden": torch.ones(3, 2, requires_grad=True) + 1}
-    output = Recompute(frozenset({"a"})).call("a", lambda one: inner(one["hidden"]).tanh(), (state,), {})
+    output = Recompute(frozenset({"a"})).call("a", lambda one: inner(one["hidden"]).tanh(), (state,), {}, MICRO)
     state["hidden"].mul_(2)
     with pytest.raises(RunError, match="the input of layer 'a' is written on"):
         output.sum().backward()

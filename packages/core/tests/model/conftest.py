@@ -17,6 +17,7 @@ from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 
+sys.path.append(str(Path(__file__).parent / "own"))  # modules of tests import from there while they are collected
 EXAMPLES = Path(__file__).parents[4] / "examples" / "models"
 
 

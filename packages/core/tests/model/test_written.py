@@ -11,25 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from two_linears import Part
 
 from sley_core.model.layers import Model
 
 Real = Callable[..., Model]
-
-
-class Part(nn.Module):
-    """A layer of two linears, whose weights cases change."""
-
-    def __init__(self, size: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(size, size)
-        self.second = nn.Linear(size, size, bias=False)
-        nn.init.constant_(self.first.weight, 0.5)
-        nn.init.zeros_(self.first.bias)
-        nn.init.eye_(self.second.weight)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 def state() -> dict[str, Tensor]:

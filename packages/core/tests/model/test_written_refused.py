@@ -7,27 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from two_linears import Part
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 
 Real = Callable[..., Model]
-
-
-class Part(nn.Module):
-    """A layer of two linears with given weights."""
-
-    def __init__(self, size: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(size, size)
-        self.second = nn.Linear(size, size, bias=False)
-        nn.init.constant_(self.first.weight, 0.5)
-        nn.init.eye_(self.second.weight)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 def test_memory_that_is_written_again_unseen_is_refused_by_name(real: Real) -> None:

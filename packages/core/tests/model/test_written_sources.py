@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from two_linears import Part
 
 from sley_core.data.dataset import DataInfo
 from sley_core.model.layers import Model
@@ -89,20 +90,6 @@ class Embed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Part(nn.Module):
-    """A layer of two linears with given weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4, bias=False)
-        nn.init.constant_(self.first.weight, 0.5)
-        nn.init.eye_(self.second.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError

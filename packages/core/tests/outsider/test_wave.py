@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sley_core.actions.action import forward_only
 from sley_core.actions.costs import Costs
 from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
@@ -62,33 +58,17 @@ def hanayo() -> Callable[[int], Schedule]:
     return lambda waves: build(HanayoConfig(waves=waves))
 
 
-def simulated(schedule: Schedule, stages: int, micros: int, costs: Costs | None = None) -> Simulation:
+def simulated(schedule: Schedule, stages: int, micros: int) -> Simulation:
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
-    return simulate(lowered, placement, costs or Costs.even(placement.num_positions))
+    return simulate(lowered, placement, Costs.even(placement.num_positions))
 
 
 def plan_of(**changes: Any) -> Plan:
     return plan_from_dict(tables(**changes), OWN)
 
 
-# -- the schedule, by the properties of our own ------------------------------------------------------------------------
-
-
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 12), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
-def test_any_size_can_run_whatever_actions_and_links_take(hanayo, stages, waves, micros, seed):
-    schedule, chance = hanayo(waves), Random(seed)
-    placement = schedule.placement(stages)
-    count = placement.num_positions
-    seconds = {kind: tuple(chance.uniform(0.1, 3) for _ in range(count)) for kind in Costs.even(1).seconds}
-    none = (0,) * count
-    costs = Costs(seconds, tuple(chance.uniform(0, 3) for _ in none[1:]), none, none, none[1:])
-    found = simulated(schedule, stages, micros, costs)
-    assert all(held.pairs <= min(stages, micros) * placement.chunks for held in found.peaks)
-    forwards = [forward_only(actions) for actions in schedule.lists(stages, micros)]
-    simulate(lower(forwards, placement, micros, training=False), placement, costs)
-    assert schedule.lists(stages, micros) == schedule.lists(stages, micros)
+# -- the schedule, beside what its contract holds (test_schedules.py) ---------------------------------------------------
 
 
 @pytest.mark.parametrize(("stages", "waves", "micros"), SIZES)

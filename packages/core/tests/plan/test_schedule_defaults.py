@@ -11,6 +11,7 @@ import pytest
 from sley_core.errors import SleyError
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
+from sley_core.plan.document import Origin
 from sley_core.plan.load import plan_from_text
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord, PartitionerRecord, ScheduleRecord, StageLinkRecord
@@ -66,7 +67,10 @@ def test_the_schedule_s_record_says_what_is_taken(resolved: Make) -> None:
     assert plan.partition is not None
     assert (plan.link.name, plan.partition.name) == ("mine.l1", "other.p0")
     assert [handler.name for handler in plan.gradient_handlers] == ["core.each", "mine.t"]
-    assert plan.origins["link", "use"].kind == plan.origins["partition", "use"].kind == "core"
+    named = (("link", "use"), ("partition", "use"), ("gradient_handlers", 1, "use"))
+    assert [plan.origins[path] for path in named] == [Origin("record", named_by="mine.s")] * 3
+    assert str(plan.origins["link", "use"]) == "mine.s"
+    assert plan.origins["gradient_handlers", 0, "use"] == Origin("core")
     assert list(plan.plugins) == ["core", "mine", "other"]
 
 

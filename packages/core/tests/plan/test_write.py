@@ -111,7 +111,7 @@ def test_the_digest_is_of_what_runs(make: Callable[..., Plan], tables: dict[str,
 def test_the_text_reads_well(make: Callable[..., Plan]) -> None:
     text = make(gradient_handlers=[{"use": "core.each"}], loss={}, evaluation={"every": 5}).to_toml()
     lines = text.split("\n")
-    assert lines[:4] == ["plan = 1", "scheduler_hooks = []", "", "[run]"]
+    assert lines[:5] == ["plan = 1", "scheduler_hooks = []", "offload = []", "", "[run]"]
     assert "betas = [0.9, 0.95]" in lines
     assert "[[gradient_handlers]]" in lines
     assert max(map(len, lines)) < 60

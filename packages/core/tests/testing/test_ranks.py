@@ -40,6 +40,39 @@ def test_results_come_in_order_of_rank(ranks):
     assert ranks(3)(sum_of_ranks, 10, plus=1) == [Seen(0, 31.0), Seen(1, 31.0), Seen(2, 31.0)]
 
 
+TENSORS = {
+    "number": torch.tensor(-0.0, dtype=torch.float64),
+    "narrow": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "empty": torch.empty(0, 3),
+    "turned": torch.arange(6).reshape(2, 3).t(),
+    "part": torch.arange(9)[2:4],
+    "flags": torch.tensor([True, False]),
+    "complex": torch.ones(2, dtype=torch.complex64).conj(),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+}
+
+
+def tensors():
+    return TENSORS, random_numbers()
+
+
+def random_numbers():
+    return torch.rand(2), torch.initial_seed()
+
+
+def test_tensors_arrive_as_they_were_returned(ranks):
+    ((found, drawn),) = ranks(1)(tensors)
+    for name, wanted in TENSORS.items():
+        assert type(found[name]) is type(wanted), name
+        assert (found[name].dtype, found[name].requires_grad) == (wanted.dtype, wanted.requires_grad), name
+        assert torch.equal(found[name], wanted), name
+    assert str(found["number"].item()) == "-0.0"
+    found["narrow"].add_(1)
+    with torch.random.fork_rng(devices=()):
+        torch.random.default_generator.manual_seed(drawn[1])
+        assert torch.equal(drawn[0], random_numbers()[0]), "what the server did before it forked has drawn numbers"
+
+
 def parent_and_what_is_imported():
     return os.getppid(), {"torch._dynamo", "sley_core.topology"} <= set(sys.modules)
 

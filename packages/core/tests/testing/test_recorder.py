@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch import nn
 from torch.distributed import all_reduce as imported_all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
+from sley_core.comm.collectives import all_reduce
+from sley_core.comm.groups import make_groups
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.recorder import collectives
 from sley_core.testing.sequence import assert_same_sequence
+from sley_core.topology import Topology
 
 WORLD = 2
 LISTS = hasattr(dist, "all_gather_single")
@@ -164,6 +168,27 @@ def test_a_swapped_order_that_runs_through_is_caught(ranks):
     assert lines[second + 1].startswith("      at ")
     assert "test_recorder.py:" in lines[second + 1]
     assert lines[second + 1].endswith(" the_other_way_round_on_rank_1")
+
+
+def by_several_names(order):
+    """One sum over each of three groups of both ranks, which share one communicator; in the order that the rank has."""
+    groups = make_groups(Topology.of(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
+    with collectives() as calls:
+        for axis in order[dist.get_rank()]:
+            all_reduce(torch.ones(1), groups[axis], what="the test's").wait()
+    groups.close()
+    return calls
+
+
+def test_an_exchange_has_the_name_of_the_group_that_was_asked_for(ranks):
+    axes = ["stage", "control", "dp"]
+    recorded = ranks(WORLD)(by_several_names, [axes, axes])
+    assert [[call.group for call in calls] for calls in recorded] == [["stage[0,1]", "control[0,1]", "dp[0,1]"]] * 2
+    assert {call.communicator for calls in recorded for call in calls} == {"control[0,1]"}
+    assert_same_sequence(recorded)
+    swapped = ranks(WORLD)(by_several_names, [axes, axes[::-1]])
+    with pytest.raises(AssertionError, match=r"the order on control\[0,1\] is not the same on all ranks: call 1"):
+        assert_same_sequence(swapped)
 
 
 def test_the_fixture_records_in_this_process(fake_world, collectives):

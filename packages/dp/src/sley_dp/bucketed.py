@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sley_core.api.comm import SentBytes
 from sley_dp.narrow import Narrow
 from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Exact
@@ -16,4 +17,5 @@ class Bucketed(BucketReducer):
     """The same sums as `core.each`, or with `reduction = "bf16"` within 2^-7 of them."""
 
     def __init__(self, config: BucketedConfig) -> None:
-        super().__init__(config, Narrow() if config.reduction == "bf16" else Exact())
+        sent = SentBytes()
+        super().__init__(config, Narrow(sent) if config.reduction == "bf16" else Exact(sent), sent)

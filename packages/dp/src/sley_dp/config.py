@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from sley_core.api.plan import Positive, PositiveFloat, Table
 
@@ -30,6 +32,13 @@ class BucketedConfig(ReducerConfig):
     def tolerance(self) -> float:
         """The relative error that a sum may have; 0 where it is the sum itself."""
         return BF16_TOLERANCE if self.reduction == "bf16" else 0.0
+
+
+class ShardedConfig(ReducerConfig):
+    """Sums gradients over the ranks that share a weight, and leaves each of them a part to step: its masters and states."""
+
+    shards: Annotated[int, Field(ge=2)] | None = None
+    """How many ranks share one copy of masters and states, neighbours each; left out, all that share a weight."""
 
 
 class PowerSGDConfig(ReducerConfig):

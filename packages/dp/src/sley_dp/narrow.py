@@ -19,7 +19,7 @@ from sley_core.api.comm import Pending, all_gather, all_to_all
 from sley_dp.sums import Sums, described
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group
+    from sley_core.api.comm import Group, SentBytes
     from sley_core.api.parts import GradientBuffer
 
 WIRE = torch.bfloat16
@@ -33,7 +33,8 @@ class Narrow(Sums):
     Each start advances the earlier sums, in an order that is equal on all ranks of their groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sent: SentBytes) -> None:
+        self.sent = sent
         self._under_way: deque[_NarrowSum] = deque()
         self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
         self._num_started = 0
@@ -44,7 +45,9 @@ class Narrow(Sums):
             self._under_way.popleft().finish()
         for one in self._under_way:
             one.gather()
-        self._under_way.append(_NarrowSum(buffer, group, self._wire(buffer, group)))
+        started = _NarrowSum(buffer, group, self._wire(buffer, group))
+        self.sent.add(started.sent, group, passes=2)  # an all-to-all and an all-gather
+        self._under_way.append(started)
 
     def finish(self) -> None:
         """Blocks until every started buffer holds its sum."""

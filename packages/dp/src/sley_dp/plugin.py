@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import GradientHandlerRecord, Problem
-from sley_dp.config import BucketedConfig, PowerSGDConfig
+from sley_core.records import GradientHandlerRecord, Problem, ProcessGroupRecord
+from sley_dp.config import BucketedConfig, PowerSGDConfig, ShardedConfig
+from sley_dp.shard_groups import check_shards, shard_groups
 
 if TYPE_CHECKING:
-    from sley_core.api.plan import Plan
+    from sley_core.api.plan import Plan, Topology
 
 
 @hookimpl
@@ -25,6 +26,14 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             summary="Flat buckets, reduced while the backward runs.",
         ),
         GradientHandlerRecord(
+            name="sharded",
+            config=ShardedConfig,
+            build="sley_dp.sharded:Sharded",
+            role="reducer",
+            result="shard",
+            summary="Flat buckets, of which each rank steps a part: optimizer states and masters are shared (ZeRO-1).",
+        ),
+        GradientHandlerRecord(
             name="powersgd",
             config=PowerSGDConfig,
             build="sley_dp.powersgd:PowerSGD",
@@ -37,8 +46,17 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 
 
 @hookimpl
-def sley_check_plan(plan: Plan) -> Iterable[Problem]:
+def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroupRecord]:
+    for handler in plan.gradient_handlers:
+        if isinstance(handler.config, ShardedConfig):
+            yield from shard_groups(handler.config.shards, topology)
+
+
+@hookimpl
+def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
     for number, handler in enumerate(plan.gradient_handlers):
+        if isinstance(handler.config, ShardedConfig):
+            yield from check_shards(topology, handler.config.shards, number)
         if isinstance(handler.config, PowerSGDConfig) and handler.config.start_step > plan.run.steps:
             message = f"the run has {plan.run.steps} steps, so nothing would be compressed"
             hint = f"use start_step = {plan.run.steps} or less, or `dp.bucketed`"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.api.comm import Pending, all_reduce
+from sley_core.api.comm import Pending, SentBytes, all_reduce
 from sley_core.api.model import derive
 from sley_core.api.parts import FlatBuffer
 from sley_dp.low_rank import LowRank, as_matrix
@@ -49,6 +49,7 @@ class _Factors:
     compressed: list[_Compressed]
     whole: list[tuple[Tensor, Tensor]]
     pending: Pending
+    sent: SentBytes
 
     def expand(self) -> None:
         """Waits for the first collective and starts the second, of Q, unless nothing is compressed."""
@@ -61,6 +62,7 @@ class _Factors:
             return
         # The bucket's reduce group; its ranks come here for the same buckets in the same order.
         self.pending = all_reduce(self.factors.data, self.group, what=described(self.buffer))
+        self.sent.add(self.factors.data, self.group, passes=2)
 
     def restore(self) -> None:
         """Waits for the second collective and writes the approximate sums into the gradients."""
@@ -75,7 +77,8 @@ class LowRankSums(Sums):
     seed: for the first factors; equal on all ranks.
     """
 
-    def __init__(self, rank: int, error_feedback: bool, seed: int) -> None:
+    def __init__(self, rank: int, error_feedback: bool, seed: int, sent: SentBytes) -> None:
+        self.sent = sent
         self.rank = rank
         self.error_feedback = error_feedback
         self.seed = seed
@@ -110,7 +113,8 @@ class LowRankSums(Sums):
             wire.copy_(gradient)
         # The bucket's reduce group; its ranks start their buckets in one order.
         pending = all_reduce(first.data, group, what=described(buffer))
-        self._under_way.append(_Factors(buffer, group, second, compressed, pairs, pending))
+        self.sent.add(first.data, group, passes=2)
+        self._under_way.append(_Factors(buffer, group, second, compressed, pairs, pending, self.sent))
 
     def finish(self) -> None:
         """Runs the second collectives and blocks until every started buffer holds its approximate sum."""
@@ -146,12 +150,14 @@ class PowerSGD(BucketReducer):
 
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config = config
-        self._exact = Exact()
-        super().__init__(config, self._exact)
+        self._sent = SentBytes()
+        self._exact = Exact(self._sent)
+        super().__init__(config, self._exact, self._sent)
 
     def attach(self, parts: Parts) -> None:
         """Makes the low-rank sums, with the run's seed, and lays the store out."""
-        self._low_rank = LowRankSums(self.config.rank, self.config.error_feedback, parts.run.seed)
+        config = self.config
+        self._low_rank = LowRankSums(config.rank, config.error_feedback, parts.run.seed, self._sent)
         super().attach(parts)
 
     def begin_step(self, step: StepState) -> None:

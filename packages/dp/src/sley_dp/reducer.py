@@ -24,6 +24,7 @@ from sley_dp.buckets import fill
 from sley_dp.replicas import broadcast_values
 
 if TYPE_CHECKING:
+    from sley_core.api.comm import SentBytes
     from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
     from sley_dp.config import ReducerConfig
     from sley_dp.sums import Sums
@@ -38,9 +39,13 @@ class Bucket:
 
 
 class BucketReducer(GradientHandler):
-    """Sums each entry over its reduce group by `sums`, once per optimizer step, overlapped with the last backward."""
+    """Sums each entry over its reduce group by `sums`, once per optimizer step, overlapped with the last backward.
 
-    def __init__(self, config: ReducerConfig, sums: Sums) -> None:
+    sent: counts what `sums`, and others that a subclass puts in its place, send.
+    """
+
+    def __init__(self, config: ReducerConfig, sums: Sums, sent: SentBytes) -> None:
+        self._sent = sent
         self._cap_bytes = config.bucket_mb * (1 << 20)
         self._start = config.start
         self.sums = sums
@@ -69,6 +74,7 @@ class BucketReducer(GradientHandler):
         the stage.
         """
         self.sums.forget()
+        self._sent.begin_step()
         if self._order is None and self._has_finished_a_step:
             self._order = self._agreed_order()
             self._store.lay_out(self._plan)
@@ -97,14 +103,19 @@ class BucketReducer(GradientHandler):
         for bucket in self.buckets:
             assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
         self.sums.finish()
+        self._sent.end_step()
         self._has_finished_a_step = True
 
     def trim(self) -> int:
         """Frees what the sums of the next step can allocate anew; returns its bytes. Called between two steps."""
         return self.sums.trim()
 
+    def counts(self) -> dict[str, float]:
+        """Returns the bytes that this rank sent in the last step, for its sums."""
+        return self._sent.counts()
+
     def _plan(self, entries: list[Entry]) -> Layout:
-        """Returns buckets per family, filled in the agreed order; entries unknown to it come last.
+        """The store's `Planner`: returns buckets per family, filled in the agreed order; entries unknown to it come last.
 
         Entries whose reduce group has one rank lie in no bucket. The old buckets are freed here, since the store
         allocates the new ones next and both would not have to exist at once.

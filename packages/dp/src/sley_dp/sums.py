@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group, Work
+    from sley_core.api.comm import Group, SentBytes, Work
     from sley_core.api.parts import GradientBuffer
 
 
@@ -15,7 +15,8 @@ class Sums(Protocol):
          start* ──> finish ──> start* ──> finish ...
             └─────> forget ────────┘             (a step that failed)
 
-    All ranks of a group call `start` for the same buckets in the same order, so collectives may be issued in it.
+    All ranks of a group call `start` for the same buckets in the same order, so collectives may be issued in it. Each
+    counts in `sent`, made by the reducer, what this rank sends.
     """
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
@@ -39,7 +40,8 @@ class Exact(Sums):
     waiting, while the peers compute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sent: SentBytes) -> None:
+        self.sent = sent
         self._works: list[Work] = []
         self._moving: list[Work] = []
 
@@ -47,6 +49,7 @@ class Exact(Sums):
         """Starts the all-reduce of `buffer`, in place, and advances the earlier ones without waiting."""
         # The bucket's reduce group; its ranks start their buckets in one order.
         work = group.transport().all_reduce(buffer.data, what=described(buffer), contents=buffer.contents)
+        self.sent.add(buffer.data, group, passes=2)
         self._works.append(work)
         self._moving = [one for one in (*self._moving, work) if not one.test()]
 

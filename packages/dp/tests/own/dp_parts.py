@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sley_core.data.dataset import DataInfo, Field
+from sley_core.data.dataset import DataContext, DataInfo, Field
 
 WIDTH = 6
 NUM_SAMPLES = 40
@@ -40,6 +40,12 @@ class Points:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return sample(index)
+
+
+def split(context: DataContext) -> Points:
+    """The same samples to train on and to be held out."""
+    del context
+    return Points()
 
 
 class Stream:
@@ -134,6 +140,28 @@ class OwnTables(Tables):
     """Every rank has values of its own."""
 
     own_values = True
+
+
+class Odd(nn.Module):
+    """Parameters of no handy size: a scalar, an empty one, seven numbers, a wide matrix; one is frozen, one held twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.seven = nn.Parameter(torch.linspace(-0.5, 0.5, 7))
+        self.still = nn.Parameter(torch.full((3,), 0.1), requires_grad=False)
+        self.up = nn.Linear(WIDTH, 37)
+        self.down = nn.Linear(37, WIDTH)
+        self.same = self.down
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.up(hidden).tanh() * self.scale + self.seven.mean() + self.still.sum() + self.nothing.sum()
+        return hidden + self.same(wide)
+
+
+def odd() -> list[tuple[str, nn.Module]]:
+    return [("first", Inputs(WIDTH, WIDTH)), ("a", Odd()), ("b", Odd()), ("last", nn.Linear(WIDTH, WIDTH))]
 
 
 def mlp(depth: int = 3) -> list[tuple[str, nn.Module]]:

@@ -1,7 +1,7 @@
 """Which weight gradients are reduced together, a layer's or one module's, and which contributions each bucket still lacks.
 
-contribution ──> open, full size ──> contribution* ──> sent: all its sites have contributed, and another bucket is next
-                                                        (or the action that may complete it ends)
+contribution ──> open, full size ──> contribution* ──> sent: all its sites have contributed, and another unit or module
+                                                        is next (or the action that may complete it ends)
 """
 
 from __future__ import annotations
@@ -74,9 +74,15 @@ class GradientBuckets:
                 bucket.entries.append(entry)
             bucket.sources.add((site, entry))
 
-    def of(self, site: Site, entry: Entry) -> GradientBucket:
-        """Returns the bucket of the gradient of `entry` from `site`."""
-        return self._parcels[self._key(self._homes[entry] if self.once else site, entry)]
+    def of(self, site: Site, entry: Entry) -> tuple[GradientBucket, Hashable]:
+        """Returns the bucket of the gradient of `entry` from `site`, and the part of a backward in which it comes.
+
+        That is the backward of the site's unit, or of the site alone.
+        """
+        return self._parcels[self._key(self._homes[entry] if self.once else site, entry)], self._place(site)
+
+    def _place(self, site: Site) -> Hashable:
+        return site.unit if self.fused else site
 
     def _key(self, home: Site, entry: Entry) -> Hashable:
-        return (home.unit if self.fused else home, entry.chunks if self.once else None)
+        return (self._place(home), entry.chunks if self.once else None)

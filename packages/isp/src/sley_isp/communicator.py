@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.actions import GRADIENT_KINDS, Action, Kind
-from sley_core.api.comm import GATHER
+from sley_core.api.comm import GATHER, SentBytes
 from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover
 from sley_core.api.weights import AXIS, stand_in
@@ -61,8 +61,7 @@ class Communicator(WeightCommunicator):
         self._published: Published | None = None
         self._stamps: dict[Unit, int] = {}
         self._action: Action | None = None
-        self._at = -1
-        self._final = -1
+        self._at = self._final = -1
         self._drains: set[int] = set()
         self._head: nn.Linear | None = None
         self.launches = Launches(config.launch, self._launch)
@@ -91,9 +90,10 @@ class Communicator(WeightCommunicator):
         self.pool = parts.pool(self.config.pool)
         bound = self.config.bound if self.config.overlap else 0
         once = self.config.reduce == "step"
-        self.reductions = Reductions(bound, parts.store, self.pool, self._group, once=once)
-        self.columns = Columns(self._group, parts.store, self._queue, self._before_lookup, self._is_overlapping)
-        self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool)
+        sent = SentBytes()
+        self.reductions = Reductions(bound, parts.store, self.pool, self._group, sent, once=once)
+        self.columns = Columns(self._group, parts.store, self._queue, self._before_lookup, self._is_overlapping, sent)
+        self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool, sent)
         self.buckets = GradientBuckets(fused=self.config.fused, once=once)
         try:
             for layer in parts.layers:
@@ -270,7 +270,7 @@ class Communicator(WeightCommunicator):
     def _share_vocabulary(self, site: Site) -> None:
         """Patches the head's forward: within an action its weight is not gathered; outside of one it is a site like others."""
         head = VocabularyHead(
-            site, self._group, self._parts.store, self.pool, self._queue, lambda: self._action is not None
+            site, self.columns.tokens, self._parts.store, self.pool, self._queue, lambda: self._action is not None
         )
         self._patch(site.module, head.forward)
         self.sites.append(site)
@@ -287,11 +287,11 @@ class Communicator(WeightCommunicator):
     @torch.no_grad()
     def _reduce(self, site: Site, rows: Tensor, inputs: Tensor) -> None:
         """Adds the gradients of `site`'s weights, from `rows` (output gradient) and `inputs`, to their buckets."""
-        gradient = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
+        write = embedding_gradient if isinstance(site.module, nn.Embedding) else linear_gradient
         for entry in site.trained:
             self._parts.store.check_open(entry)  # before anything is leased or sent
         for entry in site.trained:
-            self.reductions.add(self.buckets.of(site, entry), site, entry, partial(gradient, site, entry, rows, inputs))
+            self.reductions.add(*self.buckets.of(site, entry), site, entry, partial(write, site, entry, rows, inputs))
         if self._action is None:
             self.reductions.flush(everything=True)
             self.reductions.finish()

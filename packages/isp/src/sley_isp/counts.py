@@ -14,6 +14,7 @@ from sley_core.api.actions import Action
 from sley_core.api.parts import Phase
 
 if TYPE_CHECKING:
+    from sley_core.api.comm import SentBytes
     from sley_core.protocols import MemoryPool
     from sley_isp.embedding.columns import Columns
     from sley_isp.prefetch import PrefetchPolicy
@@ -26,12 +27,16 @@ WARM_UP = 2
 
 @dataclass
 class Tally:
-    """Counts of one rank. Its parts count since the beginning; bytes are those of gathers."""
+    """Counts of one rank. Its parts count since the beginning; bytes are those of gathers.
+
+    sent: what all parts send in a step.
+    """
 
     prefetch: PrefetchPolicy
     reductions: Reductions
     columns: Columns
     pool: MemoryPool
+    sent: SentBytes
     num_steps: int = 0
     max_bytes: int = 0
     _bytes: int = 0
@@ -48,6 +53,7 @@ class Tally:
         """Starts to count a step or evaluation that runs `actions`."""
         self._units.clear()
         self._phase = phase
+        self.sent.begin_step()
         self._num_micros = len({action.micro for action in actions}) or 1
         self._before = self.totals
 
@@ -56,6 +62,7 @@ class Tally:
         self._units[unit] += 1
         self._bytes += gathered.num_bytes
         self._gathered_bytes += gathered.num_received_bytes
+        self.sent.add_message(gathered.num_received_bytes)  # shards are equal: each rank sends as much as it receives
         self.max_bytes = max(self.max_bytes, self._bytes)
 
     def dropped(self, gathered: Gathered) -> None:
@@ -68,6 +75,7 @@ class Tally:
         if self._phase is not Phase.TRAIN:
             return
         self.num_steps += 1
+        self.sent.end_step()
         self._last = {name: now - self._before[name] for name, now in self.totals.items()}
         if self.num_steps == WARM_UP:
             self._warm_allocations = self.num_allocations
@@ -110,7 +118,7 @@ class Tally:
         found: dict[str, Any] = {"gathers_per_unit_and_micro_batch": self._per_micro.get(Phase.TRAIN, 0)}
         if Phase.EVALUATE in self._per_micro:
             found["gathers_per_unit_and_micro_batch_evaluating"] = self._per_micro[Phase.EVALUATE]
-        found |= {f"{name}_per_step": value for name, value in last.items()}
+        found |= {f"{name}_per_step": value for name, value in last.items()} | self.sent.counts()
         found |= {f"most_{name}": value for name, value in self.peaks.items()}
         if self._warm_allocations is not None:
             found[f"allocations_after_step_{WARM_UP}"] = self.num_allocations - self._warm_allocations

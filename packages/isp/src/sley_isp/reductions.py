@@ -11,7 +11,7 @@ action that can add to it: fewer exchanges, for the memory of all full-size grad
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +25,7 @@ from sley_isp.buckets import Open
 from sley_isp.units import padded, shard_of
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group, Work
+    from sley_core.api.comm import Group, SentBytes, Work
     from sley_core.api.parts import Entry, GradientStore
     from sley_core.protocols import MemoryPool
     from sley_isp.buckets import GradientBucket
@@ -49,36 +49,49 @@ class Reductions:
     bound: 0 waits for each at once. once: buckets wait for the last action of the step that can add to them; `bound`
     then holds for those that were sent. Since the beginning: num_started, num_bytes: exchanges and bytes sent;
     max_live: most full-size gradients at one time, those being written included; max_live_bytes: most bytes of all
-    buffers leased for them, receive buffers included.
+    buffers leased for them, receive buffers included. sent: counts what is sent.
     """
 
-    def __init__(self, bound: int, store: GradientStore, pool: MemoryPool, group: Group, *, once: bool = False) -> None:
+    def __init__(
+        self,
+        bound: int,
+        store: GradientStore,
+        pool: MemoryPool,
+        group: Group,
+        sent: SentBytes,
+        *,
+        once: bool = False,
+    ) -> None:
         self.bound = bound
         self.once = once
         self.store = store
         self.pool = pool
         self.group = group
+        self.sent = sent
         self.num_started = 0
         self.num_bytes = 0
         self.max_live = 0
         self.max_live_bytes = 0
-        self._current: GradientBucket | None = None
+        self._place: Hashable = None
         self._open: dict[GradientBucket, Open] = {}
         self._under_way: deque[_Reduction] = deque()
         self._live = 0
         self._live_bytes = 0
 
-    def add(self, bucket: GradientBucket, site: Site, entry: Entry, write: Write) -> None:
+    def add(self, bucket: GradientBucket, place: Hashable, site: Site, entry: Entry, write: Write) -> None:
         """Adds a contribution of `site` to the gradient of `entry` in `bucket`; may start or finish earlier reductions.
 
-        write: puts or adds the gradient into a full-size tensor. All ranks of `group` must call this in the same order.
+        place: the unit or module whose backward this is part of. write: puts or adds the gradient into a full-size
+        tensor. All ranks of `group` must come from place to place in the same order.
         """
         self.advance()
-        if bucket is not self._current:
-            before = self._open.get(self._current) if self._current is not None else None
-            if before is not None and self._may_leave(before.bucket) and (before.is_complete or not self.once):
-                self._start(before)
-            self._current = bucket
+        if place is not self._place:
+            # Not where the bucket changes: a weight that is tied to another layer's is in that layer's bucket, and how
+            # often a place goes back and forth between the two may depend on its data.
+            self._place = place
+            for before in list(self._open.values()):
+                if self._may_leave(before.bucket) and (before.is_complete or not self.once):
+                    self._start(before)
         filled = self._open.get(bucket) or self._opened(bucket)
         write(filled.wholes[entry][: entry.shape[0]], entry in filled.written)
         filled.written.add(entry)
@@ -94,7 +107,7 @@ class Reductions:
             if everything or self._may_leave(filled.bucket):
                 self._start(filled)
             filled.came.clear()
-        self._current = None
+        self._place = None
 
     def advance(self) -> None:
         """Sums the reductions that have arrived, oldest first, up to the first one still in flight. Never blocks.
@@ -123,7 +136,7 @@ class Reductions:
         for filled in self._open.values():
             filled.lease.close()
         self._open.clear()
-        self._current = None
+        self._place = None
         while self._under_way:
             self._end(self._under_way.popleft())
         self._live = 0
@@ -167,6 +180,8 @@ class Reductions:
         self._under_way.append(_Reduction(work, owned, filled.lease))
         self.num_started += 1
         self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
+        for whole in wholes.values():
+            self.sent.add(whole, self.group, passes=1)
         self.finish(self.bound)
 
     def _lent(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:

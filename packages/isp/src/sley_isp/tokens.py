@@ -16,16 +16,20 @@ from torch import Tensor
 from sley_core.api.comm import GATHER
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group
+    from sley_core.api.comm import Group, SentBytes
     from sley_core.protocols import MemoryPool
 
 
 class AllTokens:
-    """Gathers over `group`. Its ranks must run the same micro-batches in the same order, so that all call this alike."""
+    """Gathers over `group`. Its ranks must run the same micro-batches in the same order, so that all call this alike.
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    sent: counts what it sends.
+    """
+
+    def __init__(self, group: Group, device: torch.device, sent: SentBytes) -> None:
         self.group = group
         self.device = device
+        self.sent = sent
 
     def most(self, num_tokens: int) -> int:
         """Returns the largest `num_tokens` of any rank; a blocking gather, as sizes must be known before tokens are sent."""
@@ -48,6 +52,8 @@ class AllTokens:
     def gather(self, wholes: Sequence[Tensor], own: Sequence[Tensor], what: str) -> None:
         """Fills each of `wholes` [size x n, ...] with the ranks' `own` [n, ...]; blocks until it is complete on both sides."""
         work = self.group.transport(GATHER).all_gather(wholes, own, what=what)
+        for whole in wholes:
+            self.sent.add(whole, self.group, passes=1)
         work.wait()
         work.wait_sent()
 

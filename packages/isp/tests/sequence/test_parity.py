@@ -6,7 +6,7 @@ import pytest
 
 from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_core.testing.runs import alone, assert_parity, record, same_on_all
 
 PLAN = small_plan(
     batch__global_size=4,
@@ -18,7 +18,7 @@ PLAN = small_plan(
 def check(ranks, folder, sp, dp=1, **changes):
     """`sp` slices of `dp` replicas' samples against one process: rows, gradients, weights and the held-out loss."""
     tables = changed(PLAN, **changes)
-    reference = record(tables, 3, folder=folder)
+    reference = alone(tables, 3, folder=folder)
     split = changed(tables, parallel={"sp": sp, "dp": dp}, sequence={"use": "isp.all_to_all"})
     layouts = ranks(sp * dp, 120)(record, split, 3, folder=folder)
     precision = tables["precision"]["compute"]

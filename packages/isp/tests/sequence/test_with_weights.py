@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.testing.runs import assert_parity, record, same_on_all
+from sley_core.testing.runs import alone, assert_parity, record, same_on_all
 
 
 def check(ranks, folder, sharded, world, sp, wp, **changes):
     """`world` ranks, seen as dp x sp by what they compute and as wdp x wp by what they store."""
     precision = changes.get("precision__compute", "fp64")
     changes = {"model__heads": 4, "model__kv_heads": 2, "batch__global_size": 4, "batch__micro_size": 1, **changes}
-    reference = record(sharded(1, 1, **changes), 3, folder=folder)
+    reference = alone(sharded(1, 1, **changes), 3, folder=folder)
     tables = sharded(wp, world // sp, **changes)
     tables["parallel"] |= {"sp": sp}
     tables["sequence"] = {"use": "isp.all_to_all"}

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sley_core.api.plan import Array, Table
+from sley_core.api.plan import Array, NonNegative, Positive, Table
+
+Layers = Positive | Annotated[Array[str], Field(min_length=1)]
 
 
 class SizeClassesConfig(Table):
@@ -111,3 +113,29 @@ class HostOptimizerConfig(OffloadConfig):
     @property
     def steps_in_buckets(self) -> bool:
         return True
+
+
+class HostConfig(Table):
+    """What chosen layers save for their backward waits on the host, and comes back ahead of its use."""
+
+    layers: Layers | None = None
+    """Which: the first so many blocks, or names and patterns of names (`"blocks.1*"`); left out, all blocks.
+
+    Blocks are all layers but the first and the last.
+    """
+
+    min_bytes: NonNegative = 65536
+    """Storages smaller than this stay: a copy of one takes longer than its bytes are worth."""
+
+    budget_bytes: NonNegative | None = None
+    """How many bytes may be on the host at one time; what would exceed it stays on the device, and is counted."""
+
+
+class SelectiveConfig(Table):
+    """Layers run again in their backward, as with `core.recompute`, but for their attention, whose output is kept."""
+
+    layers: Layers | None = None
+    """Which: the first so many blocks, or names and patterns of names; left out, all blocks."""
+
+    budget_bytes: NonNegative | None = None
+    """How many bytes of attention may be kept at one time; what would exceed it is computed again, and counted."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sley_core.api.actions import DEFAULT_LANE, direction_of
-from sley_core.api.comm import receive_from, send_to
+from sley_core.api.comm import SentBytes, receive_from, send_to
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group, Groups, Pending
@@ -26,6 +26,7 @@ def heads_are_apart(device: Device) -> bool:
 
 class Lines:
     """The lines of one stage to its neighbours. apart: whether heads travel on the host's line, apart from their tensors.
+    sent: counts the bytes of messages.
 
     Both ends of a line must issue its messages in the same order, heads and tensors too; the lowered lists give that
     order.
@@ -36,6 +37,7 @@ class Lines:
         self.stage = self.group.coord
         self.apart = apart
         self._control = groups["control"]
+        self.sent = SentBytes()
 
     def send(self, pieces: Sequence[Tensor], peer: int, what: str) -> list[Pending]:
         """Starts to send a message's `pieces` to stage `peer`; returns handles to wait on, in that order.
@@ -44,6 +46,7 @@ class Lines:
         are done.
         """
         *head, body = pieces
+        self.sent.add_message(sum(piece.nbytes for piece in pieces))
         pending = [self.tell(each, peer, what) for each in head]
         if body.numel():
             pending.append(send_to(body, self.group, direction_of(self.stage, peer), peer, what=what))

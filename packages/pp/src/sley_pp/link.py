@@ -29,10 +29,9 @@ from torch import Tensor
 
 from sley_core.api.actions import Direction, Transfer, direction_of
 from sley_core.api.boundary import Description, gradients_of, with_overlaps
-from sley_core.errors import RunError
 from sley_pp.lending import Lending
 from sley_pp.lines import Lines, heads_are_apart
-from sley_pp.message import Message, from_bytes, layout_of, to_bytes
+from sley_pp.message import Message, from_bytes, layout_of, mismatch, to_bytes
 from sley_pp.walk import Walk, differ
 
 if TYPE_CHECKING:
@@ -68,6 +67,7 @@ class Link:
         self._announcing: list[Pending] = []
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
+        self._has_backwards = False
 
     def prepare(self, parts: Parts) -> None:
         """Creates the lines, and takes the pool of messages. Called once, after the process groups exist."""
@@ -85,6 +85,8 @@ class Link:
         message of theirs is taken; a difference raises RunError `stages-differ` in `take` or `drain`, on both ends.
         """
         self._forget()
+        self._has_backwards = False
+        self._lines.sent.begin_step()
         self._walk.begin(keys, peers)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Key) -> None:
@@ -95,6 +97,7 @@ class Link:
         """
         place = transfer.chunk, transfer.micro
         if transfer.flow == "backward":
+            self._has_backwards = True
             self._send(transfer, self._owed.pop(place), description, tensors)
             return
         known = self._descriptions("send", transfer)
@@ -111,6 +114,7 @@ class Link:
         Never blocks. Both ends must post and send in the same order in each direction.
         """
         direction = direction_of(transfer.peer, self._stage)
+        self._has_backwards |= transfer.flow == "backward"
         self._waiting[direction].append((transfer, key))
         self._post_waiting(direction)
 
@@ -148,6 +152,12 @@ class Link:
         self._memory.collect()
         left = [*self._posted, *self._waiting["up"], *self._waiting["down"]]
         assert not left, f"posted and never taken: {left}"
+        if self._has_backwards:  # a step, and not an evaluation
+            self._lines.sent.end_step()
+
+    def counts(self) -> dict[str, float]:
+        """Returns the bytes of messages that this rank sent in the last step, heads included."""
+        return self._lines.sent.counts()
 
     def trim(self) -> int:
         """Frees the pool's buffers that no message needs, now that the step is over; returns their bytes."""
@@ -183,7 +193,7 @@ class Link:
         """
         if not expected.leaves:
             if came != expected:  # no message comes, in which the receiver could be told
-                raise _mismatch(f"{self._name(transfer, 'sends to')}: expected {expected}, came {came}")
+                raise mismatch(f"{self._name(transfer, 'sends to')}: expected {expected}, came {came}")
             return
         what = self._name(transfer, "sends to")
         message = self._memory.lease(layout_of(expected.leaves))
@@ -196,7 +206,7 @@ class Link:
         if fault:
             for pending in self._sending[-1][0]:
                 pending.wait()
-            raise _mismatch(fault)
+            raise mismatch(fault)
         self._end_sends()
 
     def _end_sends(self) -> None:
@@ -277,7 +287,7 @@ class Link:
         if (walk, micro) != (self._walk.number, transfer.micro):
             raise differ(f"{what}: came micro-batch {micro} of walk {walk}, this is walk {self._walk.number}")
         if fault:
-            raise _mismatch(f"{what}: {fault}")
+            raise mismatch(f"{what}: {fault}")
         return flags
 
     def _descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:
@@ -291,12 +301,3 @@ class Link:
             f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.flow}, {thing} of micro-batch {transfer.micro} "
             f"(chunk {transfer.chunk})"
         )
-
-
-def _mismatch(fault: str) -> RunError:
-    """Returns the RunError `boundary-mismatch`."""
-    return RunError(
-        "boundary-mismatch",
-        fault,
-        hint="what a layer returns may depend on the shapes of the batch, not on its values",
-    )

@@ -28,6 +28,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from sley_core.api.boundary import FLAG_BYTES, Description, Leaf
 from sley_core.api.parts import ALIGNMENT_BYTES
+from sley_core.errors import RunError
 
 HEAD_BYTES = 1024
 """Room for the numbers and for the text of a mismatch; the flags of each tensor follow."""
@@ -169,3 +170,12 @@ def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
     """
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count, sys.getrefcount(storage)
+
+
+def mismatch(fault: str) -> RunError:
+    """Returns the RunError `boundary-mismatch`."""
+    return RunError(
+        "boundary-mismatch",
+        fault,
+        hint="what a layer returns may depend on the shapes of the batch, not on its values",
+    )

@@ -117,6 +117,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             config=config.SharedModulesConfig,
             build="sley_pp.shared:SharedModules",
             role="tie",
+            takes_shards=True,
             after=("reducer",),
             summary="Sums the gradients of parameters that several stages hold.",
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sley_core.api.comm import all_reduce
+from sley_core.api.comm import SentBytes, all_reduce
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 
@@ -25,6 +25,7 @@ class SharedModules(GradientHandler):
 
     def __init__(self, config: SharedModulesConfig) -> None:
         self.config = config
+        self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
         """Finds the ties in the book."""
@@ -34,16 +35,25 @@ class SharedModules(GradientHandler):
         self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
-        """All-reduces the gradient of each tie over the stages that hold it; blocks."""
+        """All-reduces what this rank has of the gradient of each tie over the stages that hold it; blocks."""
+        self._sent.begin_step()
         pending = []
         for name in self._ties:
             entry = self._parts.book[name]
             if entry in self._store and entry.tie_group is not None:
-                # The tie's own group: one rank of each stage that holds it; all walk the ties by name.
-                group = self._groups[entry.tie_group]
-                pending.append(all_reduce(self._store.gradient(entry), group, what=f"the tied gradient of {name}"))
+                # The tie's own group: one rank of each stage that holds it; all walk the ties by name. Where a reducer leaves
+                # shards, these ranks have the same elements, maybe none.
+                group, gradient = self._groups[entry.tie_group], self._store.part(entry)
+                if gradient.numel():
+                    pending.append(all_reduce(gradient, group, what=f"the tied gradient of {name}"))
+                    self._sent.add(gradient, group, passes=2)
         for one in pending:
             one.wait()
+        self._sent.end_step()
+
+    def counts(self) -> dict[str, float]:
+        """Returns the bytes that this rank sent in the last step, for the sums of gradients."""
+        return self._sent.counts()
 
     def weights_updated(self, step: StepState) -> None:
         """Checks every `drift_check_steps` steps that the copies are still equal; a collective over the holders."""
@@ -53,6 +63,7 @@ class SharedModules(GradientHandler):
 
     def _check_drift(self, number: int) -> None:
         """Raises RunError `tie-drifted` on all holders of a tie whose copies are no longer equal bit for bit."""
+        self._parts.weights.settle()
         for name in self._ties:
             entry = self._parts.book[name]
             assert entry.tie_group is not None, name

@@ -9,6 +9,7 @@ import typer
 
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
+from sley_core.plan.check_handlers import sums_ties
 from sley_core.plan.load import load_plan
 from train_cli.console import say
 from train_cli.options import SetOption, WorldOption
@@ -37,11 +38,12 @@ def check(
     if errors:
         worst = max(errors, key=lambda error: error.exit_code)
         raise type(worst).many(found for error in errors for found in error.diagnostics)
-    say("1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine")
+    fine = "1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine"
+    say(fine if model else f"{fine}; no model was built (--model builds it)")
 
 
 def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
-    """Raises SleyError for the problems of one plan; prints notes on its model if `model`."""
+    """Raises SleyError for the problems of one plan; prints notes: on its model if `model`, else on what only that shows."""
     plan = load_plan(path, overrides)
     size = plan.world(world) if world is None else world
     if problems := check_plan(plan, size):
@@ -51,3 +53,5 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
 
         for note in check_model(plan, size, calls_layers=True):
             say(f"{path}: {note}")
+    elif plan.parallel.pp > 1 and not sums_ties(plan):
+        say(f"{path}: no gradient handler sums weights that stages share; only --model sees whether there are any")

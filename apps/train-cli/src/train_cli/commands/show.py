@@ -86,6 +86,7 @@ def _origin_data(plan: Plan, path: KeyPath) -> dict[str, Any]:
         "file": place.file if place else None,
         "line": place.line or None if place else None,
         "column": place.column or None if place else None,
+        "named_by": origin.named_by,
     }
 
 

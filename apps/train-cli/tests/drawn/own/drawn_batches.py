@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from drawn_cases import Case, draw
 from drawn_runs import (
+    Seen,
     StepDiffersError,
     compare,
     has_nothing_to_train,
@@ -86,22 +87,26 @@ def work(cases: Sequence[Case], folder: Path) -> None:
         begun = folder / f"begun{rank}"
         begun.write_text(json.dumps(number), "utf-8")
         begun.replace(folder / f"at{rank}.json")  # at once: a rank may be ended while it writes
+        seen = Seen()
         try:
-            seen = see(case, folder)
+            see(case, folder, seen)
         except Exception as error:
             _note(folder, case, rank, error)
             if not isinstance(error, SleyError) or not _all_refuse(folder, case):
                 raise
-            if rank == 0:
-                _write(folder, case, _judged(case, _faults(folder, case), str(error)))
-            continue
+            faults = _faults(folder, case)  # the same on all ranks
+            if any(fault["codes"] != ["not-finite"] for fault in faults):
+                if rank == 0:
+                    _write(folder, case, _judged(case, faults, str(error)))
+                continue
         everybody: list[Any] | None = [None] * case.world if rank == 0 else None
         dist.gather_object(seen, everybody)
         if everybody is not None:
             _write(folder, case, _compared(case, everybody))
 
 
-def _compared(case: Case, seen: Sequence[Any]) -> Verdict:
+def _compared(case: Case, seen: Sequence[Seen]) -> Verdict:
+    """The verdict on what the ranks saw; where that is not all, they refused the rest for want of a number."""
     try:
         compare(case, seen)
     except StepDiffersError as error:
@@ -110,7 +115,7 @@ def _compared(case: Case, seen: Sequence[Any]) -> Verdict:
         return Verdict("wrong", str(error))
     except Exception as error:
         return Verdict("wrong", str(error) if isinstance(error, AssertionError) else _told(error))
-    return Verdict("equal")
+    return Verdict("equal") if len(seen[0].held_out) == len(case.steps) else Verdict("refused", "not-finite")
 
 
 def _judged(case: Case, faults: Sequence[dict[str, Any]], otherwise: str) -> Verdict:

@@ -86,8 +86,8 @@ def _keep_writable(layers: list[dict[str, Any]], gives: list[str], shared: list[
             or gives[at] in ("detached", "nested", "output", "masked", "many", "scaled")
         ):
             one["body"] = "linear"
-        elif one["carry"] == "input":
-            one["carry"] = "made"
+        elif one["carry"] == "input" or (one["carry"] == "kept" and FORMS[gives[at]].carries):
+            one["carry"] = "made"  # what it keeps was made of what it writes on, and a backward reads that
 
 
 def _shared(r: random.Random, layers: list[dict[str, Any]]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -72,9 +73,8 @@ def problems(case: Case, folder: Path) -> list[str]:
         return [str(error)]
 
 
-def see(case: Case, folder: Path) -> Seen:
-    """The case's run on this rank."""
-    seen = Seen()
+def see(case: Case, folder: Path, seen: Seen) -> None:
+    """The case's run on this rank; what it saw goes to `seen`, also where an error ends it."""
     made = plan(case, folder)
     with World.join("cpu") as world, assemble(made, world) as run:
         seen.first = weights(run)
@@ -84,7 +84,6 @@ def see(case: Case, folder: Path) -> Seen:
             seen.gradients.append(gradients(run))
             seen.weights.append(weights(run))
             seen.held_out.append(run.evaluate() if step.evaluates else None)
-    return seen
 
 
 def plainly(case: Case) -> PlainLoop:
@@ -107,31 +106,33 @@ def plainly(case: Case) -> PlainLoop:
     )
 
 
-def train_plainly(case: Case, loop: PlainLoop, seen: Sequence[Seen], norms: list[float] | None = None) -> None:
-    """Raises AssertionError with the first difference between the loop and what the ranks saw; none saw what is empty.
+def train_plainly(case: Case, loop: PlainLoop, seen: Sequence[Seen] = ()) -> list[list[float]]:
+    """The loop's loss, gradient norm and held-out loss, if it is measured, of each step.
 
-    norms: takes the loop's gradient norm of each step.
+    Raises AssertionError with the first difference between the loop and what the ranks saw.
     """
+    numbers = []
     for number, step in enumerate(case.steps):
         _prepare(step, loop.parameters)
         share = min(1.0, (number + 1) / (case.training["learning_rate"]["warmup_steps"] or 1))
         for group in loop.optimizer.param_groups:
             group["lr"] = group["full"] * share
         wanted = loop.step(micros(case, number))
-        if norms is not None:
-            norms.append(wanted.grad_norm)
         held_out = loop.evaluate(_held_out(case)) if step.evaluates else None
-        for rank, one in enumerate(seen):
+        numbers.append([wanted.loss, wanted.grad_norm, *([] if held_out is None else [held_out])])
+        taken = [one for one in seen if number < len(one.rows)]
+        for rank, one in enumerate(taken):
             try:
                 assert_step(wanted, one.rows[number], one.gradients[number], one.weights[number])
-                found = one.held_out[number]
+                found = one.held_out[number] if number < len(one.held_out) else held_out
                 assert found == held_out or abs(found - held_out) <= 1e-9 * abs(held_out), (
                     f"held-out {found}, not {held_out}"
                 )
             except AssertionError as error:
                 raise StepDiffersError(number, f"step {number + 1}, rank {rank}: {error}") from None
-        missing = set(wanted.gradients) - {name for one in seen for name in one.gradients[number]}
-        assert not (seen and missing), f"step {number + 1}: no rank has the gradients of {sorted(missing)}"
+        missing = set(wanted.gradients) - {name for one in taken for name in one.gradients[number]}
+        assert not (taken and missing), f"step {number + 1}: no rank has the gradients of {sorted(missing)}"
+    return numbers
 
 
 class StepDiffersError(AssertionError):
@@ -143,14 +144,14 @@ class StepDiffersError(AssertionError):
 
 
 def is_undetermined(case: Case, seen: Sequence[Seen], number: int) -> bool:
-    """Whether the plain loop itself has another gradient norm in step `number` if first values change in their last digit.
+    """Whether the plain loop itself has other numbers in step `number` if first values change in their last digit.
 
     A training that diverges doubles its digits' errors until none is left; then no two orders of a sum agree.
     """
     first: Tensors = {}
     for one in seen:
         first |= one.first
-    norms = []
+    found = []
     for change in (0.0, torch.finfo(torch.float64).eps):
         with torch.random.fork_rng(devices=[]):
             loop = plainly(case)
@@ -160,13 +161,16 @@ def is_undetermined(case: Case, seen: Sequence[Seen], number: int) -> bool:
             for name, value in first.items()
         }
         loop.load({name: value * (1 + change * signs[name]) for name, value in first.items()})
-        train_plainly(case, loop, [], found := [])
-        norms.append(found[number])
-    return abs(norms[1] - norms[0]) > 1e-6 * abs(norms[0])
+        found.append(train_plainly(case, loop)[number])
+    # A number that is none is another one than itself.
+    return not all(abs(other - one) <= 1e-6 * abs(one) for one, other in zip(*found, strict=True))
 
 
 def compare(case: Case, seen: Sequence[Seen]) -> None:
-    """Raises AssertionError with the first difference: of first values that the model's code determines, then of steps."""
+    """Raises AssertionError with the first difference: of first values that the model's code determines, then of steps.
+
+    Where the ranks refused a step, or what is held out after it, for want of a number, the loop must have none there either.
+    """
     first: Tensors = {}
     for one in seen:
         first |= one.first
@@ -180,7 +184,12 @@ def compare(case: Case, seen: Sequence[Seen]) -> None:
             inside = first[name].min() >= 0.25 and first[name].max() <= 0.5
             assert inside, f"first value of {name}: {_told(first[name])}, not within 0.25 and 0.5"
     loop.load(first)
-    train_plainly(case, loop, seen)
+    numbers = train_plainly(case, loop, seen)
+    ended = {len(one.held_out) for one in seen}
+    assert len(ended) == 1, f"ranks saw {sorted(ended)} steps"
+    (number,) = ended
+    if number < len(case.steps) and all(map(math.isfinite, numbers[number])):
+        raise StepDiffersError(number, f"step {number + 1} was refused, in which the loop has {numbers[number]}")
 
 
 def micros(case: Case, number: int) -> list[Tensors]:
@@ -195,7 +204,7 @@ def micros(case: Case, number: int) -> list[Tensors]:
 def has_nothing_to_train(case: Case) -> bool:
     """Whether the plain loop finds a loss that no trained parameter has a part in."""
     try:
-        train_plainly(case, plainly(case), [])
+        train_plainly(case, plainly(case))
     except NothingToTrainError:
         return True
     return False

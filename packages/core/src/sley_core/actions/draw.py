@@ -4,7 +4,9 @@
     stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
 Every stage is a row, time goes to the right. An action begins with its letter and its micro-batch, as far as there is room,
-and fills its time; dots are time in which nothing is computed.
+and fills its time; dots are time in which nothing is computed. With two chunks, small letters are the second one's. With
+more, each chunk has a row of its own, blank while the stage works on another chunk. A step of too many actions for the
+width loses its middle, so that how it starts and how it ends can be read.
 """
 
 from __future__ import annotations
@@ -28,20 +30,33 @@ NAMES = {
 COLUMNS_PER_ACTION = 3
 """Columns of the shortest action where the width allows it: room for a label of two characters."""
 
+CUT = " / "
+"""Stands for the middle of a step that is too long."""
+
+LEAST_ROOM = 16
+"""Columns below which nothing is cut out: too little would be left to read."""
+
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
     """Returns rows of at most `width` columns, one per stage, with each stage's idle share, and a legend. Ends with a
     newline.
+
+    With three chunks or more a stage has a row per chunk.
     """
-    names = [f"stage {stage}  " for stage in range(timeline.stages)]
-    notes = [f"  {timeline.idle(stage):4.0%} idle" for stage in range(timeline.stages)]
+    chunks = 1 + max((span.action.chunk for span in timeline.spans), default=0)
+    own_rows: list[int | None] = [None] if chunks <= 2 else list(range(chunks))
+    rows = [(stage, chunk) for stage in range(timeline.stages) for chunk in own_rows]
+    names = [_name(stage, chunk) for stage, chunk in rows]
+    notes = ["" if chunk else f"  {timeline.idle(stage):4.0%} idle" for stage, chunk in rows]
     indent = max(map(len, names))
     room = max(1, width - indent - max(map(len, notes)))
     scale = _columns_per_second(timeline, room)
-    rows = []
-    for stage, (name, note) in enumerate(zip(names, notes, strict=True)):
-        rows.append(name.ljust(indent) + _row(timeline, stage, scale) + note)
-    return "\n".join([*rows, *_legend(timeline)]) + "\n"
+    drawn = [_cut(_row(timeline, stage, chunk, scale), room) for stage, chunk in rows]
+    lines = [f"{name:{indent}}{row}{note}".rstrip() for name, row, note in zip(names, drawn, notes, strict=True)]
+    legend = _legend(timeline, chunks)
+    if (columns := round(timeline.makespan_s * scale)) > room:
+        legend.append(f"/: {columns - room + len(CUT)} of {columns} columns are left out; a wider terminal shows more")
+    return "\n".join([*lines, *legend]) + "\n"
 
 
 def label(action: Action) -> str:
@@ -50,32 +65,49 @@ def label(action: Action) -> str:
     return f"{letter}{action.micro}"
 
 
-def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """Returns the scale that fits into `room` columns.
+def _name(stage: int, chunk: int | None) -> str:
+    if chunk is None:
+        return f"stage {stage}  "
+    return f"{f'stage {stage}' if chunk == 0 else '':9}chunk {chunk}  "
 
-    The shortest action gets a whole number of columns if it gets one at all, so that equal actions look equal.
+
+def _columns_per_second(timeline: Timeline, room: int) -> float:
+    """Returns the scale that fits into `room` columns, or that of a drawing whose middle must be cut out.
+
+    The shortest action gets a whole number of columns if it gets one at all, so that equal actions look equal. Where it
+    gets none, actions are drawn to scale if the others are much longer, and else at one column each.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:
         return 0.0
     columns = min(COLUMNS_PER_ACTION, room * min(lengths) / timeline.makespan_s)
+    if columns < 1 and room >= LEAST_ROOM and min(lengths) >= max(lengths) / 10:
+        columns = 1
     return (int(columns) if columns >= 1 else columns) / min(lengths)
 
 
-def _row(timeline: Timeline, stage: int, scale: float) -> str:
-    """Returns one stage's row of characters."""
+def _row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -> str:
+    """Returns one row of characters: a stage's, or those of one chunk of it."""
     cells = ["."] * round(timeline.makespan_s * scale)
     for span in timeline.of_stage(stage):
         first, end = round(span.start_s * scale), round(span.end_s * scale)
-        text = label(span.action)
+        text = label(span.action) if chunk is None else label(span.action).upper()
         text = text[0] * (end - first) if end - first < len(text) else text.ljust(end - first, FILL[span.action.kind])
-        cells[first:end] = text
+        cells[first:end] = text if chunk in (None, span.action.chunk) else " " * (end - first)
     return "".join(cells)
 
 
-def _legend(timeline: Timeline) -> list[str]:
+def _cut(row: str, room: int) -> str:
+    """Returns `row` with its middle cut out as far as it is longer than `room`."""
+    if len(row) <= room:
+        return row
+    tail = (room - len(CUT)) // 2
+    return row[: room - len(CUT) - tail] + CUT + row[len(row) - tail :]
+
+
+def _legend(timeline: Timeline, chunks: int) -> list[str]:
     kinds = {span.action.kind for span in timeline.spans}
     words = [name for kind, name in NAMES.items() if kind in kinds]
-    if any(span.action.chunk for span in timeline.spans):
-        words.append("small letters: chunk 1 and later")
+    if chunks == 2:
+        words.append("small letters: chunk 1")
     return [", ".join(words)] if words else []

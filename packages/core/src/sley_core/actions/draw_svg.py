@@ -16,7 +16,7 @@ COLOURS = {
     Kind.WEIGHT_GRADIENT: ("#9d755d", "#d8b5a5"),
     Kind.CHUNK_DONE: ("#666666", "#666666"),
 }
-"""Of the first chunk, and of the others."""
+"""Of the first chunk and of the last; those between them get shades between these."""
 
 ROW, GAP, TITLE, LEFT = 22, 4, 24, 110
 """Pixels: of a stage's row, between rows, of a title, of the stages' names with their idle share."""
@@ -36,29 +36,30 @@ def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
     """
     longest = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
     scale = (width - LEFT) / longest if longest > 0 else 0.0
+    last_chunk = max((span.action.chunk for timeline in timelines.values() for span in timeline.spans), default=0)
     body: list[str] = []
     top = 0
     for title, timeline in timelines.items():
         body.append(f'<text x="0" y="{top + TITLE - 8}" font-weight="bold">{escape(title)}</text>')
         top += TITLE
         for stage in range(timeline.stages):
-            body += _row(timeline, stage, top, scale)
+            body += _row(timeline, stage, top, scale, last_chunk)
             top += ROW + GAP
     if scale:
         body += _ticks(longest, top, scale)
-        body += _legend(timelines.values(), top + TITLE)
+        body += _legend(timelines.values(), top + TITLE, last_chunk)
         top += 2 * TITLE
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" font-family="sans-serif" font-size="11">'
     return "\n".join([head, *body, "</svg>"]) + "\n"
 
 
-def _row(timeline: Timeline, stage: int, top: int, scale: float) -> Iterator[str]:
+def _row(timeline: Timeline, stage: int, top: int, scale: float, last_chunk: int) -> Iterator[str]:
     """Yields the SVG elements of one stage."""
     length = timeline.makespan_s * scale
     yield f'<text x="0" y="{top + ROW - 7}">stage {stage}, {timeline.idle(stage):.0%} idle</text>'
     yield f'<rect x="{LEFT}" y="{top}" width="{length:.2f}" height="{ROW}" fill="#f2f2f2"/>'
     for span in timeline.of_stage(stage):
-        yield _box(span, top, scale)
+        yield _box(span, top, scale, last_chunk)
 
 
 def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
@@ -70,8 +71,8 @@ def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
         yield f'<text x="{x:.2f}" y="{top + TITLE - 10}" text-anchor="{anchor}">{time_s * 1e3:.4g} ms</text>'
 
 
-def _legend(timelines: Iterable[Timeline], top: int) -> Iterator[str]:
-    """Yields a coloured box and a name for each kind of action that occurs."""
+def _legend(timelines: Iterable[Timeline], top: int, last_chunk: int) -> Iterator[str]:
+    """Yields a coloured box and a name for each kind of action that occurs, and what the shades mean."""
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
     x = LEFT
     for kind, name in NAMES.items():
@@ -79,12 +80,22 @@ def _legend(timelines: Iterable[Timeline], top: int) -> Iterator[str]:
             yield f'<rect x="{x}" y="{top + 2}" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
             yield f'<text x="{x + 18}" y="{top + 12}">{name}</text>'
             x += 18 + LETTER * (len(name) + 3)
+    if last_chunk:
+        yield f'<text x="{x}" y="{top + 12}">the lighter, the later the chunk: 0 to {last_chunk}</text>'
 
 
-def _box(span: TimedAction, top: int, scale: float) -> str:
+def _shade(kind: Kind, chunk: int, last_chunk: int) -> str:
+    """Returns the colour of `kind` for a chunk, `#rrggbb`."""
+    dark, light = COLOURS[kind]
+    share = chunk / last_chunk if last_chunk else 0.0
+    ends = [(int(dark[at : at + 2], 16), int(light[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(first + share * (last - first)):02x}" for first, last in ends)
+
+
+def _box(span: TimedAction, top: int, scale: float, last_chunk: int) -> str:
     """Returns one action as a rectangle with a tooltip, and a label if there is room."""
     x, length = LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
-    colour = COLOURS[span.action.kind][min(span.action.chunk, 1)]
+    colour = _shade(span.action.kind, span.action.chunk, last_chunk)
     told = f"{span.action} on stage {span.stage}, {span.start_s:.6g} s to {span.end_s:.6g} s"
     rect = f'<rect x="{x:.2f}" y="{top}" width="{length:.2f}" height="{ROW}" fill="{colour}" stroke="white"/>'
     text = label(span.action)

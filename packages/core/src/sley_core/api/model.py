@@ -1,10 +1,22 @@
 """Gives plugins and models of one's own layers, patches of their forwards, attention, seeds, and a loss's chunks."""
 
 from sley_core.data.dataset import DataInfo
+from sley_core.engine.activations import Recompute, tensors_in
 from sley_core.losses.cross_entropy import chunks, wide
 from sley_core.model.attention import Attention
 from sley_core.model.layers import Layer, Model
 from sley_core.model.patch import ForwardPatch
 from sley_core.model.seeds import derive
 
-__all__ = ["Attention", "DataInfo", "ForwardPatch", "Layer", "Model", "chunks", "derive", "wide"]
+__all__ = [
+    "Attention",
+    "DataInfo",
+    "ForwardPatch",
+    "Layer",
+    "Model",
+    "Recompute",
+    "chunks",
+    "derive",
+    "tensors_in",
+    "wide",
+]

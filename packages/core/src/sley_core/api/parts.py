@@ -1,27 +1,35 @@
 """Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
 
 from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.cuts import ALIGNMENT as SHARD_ALIGNMENT
+from sley_core.engine.cuts import Cut
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
 from sley_core.engine.gradient_buffers import GradientBuffer
-from sley_core.engine.layout import Layout
+from sley_core.engine.layout import Layout, Planner
 from sley_core.engine.parts import Parts
 from sley_core.engine.slot import add_at
-from sley_core.engine.step_state import Phase, StepState
+from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.store import GradientStore
 from sley_core.engine.weight_queue import Handover, WeightQueue
+from sley_core.engine.weights import WeightBuffer
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "SHARD_ALIGNMENT",
+    "Cut",
     "Entry",
     "FlatBuffer",
     "GradientBuffer",
     "GradientStore",
     "Handover",
     "Layout",
+    "MicroStep",
     "ParameterBook",
     "Parts",
     "Phase",
+    "Planner",
     "StepState",
+    "WeightBuffer",
     "WeightQueue",
     "add_at",
     "offsets",

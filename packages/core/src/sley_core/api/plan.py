@@ -14,6 +14,7 @@ from sley_core.table import (
     RecordReference,
     Table,
 )
+from sley_core.topology import Topology
 
 __all__ = [
     "Array",
@@ -26,6 +27,7 @@ __all__ = [
     "RecordReference",
     "SequenceConfig",
     "Table",
+    "Topology",
     "read_bounded",
     "suggestion",
 ]

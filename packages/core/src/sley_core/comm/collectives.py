@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.groups import Group
-from sley_core.comm.guard import guarded
+from sley_core.comm.guard import Turn, guarded, message_turn, turn_of
 from sley_core.comm.texts import gather_values
 from sley_core.topology import DEFAULT_LANE
 
@@ -24,24 +24,26 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 
 
 class Pending:
-    """A collective in flight. `wait` returns when the result is there (on CUDA: ordered before later work on this stream)."""
+    """A collective in flight. `wait` returns when the result is there (on CUDA: ordered before later work on this stream).
 
-    __slots__ = ("_group", "_operation", "_what", "_work")
+    Without `work` it is over.
+    """
 
-    def __init__(self, work: Any, operation: str, group: Group, what: str) -> None:
+    __slots__ = ("_turn", "_work")
+
+    def __init__(self, work: Any = None, turn: Turn | None = None) -> None:
         self._work = work
-        self._operation = operation
-        self._group = group
-        self._what = what
+        self._turn = turn
 
     def wait(self) -> None:
         """Waits for the result; a second call does nothing.
 
-        Raises RunError `collective-failed`, naming operation, group and tensor, after a timeout or if a peer died.
+        Raises RunError `collective-failed`, naming operation, group and tensor, after a timeout or if a peer died, and
+        `ranks-differ` where ranks wait for each other.
         """
-        if self._work is None:
+        if self._work is None or self._turn is None:
             return
-        guarded(self._work.wait, self._operation, self._group, self._what)
+        guarded(self._work.wait, self._turn)
         self._work = None
 
     def is_done(self) -> bool:
@@ -55,21 +57,18 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
     what: what the tensor is, for the error of a wait that fails.
     """
     if group.size == 1:
-        return Pending(None, "all-reduce", group, what)
-    work = guarded(
-        lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), "all-reduce", group, what
-    )
-    return Pending(work, "all-reduce", group, what)
+        return Pending()
+    turn = turn_of("all-reduce", group, what)
+    return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
 
 
 def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     """Starts a broadcast of `tensor` in place from the first rank of `group`."""
     if group.size == 1:
-        return Pending(None, "broadcast", group, what)
-    work = guarded(
-        lambda: dist.broadcast(tensor, src=group.ranks[0], group=group.lane(), async_op=True), "broadcast", group, what
-    )
-    return Pending(work, "broadcast", group, what)
+        return Pending()
+    turn = turn_of("broadcast", group, what)
+    first = group.ranks[0]
+    return Pending(guarded(lambda: dist.broadcast(tensor, src=first, group=group.lane(), async_op=True), turn), turn)
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
@@ -79,22 +78,20 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     """
     if group.size == 1:
         output.copy_(tensor)
-        return Pending(None, "all-to-all", group, what)
-    work = guarded(
-        lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), "all-to-all", group, what
-    )
-    return Pending(work, "all-to-all", group, what)
+        return Pending()
+    turn = turn_of("all-to-all", group, what, lane)
+    work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
+    return Pending(work, turn)
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane: str = DEFAULT_LANE) -> Pending:
     """Starts gathering the ranks' `tensor`, in the order of `group`, along dim 0 of `output`; both are contiguous."""
     if group.size == 1:
         output.copy_(tensor)
-        return Pending(None, "all-gather", group, what)
-    work = guarded(
-        lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), "all-gather", group, what
-    )
-    return Pending(work, "all-gather", group, what)
+        return Pending()
+    turn = turn_of("all-gather", group, what, lane)
+    work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
+    return Pending(work, turn)
 
 
 def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
@@ -102,19 +99,21 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
 
     Asks the communicator itself, which numbers members as `group` does: what `dist.isend` does around that takes a fifth of it.
     """
-    work = guarded(lambda: group.lane(lane).send([tensor], peer, 0), "send", group, what)
-    return Pending(work, "send", group, what)
+    turn = message_turn("send", group, what, lane, group.coord, peer)
+    return Pending(guarded(lambda: group.lane(lane).send([tensor], peer, 0), turn), turn)
 
 
 def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
     """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`."""
-    work = guarded(lambda: group.lane(lane).recv([tensor], peer, 0), "receive", group, what)
-    return Pending(work, "receive", group, what)
+    turn = message_turn("receive", group, what, lane, peer, group.coord)
+    return Pending(guarded(lambda: group.lane(lane).recv([tensor], peer, 0), turn), turn)
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
     """Returns every rank's `value` (small, JSON), in the order of the group's ranks. Blocks. For the group `control` only."""
     if group.size == 1:
         return [value]
-    found: list[Any] = guarded(lambda: gather_values(value, group.lane()), "all-gather of objects", group, what)
+    found: list[Any] = guarded(
+        lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what)
+    )
     return found

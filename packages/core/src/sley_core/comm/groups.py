@@ -11,12 +11,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
 from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.members import Members
+from sley_core.comm.progress import Progress
 from sley_core.comm.transport.alone import Alone
-from sley_core.comm.transport.choose import attached, message_transports
+from sley_core.comm.transport.choose import attached, is_from_host, message_transports
 from sley_core.comm.transport.protocol import Transport
 from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
@@ -48,8 +50,9 @@ class Group(Members):
 class Groups(Mapping[str, Group]):
     """`groups["dp"]` is this rank's group on axis `dp`."""
 
-    def __init__(self, groups: Mapping[str, Group]) -> None:
+    def __init__(self, groups: Mapping[str, Group], progress: Progress | None = None) -> None:
         self._groups = dict(groups)
+        self._progress = progress or Progress()
 
     def __getitem__(self, axis: str) -> Group:
         return self._groups[axis]
@@ -69,6 +72,7 @@ class Groups(Mapping[str, Group]):
         for group in self._groups.values():
             group.lanes.clear()
             group.transports.clear()
+        self._progress.store = None  # keeps a communicator's, and the store of the launcher behind it
 
 
 def make_groups(
@@ -117,20 +121,33 @@ def make_groups(
             lanes.setdefault(entry.axis, {})[entry.lane] = joined
     for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE))):
         members.setdefault(axis, (rank,))
-    groups = {axis: _group(Members(axis, ranks, rank), lanes.get(axis, {}), device) for axis, ranks in members.items()}
+    progress = Progress(store=_store_of(lanes), timeout_s=timeout.total_seconds())
+    groups = {
+        axis: _group(Members(axis, ranks, rank, progress=progress), lanes.get(axis, {}), device)
+        for axis, ranks in members.items()
+    }
     # All ranks come to the same axes in the same order, each with its own group of them: `attached` is a collective.
-    for axis in _attaching(topology) if attaches and backend == "gloo" and device.type == "cpu" else ():
+    asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
+    for axis in (*_attaching(topology), *asking) if attaches and is_from_host(backend, device) else ():
         group = groups[axis]
         if group.size > 1:
-            group.transports.update(attached(Members(axis, group.ranks, rank), group.lanes, timeout.total_seconds()))
-    return Groups(groups)
+            same = Members(axis, group.ranks, rank, progress=progress)
+            group.transports.update(attached(same, group.lanes, timeout.total_seconds()))
+    return Groups(groups, progress)
+
+
+def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | None:
+    """Returns a store that the ranks of this run have in common, and no other run; None where there are no peers."""
+    control = lanes.get("control", {}).get(DEFAULT_LANE)
+    return control.get_group_store() if control is not None and dist.get_backend(control) == "gloo" else None
 
 
 def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.device) -> Group:
     """Returns the group of `members`, with transports that exchange messages."""
     log = ExchangeLog()
     transports = message_transports(members, lanes, log, device)
-    return Group(members.axis, members.ranks, members.rank, lanes, transports, log)
+    same = members.progress
+    return Group(members.axis, members.ranks, members.rank, lanes, transports, log, progress=same)
 
 
 def _attaching(topology: Topology) -> tuple[str, ...]:

@@ -1,26 +1,89 @@
-"""Turns torch's errors of collectives into errors that name the operation, the group and what was sent."""
+"""Turns torch's errors of collectives into errors that name operation, group and what was sent, or who waits for whom."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from sley_core.comm.circles import Waiting, circle_in, heard, told
+from sley_core.comm.marks import HINT as ONE_ORDER
 from sley_core.comm.members import Members
 from sley_core.errors import RunError
+from sley_core.topology import DEFAULT_LANE
 
 HINT = "another rank of the group stopped, or did not come within [limits] collective_timeout_s"
 
+_RACE_S = 0.1
+"""A peer whose wait has run out of time closes the connections of its lane just before it says what it waits for."""
 
-def guarded(call: Callable[[], Any], operation: str, members: Members, what: str) -> Any:
-    """Returns `call()`; torch's RuntimeError becomes RunError `collective-failed`: which operation, on which group, of what."""
+_TIMED_OUT = "Timed out"
+"""What gloo says of a wait that ran out of time."""
+
+
+class Turn(NamedTuple):
+    """An exchange that this rank has started; the `number`-th of `queue`, which `members` all start in one order.
+
+    what: what is exchanged. peer: the rank at the other end of a message; None where all members take part.
+    """
+
+    operation: str
+    members: Members
+    what: str
+    queue: str
+    number: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        over = f" over {self.members}"  # which some words end with
+        return f"{self.operation} of {self.what.removesuffix(over)}{over}"
+
+    @property
+    def waiting(self) -> Waiting:
+        """What this rank tells the others when it waits in vain."""
+        rank, ranks, numbers = self.members.rank, self.members.ranks, self.members.progress.numbers
+        late = tuple(one for one in ranks if one != rank) if self.peer is None else (self.peer,)
+        return Waiting(rank, f"the {self}", late, self.queue, self.number, dict(numbers))
+
+
+def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE) -> Turn:
+    """Counts an exchange of all `members` on `lane`, which starts now. what: what is exchanged, for errors."""
+    queue, numbers = f"{members.axis} {lane}", members.progress.numbers
+    number = numbers[queue] = numbers.get(queue, 0) + 1
+    return Turn(operation, members, what, queue, number)
+
+
+def message_turn(operation: str, members: Members, what: str, lane: str, sender: int, receiver: int) -> Turn:
+    """Counts a message on `lane` between two coordinates of `members`, at either end of it."""
+    queue, numbers = f"{members.axis} {lane} {sender}>{receiver}", members.progress.numbers
+    number = numbers[queue] = numbers.get(queue, 0) + 1
+    peer = members.ranks[receiver if members.rank == members.ranks[sender] else sender]
+    return Turn(operation, members, what, queue, number, peer)
+
+
+def guarded(call: Callable[[], Any], turn: Turn) -> Any:
+    """Returns `call()`; torch's RuntimeError becomes the error of `failed`."""
     try:
         return call()
     except RuntimeError as error:
-        raise RunError(
-            "collective-failed",
-            f"{operation} of {what} over {members} failed on rank {members.rank}: {first_line(error)}",
-            hint=HINT,
-        ) from error
+        why = first_line(error)
+        raise failed(turn, f"{turn} failed on rank {turn.members.rank}: {why}", _TIMED_OUT in why) from error
+
+
+def failed(turn: Turn, message: str, ran_out_of_time: bool) -> RunError:
+    """Returns the error of a wait in `turn` that failed: `collective-failed` with `message`, or `ranks-differ`.
+
+    The latter where ranks wait for each other in a circle, and have said so. ran_out_of_time: whether this rank gave up; else a
+    peer has ended, or its connection was closed.
+    """
+    progress = turn.members.progress
+    if progress.store is None:
+        return RunError("collective-failed", message, hint=HINT)
+    others = heard(turn.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)
+    if circle := circle_in(others):
+        hint = f"ranks start the exchanges of a group in one order; {ONE_ORDER}"
+        return RunError("ranks-differ", f"ranks wait for each other: {told(circle)}", hint=hint)
+    said = [f"; rank {one.rank} waited in {one.what}" for one in others.values() if one.rank != turn.members.rank]
+    return RunError("collective-failed", message + "".join(said), hint=HINT)
 
 
 def first_line(error: BaseException) -> str:

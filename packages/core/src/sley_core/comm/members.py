@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from sley_core.comm.progress import Progress
 
 
 @dataclass(frozen=True)
 class Members:
     """The ranks of one axis that this rank talks to.
 
-    ranks: global, ascending. rank: this one's, among them.
+    ranks: global, ascending. rank: this one's, among them. progress: how far this rank is in all of its groups.
     """
 
     axis: str
     ranks: tuple[int, ...]
     rank: int
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False, kw_only=True)
 
     @property
     def size(self) -> int:

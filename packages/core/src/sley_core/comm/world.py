@@ -44,12 +44,14 @@ class World(AbstractContextManager["World"]):
     made: list[Groups] = field(default_factory=list, repr=False)
 
     @classmethod
-    def alone(cls, device: str = "auto") -> World:
-        """Returns the world of one process."""
-        return cls(0, 1, Device.pick(device))
+    def alone(cls, device: str | Device = "auto") -> World:
+        """Returns the world of one process. device: a name, as of `Device.pick`, or a device of the program's own."""
+        return cls(0, 1, _picked(device))
 
     @classmethod
-    def join(cls, device: str = "auto", *, timeout_s: float = 600.0, environ: Mapping[str, str] | None = None) -> World:
+    def join(
+        cls, device: str | Device = "auto", *, timeout_s: float = 600.0, environ: Mapping[str, str] | None = None
+    ) -> World:
         """Joins the world that the launcher's environment describes, and returns it; `alone` if there is no launcher.
         Blocks until all ranks have joined.
 
@@ -61,7 +63,7 @@ class World(AbstractContextManager["World"]):
         local_rank = _whole(environ, "LOCAL_RANK", "0")
         local_size = _whole(environ, "LOCAL_WORLD_SIZE", "1")
         if dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size(), Device.pick(device, local_rank, local_size))
+            return cls(dist.get_rank(), dist.get_world_size(), _picked(device, local_rank, local_size))
         if "RANK" not in environ and _whole(environ, "WORLD_SIZE", "1") == 1:
             return cls.alone(device)
         rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
@@ -69,7 +71,7 @@ class World(AbstractContextManager["World"]):
             raise RunError(
                 "rendezvous-failed", f"the environment has RANK = {rank} of WORLD_SIZE = {size}; ranks count from 0"
             )
-        picked = Device.pick(device, local_rank, local_size)
+        picked = _picked(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         # torchrun on one host starts ranks again with the store that they had, in which gloo would find addresses of those that
         # have ended. On several, agents count their attempts each for itself.
@@ -171,6 +173,10 @@ class World(AbstractContextManager["World"]):
         if self.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
             self.owns_default_group = False
+
+
+def _picked(device: str | Device, local_rank: int = 0, local_size: int = 1) -> Device:
+    return Device.pick(device, local_rank, local_size) if isinstance(device, str) else device
 
 
 def _whole(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What a layer keeps between its forward and its backward: everything, or its inputs only.
+"""What a layer keeps between its forward and its backward: everything, its inputs only, or these and what costs most.
 
 Recomputation is torch's non-reentrant checkpoint. The generators need no saving: the function that calls layers seeds
 them before every layer, in recomputation as in the first forward.
@@ -9,7 +9,8 @@ would go on with other numbers. So it is asked here, of whatever crosses between
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +18,23 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.errors import RunError
+from sley_core.protocols import ActivationPolicy
 
 if TYPE_CHECKING:
     from sley_core.engine.config import KeepConfig, RecomputeConfig
-    from sley_core.protocols import ActivationPolicy
+    from sley_core.engine.step_state import MicroStep
 
 
-class Keep:
+class Keep(ActivationPolicy):
     """Autograd keeps what it needs."""
 
-    def call(self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]) -> Any:
+    def call(
+        self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
+    ) -> Any:
         return layer(*args, **fields)
 
 
-class Recompute:
+class Recompute(ActivationPolicy):
     """The layers named in `names` keep only their inputs and run again, once, when their backward needs them.
 
     Raises RunError `recompute-in-place` if the inputs of one are written in place: the second run would start from
@@ -40,7 +44,9 @@ class Recompute:
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
 
-    def call(self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any]) -> Any:
+    def call(
+        self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
+    ) -> Any:
         if name not in self.names:
             return layer(*args, **fields)
         before = _versions(args, fields)
@@ -49,9 +55,15 @@ class Recompute:
             _check_unchanged(name, before, args, fields)  # the second time: a later layer may have written on them
             return layer(*args, **fields)
 
-        output = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **fields)
+        output = checkpoint(
+            run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts, **fields
+        )
         _check_unchanged(name, before, args, fields)
         return output
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Returns what surrounds a layer's first run and its second, asked once per call: here nothing."""
+        return nullcontext(), nullcontext()
 
 
 def _check_unchanged(name: str, before: list[int], args: tuple[Any, ...], fields: Mapping[str, Any]) -> None:
@@ -65,20 +77,20 @@ def _check_unchanged(name: str, before: list[int], args: tuple[Any, ...], fields
 
 
 def _versions(args: tuple[Any, ...], fields: Mapping[str, Any]) -> list[int]:
-    return [tensor._version for tensor in _tensors((*args, *fields.values()))]
+    return [tensor._version for tensor in tensors_in((*args, *fields.values()))]
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors in `values`, nested containers and dataclasses included."""
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among `values`, those in nested containers and dataclasses included."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, tuple | list):
-            yield from _tensors(value)
+            yield from tensors_in(value)
         elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
         elif is_dataclass(value):
-            yield from _tensors(vars(value).values())
+            yield from tensors_in(vars(value).values())
 
 
 def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:

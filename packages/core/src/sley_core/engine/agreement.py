@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sley_core.engine.store import GradientStore
 
 NEXT, TRAINED, MICROS, BATCH = range(4)
-_WEIGHT = 4
+_WEIGHT, _REFUSALS = 4, 5
 _SIZE = 6
 """Of the sum, float64, in which facts are whole numbers below 2^53; other exchanges of the same ranks have other lengths."""
 
@@ -65,14 +65,16 @@ class Agreement:
         self.weight = 0.0
         self._everyone = groups["control"]
         self._facts: list[dict[str, View]] = []
+        self._changed = ""
         self._layout = -1
         self._trained: dict[str, View] = {}
         self._sum = torch.zeros(_SIZE, dtype=torch.float64)
         self._pending: Pending | None = None
 
-    def begin(self, what: str, batch: StepBatch | None = None) -> Agreement:
+    def begin(self, what: str, batch: StepBatch | None = None, changed: str = "") -> Agreement:
         """Starts to compare, by one all-reduce over all ranks on the host; every rank calls it, and `check` after it.
-        what: words for what all ranks begin now.
+        what: words for what all ranks begin now. changed: a parameter of this rank that was frozen or unfrozen although what
+        steps it is fixed; where a rank names one, all refuse.
 
         batch: the samples of it. Its weights are summed as well: all samples of the global batch lie on the ranks of
         one stage; on ranks without the loss they weigh 0.
@@ -90,7 +92,8 @@ class Agreement:
         self._sum = torch.zeros(_SIZE, dtype=torch.float64)
         for at, fact in enumerate(self._facts):
             self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
-        self._sum[_WEIGHT] = self.weight
+        self._sum[_WEIGHT], self._sum[_REFUSALS] = self.weight, float(bool(changed))
+        self._changed = changed
         # All ranks, on the host; every step and every evaluation begins with it.
         self._pending = all_reduce(self._sum, self._everyone, what=f"what all ranks agree on before {what}")
         return self
@@ -105,6 +108,8 @@ class Agreement:
         self._pending = None
         if self._sum[:_WEIGHT].any():
             raise self._differing()
+        if self._sum[_REFUSALS]:
+            raise self._fixed()
         self.weight = float(self._sum[_WEIGHT])
         if self.first is not None:  # only now: all ranks do the same, and none of them anything else
             first, self.first = self.first, None
@@ -155,6 +160,16 @@ class Agreement:
                 if len(set(found.values())) > 1:
                     return RunError("ranks-differ", _message(fact, found), hint=_HINTS[fact])
         raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
+
+    def _fixed(self) -> RunError:
+        """Returns the error `shards-fixed`; a blocking collective on `control`. All ranks call it, as for `_differing`."""
+        found = gather_objects(self._changed, self._everyone, what="what was frozen or unfrozen")
+        name = next(name for name in found if name)
+        return RunError(
+            "shards-fixed",
+            f"the parameter {name!r} was frozen or unfrozen, but a sharded optimizer lays out its states when the run is made",
+            hint="freeze it in the plan (`freeze = true` in a group of [optimizer]), or take a reducer such as `dp.bucketed`",
+        )
 
     def _views(self) -> list[dict[str, View]]:
         """By the label of each of this rank's groups."""

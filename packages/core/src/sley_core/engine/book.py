@@ -185,6 +185,17 @@ class ParameterBook:
         return sum(entry.numel - (entry.shard.padding if entry.shard else 0) for entry in self.entries)
 
 
+class TrainedSet:
+    """Which parameters of `book` are trained, as it was when this was made."""
+
+    def __init__(self, book: ParameterBook) -> None:
+        self._parameters = [(entry.name, entry.parameter, entry.trainable) for entry in book]
+
+    def first_change(self) -> str:
+        """Returns the name of the first parameter that was frozen or unfrozen since; "" if none was."""
+        return next((name for name, parameter, then in self._parameters if parameter.requires_grad != then), "")
+
+
 def is_norm(module: nn.Module) -> bool:
     """Returns whether `module` normalises: one of torch's classes, or named so (`LlamaRMSNorm`, `MyLayerNorm`)."""
     return isinstance(module, NORM_CLASSES) or type(module).__name__.lower().endswith("norm")

@@ -65,7 +65,7 @@ class LayerCaller:
                 self._report_recomputation(layer, args, micro)
             return self._run(layer, args, fields, micro)
 
-        return self.policy.call(layer.name, run, args, fields)
+        return self.policy.call(layer.name, run, args, fields, micro)
 
     def _run(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Waits for the layer's weights, seeds the generators, and calls it; recomputation comes here again with the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sley_core.comm.collectives import Pending, all_reduce
+from sley_core.comm.sent_bytes import SentBytes
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class Each(GradientHandler):
     def __init__(self, config: EachConfig) -> None:
         self.config = config
         self._pending: list[Pending] = []
+        self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
         self._store = parts.store
@@ -27,17 +29,27 @@ class Each(GradientHandler):
         self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
 
     def begin_step(self, step: StepState) -> None:
-        # Reductions of a failed step may still be in flight, and write into the slots: wait for them first.
-        self.finish_step(step)
+        self._wait()  # reductions of a failed step may still be in flight, and write into the slots
+        self._sent.begin_step()
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
         if entry.reduce_group in self._alone:
             return
         group = self._groups[entry.reduce_group]
+        gradient = self._store.gradient(entry)
         # The entry's reduce group; the store reports entries in one order on all of its ranks.
-        self._pending.append(all_reduce(self._store.gradient(entry), group, what=entry.name))
+        self._pending.append(all_reduce(gradient, group, what=entry.name))
+        self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:
+        self._wait()
+        self._sent.end_step()
+
+    def counts(self) -> dict[str, float]:
+        """Returns the bytes that this rank sent in the last step."""
+        return self._sent.counts()
+
+    def _wait(self) -> None:
         for pending in self._pending:
             pending.wait()
         self._pending = []

@@ -146,6 +146,7 @@ class Executor:
         self.queue.clear()
         if self.weights is not None:
             self.weights.begin(actions, phase)
+        self.caller.policy.begin(actions, phase)
         self.crossing.begin(self._keys(batch, phase))
         return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
 

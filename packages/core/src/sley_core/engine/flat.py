@@ -23,6 +23,7 @@ class FlatBuffer:
 
     data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
     written, so a sum or a norm over `data` is one over the views. memory: `data` itself, zeroed; left out, it is made.
+    alignment: of each view, in elements; left out, ALIGNMENT_BYTES. multiple: `numel` divides into that many aligned parts.
     """
 
     def __init__(
@@ -31,8 +32,12 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         memory: Tensor | None = None,
+        *,
+        alignment: int | None = None,
+        multiple: int = 1,
     ) -> None:
-        self.offsets, numel = offsets(shapes, ALIGNMENT_BYTES // dtype.itemsize)
+        alignment = alignment or ALIGNMENT_BYTES // dtype.itemsize
+        self.offsets, numel = offsets(shapes, alignment, multiple)
         self.data: Tensor = torch.zeros(numel, dtype=dtype, device=device) if memory is None else memory
         assert self.data.shape == (numel,), f"{self.data.shape} for {numel} elements"
         self.views: list[Tensor] = [
@@ -45,11 +50,16 @@ class FlatBuffer:
         return self.data.numel() * self.data.element_size()
 
 
-def offsets(shapes: Sequence[Sequence[int]], alignment: int) -> tuple[list[int], int]:
-    """Returns where each shape starts, in elements and a multiple of `alignment`, and how many elements all take."""
+def offsets(shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> tuple[list[int], int]:
+    """Returns where each shape starts, in elements and a multiple of `alignment`, and how many elements all take.
+
+    multiple: above 1, all take what divides into as many aligned parts, of one `alignment` each at least.
+    """
     starts: list[int] = []
     end = 0
     for shape in shapes:
         starts.append(end)
         end += -(-prod(shape) // alignment) * alignment
+    if multiple > 1:
+        end = max(1, -(-end // (multiple * alignment))) * multiple * alignment
     return starts, end

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +12,27 @@ from torch import Tensor
 from sley_core.comm.copies import free, grow
 from sley_core.comm.marks import checksum
 from sley_core.engine.book import Entry
+from sley_core.engine.cuts import ALIGNMENT, Cut, Span
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
+from sley_core.engine.layout import Piece
+from sley_core.engine.slot import LooseSlot
+from sley_core.errors import RunError
 
 
 class GradientBuffer(FlatBuffer):
-    """The gradients of some entries of one family, side by side in `memory`; `num_holders` stages hold a copy of each."""
+    """The gradients of some entries of one family, side by side in `memory`; `num_holders` stages hold a copy of each.
 
-    def __init__(self, entries: Sequence[Entry], memory: Tensor) -> None:
-        super().__init__([entry.parameter.shape for entry in entries], memory.dtype, memory.device, memory)
+    cut: the part of which this rank gets the sum; None for all of it. is_whole: whether `data` holds this rank's own
+    contributions or the whole sum; false once a reducer has begun to sum a buffer that is cut.
+    """
+
+    def __init__(self, entries: Sequence[Entry], memory: Tensor, cut: Cut | None = None) -> None:
+        shapes = [entry.parameter.shape for entry in entries]
+        super().__init__(shapes, memory.dtype, memory.device, memory, **_spacing(cut))
         self.entries = list(entries)
+        self.cut = cut
+        self.num_shards = cut.count if cut else 1
+        self.is_whole = True
         self.reduce_group = entries[0].reduce_group
         self.num_holders = len(entries[0].stages)
         assert all(entry.family == entries[0].family for entry in entries), f"{entries} do not reduce together"
@@ -28,6 +41,80 @@ class GradientBuffer(FlatBuffer):
     def contents(self) -> int:
         """A checksum of whose gradients these are, in their order: two ranks that sum a buffer have the same."""
         return checksum(entry.name for entry in self.entries)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The part of `data` of which this rank gets the sum, [numel / count]; `data` itself where nothing is cut."""
+        if self.cut is None:
+            return self.data
+        first, last = self.cut.bounds(self.data.numel())
+        return self.data[first:last]
+
+    @cached_property
+    def spans(self) -> dict[Entry, Span]:
+        """What this rank's part has of each entry, maybe nothing."""
+        places = zip(self.entries, self.offsets, strict=True)
+        cut = self.cut or Cut("", 1, 0)
+        return {entry: cut.span(start, entry.numel, self.data.numel()) for entry, start in places}
+
+    @cached_property
+    def parts(self) -> dict[Entry, Tensor]:
+        """What this rank's part has of each entry's gradient: flat views [elements of its span]."""
+        return self.views_in(self.own)
+
+    def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
+        """Returns views of `memory` [as long as `own`]: flat, where this rank's part has each entry's elements."""
+        begin, _ = (self.cut or Cut("", 1, 0)).bounds(self.data.numel())
+        found = {}
+        for entry, start in zip(self.entries, self.offsets, strict=True):
+            span = self.spans[entry]
+            first = max(start + span.first - begin, 0) if span.numel else 0
+            found[entry] = memory[first : first + span.numel]
+        return found
+
+    def check_whole(self, entry: Entry) -> None:
+        """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
+        if not self.is_whole:
+            raise RunError(
+                "gradient-sharded",
+                f"the gradient of the parameter {entry.name!r} is reduced to shards, of which this rank has one",
+                hint="read `store.part(entry)`, the elements `store.span(entry)` of it",
+            )
+
+    def zero_padding(self) -> None:
+        """Zeroes what lies in this rank's part between the views: a reduction may leave there what it likes."""
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    @cached_property
+    def _gaps(self) -> list[Tensor]:
+        ends = [*self.offsets[1:], self.data.numel()]
+        begin, end = (self.cut or Cut("", 1, 0)).bounds(self.data.numel())
+        return [
+            self.data[max(start + entry.numel, begin) : min(until, end)]
+            for entry, start, until in zip(self.entries, self.offsets, ends, strict=True)
+            if max(start + entry.numel, begin) < min(until, end)
+        ]
+
+
+def pieces_of(buffers: Iterable[GradientBuffer], loose: Iterable[LooseSlot]) -> Iterator[Piece]:
+    """Yields all gradients in as few tensors as possible: one per buffer, then lists of the unbuffered ones.
+
+    Of a buffer that is cut, this rank's part.
+    """
+    for buffer in buffers:
+        yield Piece([buffer.own], buffer.reduce_group, buffer.num_holders, buffer.num_shards)
+    families: dict[tuple[str, int], list[Tensor]] = {}
+    for slot in loose:
+        slot.check_nothing_came_late()
+        family = (slot.entry.reduce_group, len(slot.entry.stages))
+        families.setdefault(family, []).append(slot.view)
+    for (reduce_group, num_holders), tensors in families.items():
+        yield Piece(tensors, reduce_group, num_holders)
+
+
+def _spacing(cut: Cut | None) -> dict[str, Any]:
+    return {} if cut is None else {"alignment": ALIGNMENT, "multiple": cut.count}
 
 
 class GradientMemory:
@@ -54,14 +141,17 @@ class GradientMemory:
         grow(self._data, self._num_freed)
         self._data.zero_()
 
-    def buffers(self, lists: Sequence[Sequence[Entry]]) -> list[GradientBuffer]:
+    def buffers(self, lists: Sequence[tuple[Sequence[Entry], Cut | None]]) -> list[GradientBuffer]:
         """Returns one zeroed buffer for each list of entries. Buffers of the layout before must not be used any more."""
-        alignment = ALIGNMENT_BYTES // self._data.dtype.itemsize
-        sizes = [offsets([entry.parameter.shape for entry in entries], alignment)[1] for entries in lists]
+        plain = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
+        sizes = [
+            offsets([entry.parameter.shape for entry in entries], **(_spacing(cut) or plain))[1]
+            for entries, cut in lists
+        ]
         if self._data.numel() == sum(sizes):
             self._data.zero_()
         else:
             self.forget()
             self._data = self._data.new_zeros(sum(sizes))
         parts = torch.split(self._data, sizes)
-        return [GradientBuffer(entries, part) for entries, part in zip(lists, parts, strict=True)]
+        return [GradientBuffer(entries, part, cut) for (entries, cut), part in zip(lists, parts, strict=True)]

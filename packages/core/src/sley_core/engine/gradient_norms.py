@@ -33,4 +33,5 @@ class GradientNorms(GradientHandler):
     def _squares(self, entry: Entry, fraction: float) -> Tensor | float:
         if entry not in self._store:
             return 0.0
-        return self._store.gradient(entry).double().square().sum() * fraction
+        # Where ranks have a part each, as many as share a copy, no element is counted on all of them.
+        return self._store.part(entry).double().square().sum() * fraction * self._store.num_shards(entry)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sley_core.engine.book import Entry
+from sley_core.engine.cuts import Cut
 
 
 class Layout(NamedTuple):
@@ -16,19 +17,39 @@ class Layout(NamedTuple):
     buffers: lists of entries of one family. order: the same entries; where buffers of several reduce groups
     fill up side by side it is not their concatenation. Equal on all ranks of every reduce group.
     loose: entries of `order` that lie in no buffer, because nobody reduces them.
+    cuts: of each buffer, the part that this rank gets the sum of; None, or nothing at all, where that is the whole.
+    is_fixed: whether it must stay, since masters and optimizer states lie by it: what is trained may not change then.
     """
 
     buffers: list[list[Entry]]
     order: list[Entry]
     loose: Sequence[Entry] = ()
+    cuts: Sequence[Cut | None] = ()
+    is_fixed: bool = False
+
+    @property
+    def cut_lists(self) -> list[tuple[list[Entry], Cut | None]]:
+        """The buffers that are not empty, each with its cut."""
+        cuts = self.cuts or [None] * len(self.buffers)
+        return [(entries, cut) for entries, cut in zip(self.buffers, cuts, strict=True) if entries]
+
+    def check(self, trainable: Sequence[Entry]) -> None:
+        """Asserts that `order`, and buffers with `loose`, name each of `trainable`, in the order of the book, once."""
+        for entries in (self.order, [entry for buffer in (*self.buffers, self.loose) for entry in buffer]):
+            named = sorted(entry.index for entry in entries)
+            assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
 
 
 class Piece(NamedTuple):
-    """Gradients that count alike: tensors of one dtype, their reduce group, and how many stages hold a copy."""
+    """Gradients that count alike: tensors of one dtype, their reduce group, and how many stages hold a copy.
+
+    num_shards: how many ranks of the reduce group share one copy, each with other elements.
+    """
 
     tensors: list[Tensor]
     reduce_group: str
     num_holders: int
+    num_shards: int = 1
 
 
 Planner = Callable[[list[Entry]], Layout]

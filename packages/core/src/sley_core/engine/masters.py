@@ -1,7 +1,8 @@
-"""The weights that the optimizer steps: the parameters themselves, or fp32 masters of narrower ones.
+"""The weights that the optimizer steps: the parameters themselves, fp32 masters of narrower ones, or a rank's part of either.
 
 A bf16 weight of 1.0 cannot take an update of 0.001; its master can, and the working weight follows when enough have come
-together. What a gradient is accumulated in is the store's business and does not depend on the weights' type.
+together. What a gradient is accumulated in is the store's business and does not depend on the weights' type. Where a reducer
+leaves only a part of a gradient to this rank, only that part is stepped, and only that part has a master.
 
 Between two steps a working weight is the user's: what is written to it then (`load_state_dict` on a layer, `p.copy_` under
 no_grad, `p.data = `) its master takes over before the next step. A weight that nobody wrote keeps its master's digits. Writes
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.book import Entry
+from sley_core.engine.cuts import Span
 from sley_core.engine.flat import FlatBuffer
 from sley_core.engine.store import GradientStore
+from sley_core.engine.weights import WeightStore
 from sley_core.errors import RunError
 
 HOST = torch.device("cpu")
@@ -26,54 +29,95 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """The parameter that the optimizer steps for one entry; its gradient is the entry's slot in the store.
+    """The parameter that the optimizer steps for one entry; its gradient is what the store's `part` returns.
 
-    original: the working weight that the entry's modules hold; the same object if there is no master.
+    original: the working weight that the entry's modules hold; the same object if there is no master and no span.
+    span: which elements of it, where other ranks step the others; `parameter` is flat then.
     """
 
     entry: Entry
     parameter: nn.Parameter
     original: nn.Parameter
+    span: Span | None = None
 
     @property
     def name(self) -> str:
         return self.entry.name
 
     @property
+    def working(self) -> Tensor:
+        """The elements of the working weight that it stands for, a view of the parameter's shape; flat if it has a span."""
+        return _elements(self.original.detach(), self.span)
+
+    @property
     def decays(self) -> bool:
         return self.entry.decays
+
+
+class _Master:
+    """Of the elements `span` of `parameter`. working: these elements. seen: the parameter's version and address when they were
+    the master's rounding.
+    """
+
+    def __init__(self, master: Tensor, parameter: nn.Parameter, span: Span | None) -> None:
+        self.master = master
+        self.parameter = parameter
+        self.span = span
+        self.look()
+
+    def look(self) -> None:
+        """Takes note of the working weight as it is."""
+        self.working = _elements(self.parameter.detach(), self.span)
+        self.seen = self.state
+
+    @property
+    def state(self) -> tuple[int, int]:
+        return self.parameter._version, self.parameter.data_ptr()
 
 
 class Masters:
     """What the optimizer steps for each entry, in the order in which entries were added.
 
-    dtype: of the working weights. wide: of what is stepped; where it is the same, that is the parameters themselves.
-    Else parameters are narrowed to `dtype`, and what they were stays, in one flat buffer for each call of `add`.
+    weights: places of the working weights, and their type. store: says which elements this rank steps. wide: type of what is
+    stepped; where it is that of the weights, it is the parameters themselves, or views of them. Else parameters are narrowed,
+    and what they were stays: in one flat buffer for each call of `add`, and one for this rank's part of each cut buffer.
 
     home: the device on which masters lie, and are stepped; None for that of the parameters. With a home there are always
     masters, and whoever steps them brings gradients there, weights back.
     """
 
-    def __init__(self, dtype: torch.dtype, wide: torch.dtype, home: torch.device | None = None) -> None:
-        self.dtype = dtype
+    def __init__(
+        self, weights: WeightStore, store: GradientStore, wide: torch.dtype, home: torch.device | None = None
+    ) -> None:
+        self.weights = weights
+        self.store = store
+        self.dtype = weights.dtype
         self.wide = wide
         self.home = home
         self.stepped: list[Stepped] = []
+        self._originals: list[tuple[Entry, nn.Parameter]] = []
         self._flats: list[FlatBuffer] = []
-        self._masters: list[Tensor] = []
-        self._working: list[Tensor] = []
-        self._parameters: list[nn.Parameter] = []
-        self._places: dict[int, int] = {}  # of a parameter in these lists, by its id
-        self._seen: list[
-            tuple[int, int]
-        ] = []  # version and address of each parameter, when it was its master's rounding
+        self._masters: dict[int, _Master] = {}  # by the id of their parameters
 
     def add(self, entries: Sequence[Entry]) -> list[Stepped]:
-        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them."""
-        if self.wide == self.dtype and self.home is None:
-            added = [Stepped(entry, entry.parameter, entry.parameter) for entry in entries]
-        else:
-            added = self._narrowed(entries) if entries else []
+        """Takes charge of `entries`, narrowing their parameters if needed; returns what the optimizer steps for them.
+
+        Of an entry of which this rank steps no element, nothing.
+        """
+        masters = self._wide_copies(entries) if self.wide != self.dtype or self.home is not None else {}
+        added = []
+        for entry in entries:
+            self.weights.adopt(entry)
+            parameter, span = entry.parameter, self.store.span(entry)
+            self._originals.append((entry, parameter))
+            if span is not None and not span.numel:
+                continue
+            if entry in masters:
+                self._masters[id(parameter)] = _Master(masters[entry], parameter, span)
+                stepped = nn.Parameter(masters[entry])
+            else:
+                stepped = parameter if span is None else nn.Parameter(_elements(parameter.detach(), span))
+            added.append(Stepped(entry, stepped, parameter, span))
         self.stepped += added
         return added
 
@@ -89,7 +133,7 @@ class Masters:
                 yield stepped.name, stepped.parameter
 
     def take_gradients(self, store: GradientStore) -> None:
-        """Sets `grad` of each stepped parameter to the entry's slot, a view and no copy; None while the entry is
+        """Sets `grad` of each stepped parameter to what `store` has for it, a view and no copy; None while the entry is
         frozen. With a `home`, whoever steps sets it.
 
         First copies into the masters what a program wrote to weights since the last step. Raises RunError
@@ -99,65 +143,76 @@ class Masters:
         if self.home is not None:
             return
         for stepped in self.stepped:
-            stepped.parameter.grad = store.gradient(stepped.entry) if stepped.entry in store else None
+            stepped.parameter.grad = store.part(stepped.entry) if stepped.entry in store else None
 
     def write_back(self) -> None:
-        """Copies masters, rounded, into the working weights; drops the masters' references to gradients. With a `home`,
-        whoever steps has copied them.
+        """Copies masters, rounded, into the working weights, unless whoever steps has done that (`home`); drops the references
+        to gradients. Weights of which other ranks step parts may be incomplete until `weights.settle`.
         """
-        if self._working:
+        if every := list(self._masters.values()):
             if self.home is None:
-                torch._foreach_copy_(self._working, self._masters)
-            self._seen = [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
-            for stepped in self.stepped:
+                torch._foreach_copy_([one.working for one in every], [one.master for one in every])
+            for one in every:
+                one.seen = one.state
+        for stepped in self.stepped:
+            if stepped.parameter is not stepped.original:
                 stepped.parameter.grad = None
+        self.weights.updated()
 
     @torch.no_grad()
     def set(self, entry: Entry, value: Tensor) -> None:
         """Sets the entry's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
+        self.weights.hold()
         parameter = entry.parameter
+        value = value.to(self.wide)  # rounded twice wherever it is, so that all ranks get the same bits
         parameter.copy_(value)
-        at = self._places.get(id(parameter))
-        if at is not None:
-            self._masters[at].copy_(value)
-            self._working[at] = parameter.detach()
-            parameter.copy_(self._masters[at])
-            self._seen[at] = parameter._version, parameter.data_ptr()
+        known = self._masters.get(id(parameter))
+        if known is not None:
+            known.master.copy_(_elements(value, known.span))
+            known.look()
 
     def _follow(self) -> None:
         """Copies values that a program wrote to working weights into their masters; found by version and address,
         without a device sync.
         """
-        for stepped in self.stepped:
-            now = stepped.entry.parameter
-            if now is not stepped.original or now.dtype != self.dtype:
+        for entry, original in self._originals:
+            now = entry.parameter
+            if now is not original or now.dtype != self.dtype:
                 raise RunError(
                     "weight-replaced",
-                    f"the parameter {stepped.name!r} is another object, or of another type, than what the optimizer steps",
+                    f"the parameter {entry.name!r} is another object, or of another type, than what the optimizer steps",
                     hint="write into it under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`",
                 )
-        for at, (parameter, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
-            if (parameter._version, parameter.data_ptr()) != seen:
-                self._working[at] = parameter.detach()
-                master = self._masters[at]
-                working = self._working[at].to(master.device)
+        self.weights.hold()
+        for one in self._masters.values():
+            if one.seen != one.state:
+                one.look()
+                master, working = one.master, one.working.to(one.master.device)
                 # only where it is another number: the digits that the working weight cannot hold stay
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
-    def _narrowed(self, entries: Sequence[Entry]) -> list[Stepped]:
-        """Moves the entries' values into a wide flat buffer, and narrows their parameters to the working dtype."""
+    def _wide_copies(self, entries: Sequence[Entry]) -> dict[Entry, Tensor]:
+        """Copies the values of `entries` into new flat buffers of the wide type: whole ones into one, parts of those that are
+        cut into one per gradient buffer, as long as this rank's part of that. Returns the copies, of the shape to be stepped.
+        """
+        if not entries:
+            return {}
         device = self.home or entries[0].parameter.device
-        flat = FlatBuffer([entry.parameter.shape for entry in entries], self.wide, device)
+        whole = [entry for entry in entries if self.store.span(entry) is None]
+        flat = FlatBuffer([entry.parameter.shape for entry in whole], self.wide, device)
+        copies = dict(zip(whole, flat.views, strict=True))
         self._flats.append(flat)
-        narrowed = []
-        for entry, view in zip(entries, flat.views, strict=True):
-            working = entry.parameter
-            view.copy_(working.detach())
-            working.data = working.detach().to(self.dtype)
-            self._masters.append(view)
-            self._working.append(working.detach())
-            self._places[id(working)] = len(self._parameters)
-            self._parameters.append(working)
-            self._seen.append((working._version, working.data_ptr()))
-            narrowed.append(Stepped(entry, nn.Parameter(view), working))
-        return narrowed
+        added = set(entries)
+        for buffer in self.store.buffers:
+            if buffer.cut and added.issuperset(buffer.entries):
+                part = FlatBuffer([buffer.own.shape], self.wide, device)
+                copies |= buffer.views_in(part.data)
+                self._flats.append(part)
+        for entry, copy in copies.items():
+            copy.copy_(_elements(entry.parameter.detach(), self.store.span(entry)))
+        return copies
+
+
+def _elements(value: Tensor, span: Span | None) -> Tensor:
+    """Returns the elements `span` of `value`, flat; all of it as it is without one."""
+    return value if span is None else value.reshape(-1)[span.first : span.last]

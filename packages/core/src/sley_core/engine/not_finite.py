@@ -22,10 +22,12 @@ SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """What one rank knows. loss: its part of the sum. parameter: the first whose gradient is no number, if any is."""
+    """What one rank knows. loss: its part of the sum. bad: place in the backward's order, and name, of the first parameter in
+    whose gradient this rank has what is no number, if there is any.
+    """
 
     loss: float
-    parameter: str | None
+    bad: tuple[int, str] | None
     samples: tuple[int, ...]
 
 
@@ -71,11 +73,11 @@ def refusal(
     )
 
 
-def _first_bad(store: GradientStore) -> str | None:
+def _first_bad(store: GradientStore) -> tuple[int, str] | None:
     """Returns the first parameter with a gradient that is not finite, in backward order: the one nearest to the cause."""
-    for entry in store.entries:
-        if not bool(torch.isfinite(store.gradient(entry)).all()):
-            return entry.name
+    for place, entry in enumerate(store.entries):
+        if not bool(torch.isfinite(store.part(entry)).all()):
+            return place, entry.name
     return None
 
 
@@ -86,10 +88,12 @@ def _where(parts: Parts, seen: Sequence[RankReport]) -> str:
     if bad:
         whose = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
         text += f"; the loss of {whose} is no number" if len(seen) > 1 else ""
-    for rank in reversed(range(len(seen))):
-        if seen[rank].parameter is not None:
-            stage = f" (stage {rank // parts.topology.ranks_per_stage})" if parts.topology.pp > 1 else ""
-            text += f"; first in the gradient of {seen[rank].parameter!r}{stage}"
+    size = parts.topology.ranks_per_stage
+    for stage in reversed(range(parts.topology.pp)):
+        # each rank of a stage may have its own part of every gradient
+        if found := [one.bad for one in seen[stage * size : (stage + 1) * size] if one.bad is not None]:
+            _, name = min(map(tuple, found))
+            text += f"; first in the gradient of {name!r}" + (f" (stage {stage})" if parts.topology.pp > 1 else "")
             break
     return text + _samples(bad or range(len(seen)), seen)
 

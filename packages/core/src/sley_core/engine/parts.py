@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sley_core.engine.store import GradientStore
     from sley_core.engine.waits import Waits
     from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.engine.weights import WeightStore
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
     from sley_core.topology import Topology
@@ -27,10 +28,10 @@ class Parts:
     """What gradient handlers, scheduler hooks, stage links and weight communicators are attached to.
 
     run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
-    axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients.
-    waits: what must have come before a layer's weights are used. queue: weight gradients that a split backward defers.
-    numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory pool of that name.
-    events: moments of a step, for those that are no gradient handlers.
+    axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients. weights:
+    where the working weights lie. waits: what must have come before a layer's weights are used. queue: weight gradients that
+    a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory pool
+    of that name. events: moments of a step, for those that are no gradient handlers.
     """
 
     run: RunTable
@@ -43,6 +44,7 @@ class Parts:
     layers: Sequence[Layer]
     book: ParameterBook
     store: GradientStore
+    weights: WeightStore
     waits: Waits
     queue: WeightQueue
     numbers: StepNumbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -36,6 +37,18 @@ class Habit:
         if self.expected and final and final != self.expected:
             self.is_irregular = True
         self.expected = max(self.expected, final)
+
+
+def mark_irregular(tasks: Mapping[Slot, tuple[object, int]]) -> None:
+    """Marks the habit of each gradient that came in a backward within the backward, and may come more often the next time.
+
+    tasks: the action in which each gradient came in the first step, and the number of autograd's graph task.
+    """
+    outermost: dict[object, int] = {}  # of an action, the backward itself began first
+    for action, task in tasks.values():
+        outermost[action] = min(task, outermost.get(action, task))
+    for slot, (action, task) in tasks.items():
+        slot.habit.is_irregular |= task != outermost[action]
 
 
 class State(Enum):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from sley_core.engine.book import Stages, tie_axis, ties
 from sley_core.engine.lists import Lists
 from sley_core.errors import PlanError
-from sley_core.records import GradientHandlerRecord, ScheduleRecord
+from sley_core.plan.check_handlers import sums_ties
+from sley_core.records import ScheduleRecord
 from sley_core.topology import DEFAULT_LANE, GroupEntry, Topology
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
 
 def _check_ties(plan: Plan, stage: Stage) -> None:
     """Raises PlanError "handler-missing" if stages share a parameter and no gradient handler has the role "tie"."""
-    records = [component.record for component in plan.gradient_handlers]
-    if stage.ties and not any(isinstance(one, GradientHandlerRecord) and one.role == "tie" for one in records):
+    if stage.ties and not sums_ties(plan):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
         schedule = plan.pipeline.record if plan.pipeline else None
         own = schedule.ties if isinstance(schedule, ScheduleRecord) else None

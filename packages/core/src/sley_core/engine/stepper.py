@@ -91,7 +91,7 @@ class Stepper:
         for group in self.groups.values():
             group.log.clear()
         weight = self._weight(batch)
-        self.agreement.begin(f"step {step + 1}", batch)
+        self.agreement.begin(f"step {step + 1}", batch, self.store.changed)
         self._num_begun += 1
         if self.agreement.may_wait and self._num_begun > STARTING_STEPS:
             self.state.after_first = self.agreement.check

@@ -16,7 +16,7 @@ All ranks of a reduce group report in one order: collectives started in differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action
-from sley_core.engine.book import Entry, ParameterBook
-from sley_core.engine.gradient_buffers import GradientBuffer, GradientMemory
-from sley_core.engine.layout import Piece, Planner, by_reduce_group
+from sley_core.engine.book import Entry, ParameterBook, TrainedSet
+from sley_core.engine.gradient_buffers import GradientMemory
+from sley_core.engine.gradient_views import GradientViews
+from sley_core.engine.layout import Planner, by_reduce_group
 from sley_core.engine.slot import (
     Autograd,
     Habit,
@@ -35,8 +36,7 @@ from sley_core.engine.slot import (
     State,
     check_not_sharded,
     dense,
-    frozen,
-    without_gradients,
+    mark_irregular,
 )
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
@@ -44,11 +44,12 @@ from sley_core.errors import closed
 Ready = Callable[[Entry], None]
 
 
-class GradientStore:
+class GradientStore(GradientViews):
     """Slots for all trainable entries of `book`, in `dtype` on `device`.
 
     A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once
-    per entry and step, `on_chunk_done` once per chunk. `begin_step` follows parameters frozen or unfrozen between steps.
+    per entry and step, `on_chunk_done` once per chunk. `begin_step` follows parameters frozen or unfrozen between steps; with
+    a layout that is fixed it cannot, and `changed` is the name of the first of them.
     """
 
     def __init__(
@@ -63,22 +64,17 @@ class GradientStore:
         self.dtype = dtype
         self.device = device
         self.state = state
-        self.buffers: list[GradientBuffer] = []
+        super().__init__()
         self._memory = GradientMemory(dtype, device)
         self.on_ready: list[Ready] = []
         self.on_chunk_done: list[Callable[[int], None]] = []
-        self._slots: dict[Entry, Slot] = {}
+        self.changed = ""
         self._products: set[Entry] = set()
-        self._order: list[Slot] = []
-        self._seen: list[Entry] = []
         self._next = 0
         self._is_watching = False
         self._is_closed = False
-        self._is_without = False
         self._learned = False
         self._tasks: dict[Slot, tuple[Action | None, int]] = {}
-        self._parameters: list[Tensor] = []
-        self._laid_out_for: list[bool] = []
         self.num_layouts = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.lay_out(planner or by_reduce_group)
@@ -90,20 +86,19 @@ class GradientStore:
         self._planner = planner
         trainable = self.book.trainable
         layout = planner(trainable[::-1])
-        for entries in (layout.order, [entry for buffer in (*layout.buffers, layout.loose) for entry in buffer]):
-            named = sorted(entry.index for entry in entries)
-            assert named == [entry.index for entry in trainable], "a layout names every trainable entry once"
+        layout.check(trainable)
+        self._is_fixed = layout.is_fixed
         known = {entry: replace(slot.habit) for entry, slot in self._slots.items()}
         self._forget()
-        self.buffers = self._memory.buffers([entries for entries in layout.buffers if entries])
+        self.buffers = self._memory.buffers(layout.cut_lists)
         for buffer in self.buffers:
+            self._cut |= dict.fromkeys(buffer.entries, buffer) if buffer.cut else {}
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
                 self._slots[entry] = Slot(entry, view, known.get(entry, Habit()), self._autograd(entry))
         for entry in layout.loose:
             self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry, Habit()), self._autograd(entry))
         self._order = [self._slots[entry] for entry in layout.order]
-        self._parameters = [entry.parameter for entry in self.book]
-        self._laid_out_for = self._trainability()
+        self._trained = TrainedSet(self.book)
         self.num_layouts += 1
         self._learned = self._learned and self._slots.keys() <= known.keys()
         if self._is_watching:
@@ -125,23 +120,9 @@ class GradientStore:
             hook = slot.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
 
-    def __contains__(self, entry: Entry) -> bool:
-        """Whether `entry` has a slot: it is trainable, or was when this step began."""
-        return entry in self._slots
-
-    def gradient(self, entry: Entry) -> Tensor:
-        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype. RunError if it is frozen, or was
-        discarded by `free`.
-        """
-        if entry not in self._slots:
-            raise frozen(entry)
-        if self._is_without:
-            raise without_gradients()
-        return self._slots[entry].view
-
     def free(self) -> None:
         """Discards all gradients, between two steps, and gives their memory back; `build` must come before the next step."""
-        self._is_without = True
+        self._are_freed = True
         for slot in self._order:
             slot.reset()
             slot.state = State.REPORTED  # a backward by hand is refused until the next step begins
@@ -151,47 +132,18 @@ class GradientStore:
         """Gives gradients memory again after `free`, zeroed; `gradient` has nothing to show until a step has begun."""
         self._memory.build()
 
-    @property
-    def entries(self) -> list[Entry]:
-        """The entries that have a slot, in the order in which they are reported ready."""
-        return [slot.entry for slot in self._order]
-
-    @property
-    def seen_order(self) -> list[Entry]:
-        """The entries in the order in which the first step completed them; empty before. Local to this rank."""
-        return list(self._seen)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all gradients; those outside the buffers count while they exist."""
-        loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
-        return sum(buffer.num_bytes for buffer in self.buffers) + loose
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and view of each gradient, whether or not it has memory."""
-        return ((slot.entry.name, slot.view) for slot in self._order)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yields all gradients in as few tensors as possible: one per buffer, then lists of the unbuffered ones."""
-        for buffer in self.buffers:
-            yield Piece([buffer.data], buffer.reduce_group, buffer.num_holders)
-        families: dict[tuple[str, int], list[Tensor]] = {}
-        for slot in self._order:
-            if isinstance(slot, LooseSlot):
-                slot.check_nothing_came_late()
-                family = (slot.entry.reduce_group, len(slot.entry.stages))
-                families.setdefault(family, []).append(slot.view)
-        for (reduce_group, num_holders), tensors in families.items():
-            yield Piece(tensors, reduce_group, num_holders)
-
     def begin_step(self) -> None:
         """Starts a step: discards the gradients of the one before, complete or not. The first contribution overwrites."""
         if self._is_closed:
             raise closed("gradient store")
-        self._is_without = False
-        if self._trainability() != self._laid_out_for:
+        self._are_freed = False
+        changed = self._trained.first_change()
+        self.changed = changed if self._is_fixed else ""
+        if changed and not self._is_fixed:
             self._memory.forget()  # a reduction that a failed step began may still write into it
             self.lay_out(self._planner)
+        for buffer in self.buffers:
+            buffer.is_whole = True
         if not self._is_watching:
             self.watch()
         self._next = 0
@@ -209,7 +161,8 @@ class GradientStore:
         slot = self._slots[entry]
         slot.check_open(self.state)
         slot.take(gradient)
-        self._contributed(slot)
+        slot.contributions += 1
+        self._passed(slot)
 
     def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype; allocates no memory."""
@@ -232,7 +185,8 @@ class GradientStore:
         slot = self._slots[entry]
         slot.check_open(self.state)
         slot.take_rows(indices, rows)
-        self._contributed(slot)
+        slot.contributions += 1
+        self._passed(slot)
 
     def expect_products(self, entry: Entry) -> None:
         """Notes that from now on `entry` gets contributions by `add_product` and the like, besides any from autograd."""
@@ -262,12 +216,7 @@ class GradientStore:
         for slot in self._order:
             slot.habit.learn(slot.final)
         if not self._learned and self._tasks:
-            # Of an action, the backward itself began first; those within it come as often as they like.
-            outermost: dict[Action | None, int] = {}
-            for action, task in self._tasks.values():
-                outermost[action] = min(task, outermost.get(action, task))
-            for slot, (action, task) in self._tasks.items():
-                slot.habit.is_irregular |= task != outermost[action]
+            mark_irregular(self._tasks)
             self._tasks.clear()
         self._learned = True
 
@@ -293,10 +242,6 @@ class GradientStore:
             self._tasks[slot] = self.state.action, torch._C._current_graph_task_id()
         self._passed(slot)
 
-    def _contributed(self, slot: Slot) -> None:
-        slot.contributions += 1
-        self._passed(slot)
-
     def _passed(self, slot: Slot) -> None:
         """Counts one final pass if the running action is the last for this gradient; reports it if it is next in the order."""
         if slot.autograd is Autograd.UNWATCHED or not self.state.gradients_final(slot.chunks):
@@ -319,14 +264,11 @@ class GradientStore:
     def _autograd(self, entry: Entry) -> Autograd:
         return Autograd.COPIED if entry in self._products else Autograd.IN_VIEW
 
-    def _trainability(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
-
     def _forget(self) -> None:
         """Removes hooks, gradients, slots and buffers."""
         for hook in self._hooks:
             hook.remove()
         for slot in self._order:
             slot.parameter.grad = None
-        self._hooks, self._slots, self._order, self.buffers = [], {}, [], []
+        self._hooks, self._slots, self._order, self.buffers, self._cut = [], {}, [], [], {}
         self._next = 0

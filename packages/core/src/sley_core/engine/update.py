@@ -184,14 +184,15 @@ class Update:
         without any.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for tensors, reduce_group, num_holders in pieces:
+        for tensors, reduce_group, num_holders, num_shards in pieces:
             # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
             norms = torch.stack(torch._foreach_norm(tensors, self.norm_kind))
             norm = torch.linalg.vector_norm(norms, self.norm_kind, dtype=torch.float64)
             if math.isinf(self.norm_kind):
                 total = torch.maximum(total, norm)
             else:
-                total += norm**self.norm_kind / (self.groups[reduce_group].size * num_holders)
+                copies = self.groups[reduce_group].size // num_shards * num_holders
+                total += norm**self.norm_kind / copies
         return total
 
     def _clip(self, pieces: list[Piece], norm: Tensor, clip_norm: float) -> None:

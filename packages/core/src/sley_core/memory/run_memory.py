@@ -58,7 +58,7 @@ class RunMemory:
         self.settle: Callable[[], None] = _nothing
 
     @property
-    def bytes(self) -> dict[Part, int]:
+    def bytes(self) -> dict[str, int]:
         """Bytes of device memory that each part has now; 0 for one that is away. Optimizer states come in the first step."""
         return {part: self.holdings.num_bytes(part) for part in PARTS}
 

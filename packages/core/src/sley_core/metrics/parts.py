@@ -22,6 +22,7 @@ def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> 
     """
     parts: list[tuple[Component | None, object]] = [
         (plan.weights, stepper.executor.weights),
+        (plan.link, stepper.executor.crossing.link),
         *zip(plan.gradient_handlers, stepper.handlers, strict=True),
         *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
         (plan.activations, stepper.executor.caller.policy),

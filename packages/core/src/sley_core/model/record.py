@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sley_core.model.journal import HOST, META, Journal
+from sley_core.model.nested import leaves, map_only
 from sley_core.model.steps import Blank, Call, Cell, Ref, tensors_of
 
 _BLANK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.journal.is_closed:
             return func(*args, **kwargs)
-        if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
+        if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves((args, kwargs))):
             return func(*args, **kwargs)  # as a parameter it is refused by name
         with self.journal.lock, torch._C.DisableTorchFunction():
             return _Operation(self.journal, func, args, kwargs).run()
@@ -63,7 +63,7 @@ class _Operation:
         self.args = args
         self.kwargs = kwargs
         self.name: str = func._schema.name.removeprefix("aten::")
-        self.inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.written = self._written()
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         self.generator: torch.Generator | None = kwargs.get("generator")
@@ -71,7 +71,7 @@ class _Operation:
     def run(self) -> Any:
         """Runs the operation on real memory, on meta or on copies with values, records it, and returns its result."""
         if self.name == "set_" and any(tensor.is_meta for tensor in self.inputs):
-            return self.func(*tree_map_only(Tensor, self.journal.twin, self.args), **self.kwargs)
+            return self.func(*map_only(Tensor, self.journal.twin, self.args), **self.kwargs)
         if self._stays_real():
             return self._run_real(self.args, self.kwargs)
         if all(tensor.is_meta for tensor in self.written):
@@ -109,7 +109,7 @@ class _Operation:
     def _run_on_meta(self) -> Any:
         """Runs the operation on the meta twins of its inputs: records it and computes only the shapes of the results."""
         refs = self._refs()
-        args, kwargs = tree_map_only(Tensor, self.journal.twin, (self.args, self.kwargs))
+        args, kwargs = map_only(Tensor, self.journal.twin, (self.args, self.kwargs))
         if "device" in kwargs:
             kwargs["device"] = META
         kwargs.pop("generator", None)
@@ -125,11 +125,11 @@ class _Operation:
         for tensor in self.inputs:
             if not tensor.is_meta:
                 self.journal.look(tensor, writes=any(tensor is each for each in self.written))
-        args, kwargs = tree_map_only(Tensor, lambda one: values.get(id(one), one), (self.args, self.kwargs))
+        args, kwargs = map_only(Tensor, lambda one: values.get(id(one), one), (self.args, self.kwargs))
         state = (self.generator or torch.default_generator).get_state() if self.is_random else None
         found = self.func(*args, **kwargs)
         originals = {id(values[id(tensor)]): tensor for tensor in self.inputs if id(tensor) in values}
-        result = tree_map_only(Tensor, lambda one: originals.get(id(one), one), found)
+        result = map_only(Tensor, lambda one: originals.get(id(one), one), found)
         self._note(refs, result, state)
         return result
 
@@ -138,7 +138,7 @@ class _Operation:
 
         A meta device becomes the host, and the generator is left out: its state is stored as the seed.
         """
-        args, kwargs = tree_map_only(Tensor, self.journal.ref, (self.args, self.kwargs))
+        args, kwargs = map_only(Tensor, self.journal.ref, (self.args, self.kwargs))
         kwargs.pop("generator", None)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs["device"] = HOST
@@ -172,7 +172,7 @@ class _Operation:
         args, kwargs = refs
         if self._lacks("dtype", args, kwargs):
             kwargs["dtype"] = outputs[0].dtype  # it may follow the default type, which the factory may have set
-        read = [ref.cell for ref in tree_leaves(refs) if isinstance(ref, Ref)]
+        read = [ref.cell for ref in leaves(refs) if isinstance(ref, Ref)]
         whole = [cell for cell in self._overwritten(args) if read.count(cell) == 1]
         step = Call(func=self.func, args=args, kwargs=kwargs, results=results, seed=seed)
         step.own_generator = self.generator is not None
@@ -210,7 +210,7 @@ class _Operation:
         for argument in self.func._schema.arguments:
             said = argument.alias_info is not None and argument.alias_info.is_write
             if said or argument.name in unsaid:
-                found += [leaf for leaf in tree_leaves(self._argument(argument.name)) if isinstance(leaf, Tensor)]
+                found += [leaf for leaf in leaves(self._argument(argument.name)) if isinstance(leaf, Tensor)]
         return found
 
     def _argument(self, name: str, default: Any = None) -> Any:
@@ -233,7 +233,7 @@ class _Operation:
             """Returns uninitialised host memory in place of a meta tensor, for the draw that only advances the generator."""
             return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype) if one.is_meta else one
 
-        args, kwargs = tree_map_only(Tensor, blank, (self.args, self.kwargs))
+        args, kwargs = map_only(Tensor, blank, (self.args, self.kwargs))
         if kwargs.get("device") is not None:
             kwargs["device"] = HOST
         self.func(*args, **kwargs)

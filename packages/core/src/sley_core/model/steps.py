@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map_only
 
 from sley_core.model.memory import ReplayMemory
+from sley_core.model.nested import map_only
 from sley_core.model.storage import SMALL_BYTES, blank, bytes_of, looks
 
 
@@ -214,7 +214,7 @@ class Call(Step):
         """Calls the operation on the replayed inputs, with its recorded random state; stores the results."""
         for cell in self.writes:
             memory.make_own(cell)
-        args, kwargs = tree_map_only(Ref, memory.view, (self.args, self.kwargs))
+        args, kwargs = map_only(Ref, memory.view, (self.args, self.kwargs))
         if self.own_generator:
             assert isinstance(self.seed, Tensor), self.func
             generator = torch.Generator()

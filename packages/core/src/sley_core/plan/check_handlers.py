@@ -21,7 +21,7 @@ Handlers = Sequence[tuple[int, str, GradientHandlerRecord]]
 def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
     """Yields the problems of the plan's gradient handlers; each job that correctness needs must be done exactly once.
 
-    Codes: "handler-missing", "handler-twice", "handler-conflict" (two for one job), "handler-order".
+    Codes: "handler-missing", "handler-twice", "handler-conflict" (two for one job), "handler-order", "handler-shards".
     """
     handlers: Handlers = [
         (number, one.name, one.record)
@@ -31,6 +31,13 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
     yield from _missing(handlers, topology)
     yield from _twice(handlers)
     yield from _order(handlers)
+    yield from _shards(handlers, topology)
+
+
+def sums_ties(plan: Plan) -> bool:
+    """Returns whether a gradient handler of the plan sums the gradients of parameters that several stages hold."""
+    records = (one.record for one in plan.gradient_handlers)
+    return any(isinstance(record, GradientHandlerRecord) and record.role == "tie" for record in records)
 
 
 def _missing(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
@@ -66,6 +73,17 @@ def _order(handlers: Handlers) -> Iterator[Problem]:
                 yield _wrong_order(number, name, "before", other, other_record.role)
             elif other_number > number and other_record.role in record.after:
                 yield _wrong_order(number, name, "after", other, other_record.role)
+
+
+def _shards(handlers: Handlers, topology: Topology) -> Iterator[Problem]:
+    """Yields a problem for what changes gradients behind a reducer that leaves a part of each, and knows whole ones alone."""
+    reducer = ""
+    for number, name, record in handlers:
+        if reducer and record.role in ("tie", "transform") and not record.takes_shards:
+            message = f"`{name}` works on whole gradients, of which `{reducer}` leaves a part to each rank"
+            yield Problem(_path(number), message, "take a reducer such as `dp.bucketed`", "handler-shards")
+        if record.role == "reducer" and record.result == "shard" and topology.ranks_per_stage > 1:
+            reducer = name
 
 
 def _wrong_order(number: int, name: str, word: str, other: str, role: Role) -> Problem:

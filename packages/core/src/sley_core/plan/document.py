@@ -17,21 +17,24 @@ from sley_core.plan.words import printable
 from sley_core.table import Table
 
 Found = TypeVar("Found")
-OriginKind = Literal["file", "set", "default", "core"]
+OriginKind = Literal["file", "set", "default", "record", "core"]
 
 
 @dataclass(frozen=True)
 class Origin:
     """Where a value of the resolved plan comes from.
 
-    kind: "file", "set" (a `--set`), "default" (the table's model), or "core" (written in because the layout needs it).
+    kind: "file", "set" (a `--set`), "default" (the table's model), "record" (named by the record of another component),
+        or "core" (written in because the layout needs it).
+    place: of the first two. named_by: of "record", that component's name: `pp.interleaved`.
     """
 
     kind: OriginKind
     place: Place | None = None
+    named_by: str | None = None
 
     def __str__(self) -> str:
-        return str(self.place) if self.place else self.kind
+        return str(self.place) if self.place else self.named_by or self.kind
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """Without a dot, so that it is no record's."""
 
 
-class Fault(NamedTuple):
+class NameFault(NamedTuple):
     """What is wrong with the value at `path`, or with its key."""
 
     code: str
@@ -38,34 +38,34 @@ class OwnNames:
         given = self.tables.get(key)
         return list(given) if isinstance(given, dict) else []
 
-    def faults(self, spec: ComponentTable) -> Iterator[Fault]:
+    def faults(self, spec: ComponentTable) -> Iterator[NameFault]:
         """Yields what is wrong with the names of a table."""
         given = self.tables.get(spec.key, {})
         if not isinstance(given, dict):
-            yield Fault("wrong-type", f"`{spec.key}` must be tables {spec.header}, not {shown(given)}", (spec.key,))
+            yield NameFault("wrong-type", f"`{spec.key}` must be tables {spec.header}, not {shown(given)}", (spec.key,))
         for name in self.of(spec.key):
             if not _NAME.fullmatch(name):
                 message = f"`{name}` is no name of a table {spec.header}: it takes letters, digits, `_` and `-`"
-                yield Fault("wrong-name", message, (spec.key, name), "begin with a letter", at_key=True)
+                yield NameFault("wrong-name", message, (spec.key, name), "begin with a letter", at_key=True)
 
     def is_own(self, reference: Reference) -> bool:
         """Returns whether the field at `reference` takes a name that the plan gave, and no record's."""
         return reference.kind in NAMED_TABLES and "." not in reference.name
 
-    def take(self, reference: Reference, at: KeyPath) -> Iterator[Fault]:
+    def take(self, reference: Reference, at: KeyPath) -> Iterator[NameFault]:
         """Notes that the field at `at` uses the name in `reference`; yields a fault if no table has it."""
         key = NAMED_TABLES[reference.kind]
         self.used.add((key, reference.name))
         if reference.name not in self.of(key):
             hint = f'add it with `use`, or name {a_word(reference.kind)} as "plugin.record"'
             message = f"the plan has no table [{key}.{reference.name}]"
-            yield Fault("unknown-name", message, at, suggestion(reference.name, self.of(key), hint))
+            yield NameFault("unknown-name", message, at, suggestion(reference.name, self.of(key), hint))
 
-    def unused(self) -> Iterator[Fault]:
+    def unused(self) -> Iterator[NameFault]:
         """Yields a fault for each table that no field names."""
         for key in NAMED_TABLES.values():
             for name in self.of(key):
                 if (key, name) not in self.used:
                     message = f"no table of the plan names `{name}`, so [{key}.{name}] means nothing"
                     hint = f'give it to a key, as in `pool = "{name}"`, or remove it'
-                    yield Fault("table-without-effect", message, (key, name), hint, at_key=True)
+                    yield NameFault("table-without-effect", message, (key, name), hint, at_key=True)

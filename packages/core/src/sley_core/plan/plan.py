@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm
@@ -24,7 +24,7 @@ from sley_core.plan.tables import (
     RunTable,
     TimelineTable,
 )
-from sley_core.plan.write import digest, leaves, to_tables, to_toml
+from sley_core.plan.write import digest, to_tables, to_toml
 from sley_core.records import Record
 from sley_core.table import RecordKind
 from sley_core.topology import Topology
@@ -184,15 +184,6 @@ class Plan:
     def located(self, error: SleyError) -> SleyError:
         """Gives diagnostics that have a path and no place their place; returns the same error: `raise plan.located(error)`."""
         return locate(error, self.document)
-
-
-def origins(plan: Plan, written_in: Set[KeyPath]) -> Mapping[KeyPath, Origin]:
-    """Returns where every value of the resolved plan came from. written_in: the paths of those that core wrote in."""
-
-    def origin(path: KeyPath) -> Origin:
-        return Origin("core") if path in written_in else plan.document.origin(path) or Origin("default")
-
-    return {path: origin(path) for path, _ in leaves(plan.tables)}
 
 
 def _odd_axis(sizes: ParallelTable, equation: str) -> str:

@@ -19,8 +19,9 @@ from sley_core.plan.defaults import default_list, default_of, is_named_by, no_fa
 from sley_core.plan.document import MOST_PROBLEMS, Document, by_place, first_of
 from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
-from sley_core.plan.own_names import Fault, OwnNames
-from sley_core.plan.plan import Component, Plan, origins
+from sley_core.plan.origins import origins
+from sley_core.plan.own_names import NameFault, OwnNames
+from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import Reference, references
 from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
 from sley_core.plan.words import shown, suggestion
@@ -287,7 +288,7 @@ class _Resolver:
         for found in error.diagnostics:
             self.problems.append(self.document.diagnostic(found.code, by + found.message, path, found.hint))
 
-    def _faults(self, faults: Iterable[Fault]) -> None:
+    def _faults(self, faults: Iterable[NameFault]) -> None:
         for fault in faults:
             self._problem(fault.code, fault.message, fault.path, fault.hint, at_key=fault.at_key)
 

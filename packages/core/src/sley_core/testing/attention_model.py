@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.attention import Attention
+from sley_core.testing.contract_model import Samples, contract_plan
 
 VOCABULARY, LENGTH, HEADS, KV_HEADS, WIDTH = 13, 8, 4, 2, 3
 
 
-class Data:
+class Data(Samples):
     """Rows of two documents, the second of which begins at another place in each row."""
 
     info = DataInfo(
@@ -27,14 +28,8 @@ class Data:
         sequence=LENGTH,
     )
 
-    def __init__(self, context: DataContext) -> None:
-        self.first = 0 if context.split == "train" else len(self)
-
-    def __len__(self) -> int:
-        return 64
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(self.first + index))
+        tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=self.generator(index))
         bound = 1 + index % (LENGTH - 1)
         return {
             "tokens": tokens[:-1],
@@ -93,13 +88,11 @@ def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
 
 def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
     """The contract's plan, whose sequences two ranks share by the attention `sequence`; None has them whole."""
-    found: dict[str, Any] = {
-        "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
-        "model": {"factory": f"{__name__}:layers", "options": {"dropout": dropout}},
-        "data": {"factory": f"{__name__}:Data"},
-        "batch": {"global_size": 4, "micro_size": 2},
-        "optimizer": {"use": "core.sgd", "lr": 0.1},
-        "evaluation": {"every": 99, "steps": 2},
-        "precision": {"compute": "fp64"},
-    }
+    found = contract_plan(
+        __name__,
+        model={"factory": f"{__name__}:layers", "options": {"dropout": dropout}},
+        batch={"global_size": 4, "micro_size": 2},
+        optimizer={"use": "core.sgd", "lr": 0.1},
+        evaluation={"every": 99, "steps": 2},
+    )
     return found | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

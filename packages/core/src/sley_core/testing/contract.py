@@ -4,10 +4,11 @@
         handler = {"use": "topk.compressed", "ratio": 0.1}
 
 Two ranks train a small model whose entries have two reduce groups: one of both ranks, and one of a single rank, whose
-entries must be left alone, as must a frozen parameter. A reducer is compared with `core.each` in every step, exactly or
-within the tolerance that its record declares for this table; a handler of another role runs behind `core.each`, or before
-it where its record says `before=("reducer",)`. The learning rate is tiny, so that a reducer that is not exact still meets
-the gradients that `core.each` meets.
+entries must be left alone, as must a frozen parameter. (With a reducer whose result is a shard all are reduced over both
+ranks, and gathered for the comparison: its layout is fixed before the groups could be changed.) A reducer is compared with
+`core.each` in every step, exactly or within the tolerance that its record declares for this table; a handler of another role
+runs behind `core.each`, or before it where its record says `before=("reducer",)`. The learning rate is tiny, so that a reducer
+that is not exact still meets the gradients that `core.each` meets.
 
 Since core 0.1.
 """
@@ -31,8 +32,10 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_core.table import Table
+from sley_core.testing.contract_model import SQUARES, Samples, Uneven, contract_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.recorder import collectives
+from sley_core.testing.runs import gradients
 from sley_core.testing.sequence import Collective, assert_same_sequence
 
 Handler = dict[str, Any]
@@ -45,28 +48,14 @@ ALONE = "first"
 """The layer whose entries reduce over a group of one."""
 
 
-class Data:
-    """Samples for `Layers`: WIDTH numbers and a target, from the index alone."""
+class Data(Samples):
+    """WIDTH numbers and a target for each."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64")})
 
-    def __len__(self) -> int:
-        return 64
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        x, y = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+        x, y = torch.randn(2, WIDTH, generator=self.generator(index), dtype=torch.float64)
         return {"x": x, "y": y}
-
-
-class Squares:
-    """The sum of squared errors; every sample weighs one."""
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(len(batch["y"]))
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output - batch["y"]).square().sum()
 
 
 class First(nn.Linear):
@@ -74,39 +63,22 @@ class First(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Second(nn.Module):
-    """Uses `often` twice, `never` not at all; `frozen` is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.often = nn.Linear(WIDTH, WIDTH)
-        self.never = nn.Linear(WIDTH, 3)
-        self.frozen = nn.Linear(WIDTH, WIDTH)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.often(self.frozen(self.often(hidden).tanh()))
-        return output
-
-
 def layers() -> list[tuple[str, nn.Module]]:
     """The layers of the contract's model."""
-    return [(ALONE, First(WIDTH, WIDTH)), ("second", Second())]
+    return [(ALONE, First(WIDTH, WIDTH)), ("second", Uneven(WIDTH))]
 
 
 def tables(handlers: list[Handler], num_micros: int) -> dict[str, Any]:
     """The contract's plan: two ranks, fp64, every handler of the list."""
-    return {
-        "run": {"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
-        "model": {"factory": f"{__name__}:layers"},
-        "data": {"factory": f"{__name__}:Data"},
-        "loss": {"factory": f"{__name__}:Squares"},
-        "batch": {"global_size": SAMPLES * num_micros, "micro_size": SAMPLES // 2},
-        "optimizer": {"use": "core.sgd", "lr": LR},
-        "precision": {"compute": "fp64"},
-        "parallel": {"dp": 2},
-        "gradient_handlers": handlers,
-    }
+    return contract_plan(
+        __name__,
+        run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
+        loss=SQUARES,
+        batch={"global_size": SAMPLES * num_micros, "micro_size": SAMPLES // 2},
+        optimizer={"use": "core.sgd", "lr": LR},
+        parallel={"dp": 2},
+        gradient_handlers=handlers,
+    )
 
 
 class Seen:
@@ -118,23 +90,25 @@ class Seen:
         self.hooks_left = -1
 
 
-def observe(handlers: list[Handler], num_micros: int, fail: bool) -> Seen:
+def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True) -> Seen:
     """Runs the contract's plan on this rank. fail: before the first and the last step comes one that fails.
 
-    The latter fails at the end of its last backward, when a reducer that overlaps is at work.
+    The latter fails at the end of its last backward, when handlers have been told of the second layer's gradients: sums
+    are in flight, or wait for more. splits: whether the entries of ALONE are reduced over one rank.
     """
     seen = Seen()
     with World.join("cpu") as world:
         run = assemble(plan_from_dict(tables(handlers, num_micros)), world)
         own_hooks = _num_hooks(run)
-        _split_reduce_groups(run)
+        if splits:
+            _split_reduce_groups(run)
         for number in range(NUM_STEPS):
             if fail and number in (0, NUM_STEPS - 1):
                 _fail_once(run, num_micros)
             with collectives() as calls:
                 run.step()
             seen.calls.append(list(calls))
-            seen.gradients.append({e.name: run.store.gradient(e).clone() for e in run.store.entries})
+            seen.gradients.append(gradients(run))
         assert own_hooks == _num_hooks(run), "a handler installs no autograd hooks"
         run.close()
         seen.hooks_left = _num_hooks(run)
@@ -153,8 +127,8 @@ class GradientHandlerContract:
     @pytest.mark.parametrize("num_micros", [1, 3])
     def test_reduces_as_its_record_promises(self, ranks_of_two: Ranks, num_micros: int) -> None:
         """Equal to `core.each` or within the record's tolerance, in every step; entries of a group of one untouched."""
-        expected = ranks_of_two(observe, [EACH], num_micros, False)
-        found = ranks_of_two(observe, self._handlers(), num_micros, False)
+        expected = ranks_of_two(observe, [EACH], num_micros, False, self._splits())
+        found = ranks_of_two(observe, self._handlers(), num_micros, False, self._splits())
         record, config = self._record()
         tolerance = record.tolerance_with(config)
         assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} lets a reducer pass that sums nothing"
@@ -174,7 +148,7 @@ class GradientHandlerContract:
 
     def test_is_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
         """Two runs give the same bits, and replicas hold the same gradient of what they share."""
-        first, second = (ranks_of_two(observe, self._handlers(), 2, False) for _ in range(2))
+        first, second = (ranks_of_two(observe, self._handlers(), 2, False, self._splits()) for _ in range(2))
         for one, other in zip(first, second, strict=True):
             for before, after in zip(one.gradients, other.gradients, strict=True):
                 assert all(torch.equal(before[name], after[name]) for name in before)
@@ -184,7 +158,9 @@ class GradientHandlerContract:
 
     def test_ranks_issue_one_sequence_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Every rank issues the same collectives in the same order, and more micro-batches cost no more of them."""
-        few, many = (ranks_of_two(observe, self._handlers(), num_micros, False) for num_micros in (1, 3))
+        few, many = (
+            ranks_of_two(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3)
+        )
         for seen in (few, many):
             for step in range(NUM_STEPS):
                 assert_same_sequence([rank.calls[step] for rank in seen])
@@ -193,8 +169,8 @@ class GradientHandlerContract:
 
     def test_recovers_from_a_failed_backward(self, ranks_of_two: Ranks) -> None:
         """What a failed step left is forgotten at the next `begin_step`."""
-        clean = ranks_of_two(observe, self._handlers(), 2, False)
-        failed = ranks_of_two(observe, self._handlers(), 2, True)
+        clean = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
+        failed = ranks_of_two(observe, self._handlers(), 2, True, self._splits())
         for one, other in zip(clean, failed, strict=True):
             for before, after in zip(one.gradients, other.gradients, strict=True):
                 for name, gradient in before.items():
@@ -202,7 +178,7 @@ class GradientHandlerContract:
 
     def test_detach_leaves_nothing(self, ranks_of_two: Ranks) -> None:
         """After `Run.close` no hook of anybody is left on a parameter."""
-        for seen in ranks_of_two(observe, self._handlers(), 1, False):
+        for seen in ranks_of_two(observe, self._handlers(), 1, False, self._splits()):
             assert seen.hooks_left == 0
 
     def test_a_reducer_twice_or_missing_is_refused(self) -> None:
@@ -221,6 +197,9 @@ class GradientHandlerContract:
         if record.role == "reducer":
             return [self.handler]
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
+
+    def _splits(self) -> bool:
+        return self._record()[0].result == "full"
 
     def _record(self) -> tuple[GradientHandlerRecord, Table]:
         (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers

@@ -17,17 +17,11 @@ from torch import Tensor
 from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Transfer
 from sley_core.actions.lower import lower
 from sley_core.actions.placement import Placement
+from sley_core.assemble import make_parts
 from sley_core.comm.world import World
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.boundary import Description, Leaf, gradients_of, with_overlaps
 from sley_core.engine.crossing import Crossing
-from sley_core.engine.parts import Parts
-from sley_core.engine.pools import Pools
-from sley_core.engine.step_numbers import StepNumbers
-from sley_core.engine.step_state import StepState
-from sley_core.engine.store import GradientStore
-from sley_core.engine.waits import Waits
-from sley_core.engine.weight_queue import WeightQueue
 from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import StageLink
@@ -49,24 +43,7 @@ def linked(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
     with World.join("cpu", timeout_s=WAIT_S) as world:
         topology = Topology.of(world.size, pp=world.size)
         groups, book = world.groups(topology, WAIT_S), ParameterBook([[]])
-        link.prepare(
-            Parts(
-                plan.run,
-                plan.batch,
-                plan.precision,
-                plan.limits,
-                world,
-                topology,
-                groups,
-                (),
-                book,
-                GradientStore(book, torch.float64, world.device.torch_device, StepState()),
-                Waits(),
-                WeightQueue(),
-                StepNumbers(groups),
-                pool=Pools(plan),
-            )
-        )
+        link.prepare(make_parts(plan, world, topology, groups, (), book))
         yield link, groups["pp"].coord
 
 

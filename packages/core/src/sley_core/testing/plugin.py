@@ -5,9 +5,10 @@ pytest loads this before it measures coverage and before any test needs torch, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -40,6 +41,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needed, present = (*marker.args, *marker.kwargs.values(), 1)[0], torch.cuda.device_count()
         if present < needed:
             pytest.skip(f"needs {needed} CUDA devices, here are {present}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Lets the traceback of a failed test name tensors whose memory was freed; printing one would end the process."""
+    if call.excinfo is None or "torch" not in sys.modules:
+        return (yield)
+    from sley_core.testing.storage_guard import safe_to_print
+
+    with safe_to_print():
+        return (yield)
 
 
 @pytest.fixture
@@ -94,6 +106,28 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     write_texts(folder)
     return folder
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`plugin_folder(folder, mine="my_plugin")` makes the modules in `folder` a distribution with these plugins.
+
+    For this test, and for ranks that it starts, it is as pip leaves one: `mine.NAME` can stand in a plan.
+    """
+
+    def install(folder: Path, **plugins: str) -> None:
+        name = next(iter(plugins))
+        info = tmp_path / f"sley_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 1.0\nRequires-Dist: sley-core\n"
+        )
+        lines = [f"{plugin} = {module}" for plugin, module in plugins.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[sley.plugins]", *lines, ""]))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
 
 
 @pytest.fixture

@@ -9,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import pkgutil
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+
+import torch
 
 import sley_core
 from sley_core.discovery import installed
+from sley_core.table import Table
 
 
 def modules() -> Iterator[str]:
@@ -38,9 +43,43 @@ def _leave_it(name: str) -> None:
     """A package that does not import is not walked."""
 
 
+def tables() -> Iterator[type[Table]]:
+    """Every class of tables that has been imported; pydantic makes its validator when it is first used."""
+    found: list[type[Table]] = [Table]
+    for table in found:
+        found += table.__subclasses__()
+        yield table
+
+
+def assemble_once() -> None:
+    """Assembles a small run, as every rank will: what torch and pydantic make when first used is then there.
+
+    It takes no step: autograd refuses to work in a process that was forked after its first backward. The random numbers of
+    this process are as they were.
+    """
+    import torch
+
+    from sley_core.assemble import assemble
+    from sley_core.comm.world import World
+    from sley_core.plan.load import plan_from_dict
+    from sley_core.testing.plans import small_plan, write_texts
+
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):
+        write_texts(Path(folder))
+        plan = plan_from_dict(small_plan(run__keep_freed_memory=False), Path(folder))
+        with World.alone("cpu") as world, assemble(plan, world):
+            pass
+
+
 for _name in modules():
     with contextlib.suppress(Exception):
         import_module(_name)
+for _table in tables():
+    with contextlib.suppress(Exception):
+        _table.model_rebuild()
+torch.set_num_threads(1)
+with contextlib.suppress(Exception):
+    assemble_once()
 
 gc.freeze()
 """A rank does not look through, nor copy, what it shares with the others."""

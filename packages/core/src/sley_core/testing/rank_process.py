@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from sley_core.testing.shipping import Packed, unpack
+from sley_core.testing.shipping import Packed, pack_result, unpack
 
 _LONGEST_VALUE = 400
 
@@ -114,7 +114,7 @@ def _run(job: Job) -> Outcome:
             _join(job)
         with _background_failures_are_warnings():
             result = function(*args, **kwargs)
-        return Outcome(job.rank, False, pickle.dumps(result))
+        return Outcome(job.rank, False, pack_result(result))
     except BaseException as error:
         return Outcome.of(job.rank, error)
 

@@ -19,10 +19,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sley_core.comm.guard import guarded
 from sley_core.comm.members import Members
 from sley_core.comm.transport.cma.rows import Shared
 from sley_core.comm.transport.cma.transport import Cma
 from sley_core.testing.sequence import Collective
+from sley_core.topology import DEFAULT_LANE, GroupEntry
 
 _NAMES = {
     "allreduce": "all_reduce",
@@ -118,16 +120,35 @@ def _describe(name: str, group: dist.ProcessGroup, given: Mapping[str, Any]) -> 
     peers = [given[key] for key in ("root_rank", "src", "dst") if key in given]
     tensors = [] if "barrier" in op else list(_tensors(_contribution(op, given)))
     named = group.group_desc not in ("", "undefined")
+    communicator = group.group_desc if named else f"group {group.group_name}"
     return Collective(
         op=op,
-        group=group.group_desc if named else f"group {group.group_name}",
+        group=_asked_for(communicator),
         ranks=ranks,
         numel=sum(tensor.numel() for tensor in tensors),
         dtype="/".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
         is_async=op != "monitored_barrier" and given.get("async_op", True),
         peer=ranks[peers[0]] if peers else None,
         site=_site(),
+        communicator=communicator,
     )
+
+
+def _asked_for(communicator: str) -> str:
+    """Returns the label of the group for which the call is made; `communicator` itself for a call that names none.
+
+    Groups of the same members share a communicator, which has the label of the first of them. The others' names are
+    known only to `guarded`, in which every exchange of a group begins.
+    """
+    frame = sys._getframe().f_back
+    while frame and frame.f_code is not guarded.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return communicator
+    members: Members = frame.f_locals["turn"].members
+    if communicator.startswith((f"{members.axis}[", f"{members.axis}.")):
+        return communicator
+    return GroupEntry(members.axis, DEFAULT_LANE, members.ranks).label
 
 
 def _contribution(op: str, given: Mapping[str, Any]) -> Any:

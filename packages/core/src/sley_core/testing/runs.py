@@ -1,6 +1,6 @@
 """Runs a plan on some ranks and keeps everything that another layout must reproduce.
 
-reference = record(tables, 3)                        # this process alone
+reference = alone(tables, 3)                         # this process alone
 layouts = ranks(2)(record, tables, 3)                # the same plan on two ranks
 assert_parity(reference, layouts, "fp32")
 """
@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sley_core.assemble import assemble
+from sley_core.comm.collectives import all_gather
+from sley_core.comm.device import Device
 from sley_core.comm.world import World
+from sley_core.engine.book import Entry
 from sley_core.engine.shards import wholes
 from sley_core.engine.step_batch import GivenBatch
 from sley_core.plan.load import plan_from_dict
@@ -54,15 +58,16 @@ def record(
     folder: Path | None = None,
     prepare: Callable[[Run], None] | None = None,
     batches: Sequence[GivenBatch] | None = None,
+    device: Device | None = None,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
 
     folder: the plan's. prepare: is called with the run before its first step. batches: global batches to train on
-    instead of the plan's data, of which this rank takes its rows.
+    instead of the plan's data, of which this rank takes its rows. device: this rank's, if not the plan's.
     """
     plan = plan_from_dict(tables, folder)
     recorded = Recorded()
-    with World.join(plan.run.device) as world, assemble(plan, world) as run:
+    with World.join(device or plan.run.device) as world, assemble(plan, world) as run:
         if prepare is not None:
             prepare(run)
         recorded.first = weights(run)
@@ -78,11 +83,46 @@ def record(
     return recorded
 
 
+def alone(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
+    """As `record`, of one process; a plan that this process has recorded so is not run again. Do not change what it returns.
+
+    For references, which many layouts are compared with. Not for a test that changes what runs other than by the plan.
+    """
+    key = repr((tables, num_steps, folder, torch.get_num_threads()))  # a kernel's sums depend on the number of threads
+    if key not in _alone:
+        _alone[key] = record(tables, num_steps, folder=folder)
+    return _alone[key]
+
+
+_alone: dict[str, Recorded] = {}
+
+
 def gradients(run: Run) -> Tensors:
-    """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole."""
+    """Copies of the accumulated gradients of what this rank holds, by name; sharded ones are gathered whole, as are those of
+    which a reducer left parts to ranks.
+    """
     present = set(run.store.entries)  # in the order of the book, which is one order on all ranks of `wp`
-    parts = {entry: run.store.gradient(entry) for entry in run.book if entry in present}
+    reduced = _from_parts(run)
+    parts = {
+        entry: reduced[entry] if entry in reduced else run.store.gradient(entry)
+        for entry in run.book
+        if entry in present
+    }
     return {entry.name: gradient for entry, gradient in wholes(parts, run.groups).items()}
+
+
+def _from_parts(run: Run) -> dict[Entry, Tensor]:
+    """Whole gradients of the entries whose buffers are cut; a collective of their ranks per buffer, in one order on all."""
+    found: dict[Entry, Tensor] = {}
+    for buffer in run.store.buffers:
+        if buffer.cut is not None:
+            group = run.groups[buffer.cut.axis]
+            whole = torch.empty_like(buffer.data)
+            lane = next(iter(group.lanes))
+            all_gather(whole, buffer.own, group, what="parts of gradients", lane=lane).wait()
+            for entry, start, view in zip(buffer.entries, buffer.offsets, buffer.views, strict=True):
+                found[entry] = whole[start : start + view.numel()].view(view.shape)
+    return found
 
 
 def _own(batch: GivenBatch, run: Run) -> GivenBatch:
@@ -100,6 +140,16 @@ def weights(run: Run) -> Tensors:
     for layer in run.layers:
         found |= {name: buffer.clone().cpu() for name, buffer in layer.module.named_buffers(layer.name)}
     return found
+
+
+def assert_same_run(reference: Recorded, other: Recorded) -> None:
+    """Losses, norms, gradients, weights and the held-out loss of two runs are equal bit for bit."""
+    for wanted, found in zip(reference.rows, other.rows, strict=True):
+        assert (wanted["loss"], wanted["grad_norm"]) == (found["loss"], found["grad_norm"]), (wanted, found)
+    for these, those in zip(reference.gradients, other.gradients, strict=True):
+        assert_same_bits(these, those)
+    assert_same_bits(reference.weights, other.weights)
+    assert reference.held_out == other.held_out
 
 
 def assert_parity(reference: Recorded, others: Sequence[Recorded], precision: str) -> None:

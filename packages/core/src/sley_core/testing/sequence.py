@@ -19,7 +19,8 @@ class Collective:
     """One call as one rank issued it.
 
     op: as `torch.distributed` names it (2.13), with `send`, `recv` and `recv_any` for every way to send and receive.
-    group: the description that the group was made with, else its name. ranks: its members, global.
+    group: the group that the caller asked for, else the description that torch's group was made with, else its name.
+    ranks: its members, global. communicator: torch's group, where groups of the same members share one.
     numel, dtype: of what this rank puts in (of what it takes out, for a scatter); 0 for a barrier.
     is_async: False only where torch was asked to wait. Sends and receives do not tell, and count as asynchronous.
     peer: global rank of the root, the destination or the source, where the call has one.
@@ -34,6 +35,7 @@ class Collective:
     is_async: bool = True
     peer: int | None = None
     site: tuple[str, ...] = field(default=(), compare=False)
+    communicator: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         size = f" of {self.numel} {self.dtype}" if self.dtype else ""
@@ -41,10 +43,10 @@ class Collective:
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What all members of the group must do alike; both ends, of a send and its receive."""
+        """What all members of the communicator must do alike; both ends, of a send and its receive."""
         if self.op in _PAIRED:
-            return self.numel, self.dtype
-        return self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
+            return self.group, self.numel, self.dtype
+        return self.group, self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
 
 
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int, Sequence[Collective]]) -> None:
@@ -67,11 +69,11 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
 def _by_group(
     by_rank: Mapping[int, Sequence[Collective]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Per group, the calls of each of its members, none for one that never used it; in the order of first use."""
+    """Per communicator, the calls of each of its members, none for one that never used it; in the order of first use."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for rank, calls in by_rank.items():
         for call in calls:
-            members = groups[call.group, call.ranks]
+            members = groups[call.communicator or call.group, call.ranks]
             if not members:
                 members.update({member: [] for member in call.ranks if member in by_rank})
             members[rank].append(call)

@@ -61,6 +61,31 @@ def unpack(packed: Packed) -> Any:
     return pickle.loads(packed.data)
 
 
+def pack_result(value: Any) -> bytes:
+    """`value`, as `pickle.loads` takes it; tensors as their bytes, where torch's own way writes a file for each."""
+    buffer = io.BytesIO()
+    _ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class _ResultPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        import torch  # a process that packs calls alone has no need of it
+
+        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+            return NotImplemented
+        if value.requires_grad or vars(value) or not value.is_contiguous() or value.is_conj() or value.is_neg():
+            return NotImplemented
+        data = bytearray(value.reshape(-1).view(torch.uint8).numpy().data) if value.numel() else bytearray()
+        return _tensor, (data, value.dtype, tuple(value.shape))
+
+
+def _tensor(data: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
 class _Pickler(pickle.Pickler):
     """Notes the module of every class and function that it pickles by reference."""
 

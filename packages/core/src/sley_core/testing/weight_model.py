@@ -7,40 +7,25 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_core.data.dataset import DataInfo, Field
+from sley_core.testing.contract_model import SQUARES, Samples, Uneven, contract_plan
 
 VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
 """None divides by 4, nor VOCABULARY by 2: shards are padded."""
 
 
-class Data:
-    """Tokens, and what the model should say of each; from the index alone."""
+class Data(Samples):
+    """Tokens, and what the model should say of each."""
 
     info = DataInfo(
         {"tokens": Field("int64", 0, 1, "token"), "y": Field("float64", 0, 1)}, vocab_size=VOCABULARY, sequence=SEQUENCE
     )
 
-    def __init__(self, context: DataContext) -> None:
-        self.first = 0 if context.split == "train" else len(self)
-
-    def __len__(self) -> int:
-        return 64
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.first + index)
+        generator = self.generator(index)
         tokens = torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
         y = torch.randn(SEQUENCE, VOCABULARY, generator=generator, dtype=torch.float64)
         return {"tokens": tokens, "y": y}
-
-
-class Squares:
-    """The sum of squared errors; every sample weighs one."""
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(len(batch["y"]))
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output - batch["y"]).square().sum()
 
 
 class Fragile(nn.Module):
@@ -74,22 +59,18 @@ class Embed(nn.Module):
         return hidden
 
 
-class Block(nn.Module):
-    """Uses `often` twice, `never` not at all; `frozen` is not trained."""
+class Block(Uneven):
+    """`Uneven` behind a norm, and two linears with a place between them at which a step may fail."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.often = nn.Linear(WIDTH, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH)
-        self.frozen.requires_grad_(False)
-        self.never = nn.Linear(WIDTH, 3)
         self.wide = nn.Linear(WIDTH, 9, bias=False)
         self.fragile = Fragile()
         self.narrow = nn.Linear(9, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        own = self.often(self.frozen(self.often(self.norm(hidden)).tanh()).tanh())
+        own = super().forward(self.norm(hidden)).tanh()
         output: Tensor = hidden + self.narrow(self.fragile(self.wide(own)).tanh())
         return output
 
@@ -116,14 +97,11 @@ def tables(
     weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any
 ) -> dict[str, Any]:
     """The contract's plan with its weights over `wp` ranks by the communicator `weights`; None holds them whole."""
-    found: dict[str, Any] = {
-        "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
-        "model": {"factory": f"{__name__}:layers"},
-        "data": {"factory": f"{__name__}:Data"},
-        "loss": {"factory": f"{__name__}:Squares"},
-        "batch": {"global_size": global_size, "micro_size": micro_size},
-        "optimizer": {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
-        "evaluation": {"every": 99, "steps": 2},
-        "precision": {"compute": "fp64"},
-    }
+    found = contract_plan(
+        __name__,
+        loss=SQUARES,
+        batch={"global_size": global_size, "micro_size": micro_size},
+        optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
+        evaluation={"every": 99, "steps": 2},
+    )
     return found | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {}) | changes

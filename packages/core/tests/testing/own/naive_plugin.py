@@ -1,17 +1,30 @@
-"""The plugin `naive`: the simplest weight communicator and sequence attention, and some that are broken, one fault each."""
+"""The plugin `naive`: the simplest part of a kind that holds its contract, and some that are broken, one fault each."""
 
 from __future__ import annotations
 
 from sley_core.api.plan import SequenceConfig, Table
 from sley_core.hookspecs import hookimpl
-from sley_core.records import SequenceAttentionRecord, WeightCommunicatorRecord
+from sley_core.records import GradientHandlerRecord, SequenceAttentionRecord, WeightCommunicatorRecord
 
+REDUCERS = ("Late", "Halves", "Hoards")
 WEIGHTS = ("Naive", "Mean", "Own", "Cached", "Eager", "Left", "Shards", "Hoards")
 ATTENTIONS = ("Naive", "Local", "Unsummed", "Together", "Stays", "Silent")
 
 
 class Nothing(Table):
     """A table without keys."""
+
+
+@hookimpl
+def sley_gradient_handlers() -> list[GradientHandlerRecord]:
+    early = "naive_handlers:Early"
+    return [
+        GradientHandlerRecord(name="early", config=Nothing, build=early, role="observer", before=("reducer",)),
+        *(
+            GradientHandlerRecord(name=name.lower(), config=Nothing, build=f"naive_handlers:{name}", role="reducer")
+            for name in REDUCERS
+        ),
+    ]
 
 
 @hookimpl

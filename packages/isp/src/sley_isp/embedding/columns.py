@@ -25,7 +25,7 @@ from sley_isp.sites import is_summed, own_of
 from sley_isp.tokens import AllTokens, padded
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group
+    from sley_core.api.comm import Group, SentBytes
     from sley_core.api.parts import Entry, GradientStore, WeightQueue
 
 
@@ -61,7 +61,7 @@ class Columns:
     All its ranks run the same actions on the same layers in one order, forward and backward, and so make every exchange
     alike. before: called with a table before it is read. is_behind: whether the gradients' exchanges may outlive the
     call that started them. num_exchanges, num_bytes: exchanges of vectors and of their gradients, and bytes received by
-    them and as ids; since the beginning.
+    them and as ids; since the beginning. sent: counts all that is sent.
     """
 
     def __init__(
@@ -71,13 +71,15 @@ class Columns:
         queue: WeightQueue,
         before: Callable[[ShardedEmbedding], None],
         is_behind: Callable[[], bool],
+        sent: SentBytes,
     ) -> None:
         self.group = group
         self.store = store
         self.queue = queue
         self.before = before
         self.is_behind = is_behind
-        self.tokens = AllTokens(group, store.device)
+        self.tokens = AllTokens(group, store.device, sent)
+        self.sent = sent
         self.tables: list[ShardedEmbedding] = []
         self.num_exchanges = 0
         self.num_bytes = 0
@@ -104,6 +106,7 @@ class Columns:
         """Starts an all-to-all over `wp` on `lane`, and counts it."""
         self.num_exchanges += 1
         self.num_bytes += self._foreign(received)
+        self.sent.add(sent, self.group, passes=1)
         return self.group.transport(lane).all_to_all(received, sent, what=what)
 
     def take_gradient(self, table: ShardedEmbedding, gradient: Tensor, of_all: Tensor) -> None:

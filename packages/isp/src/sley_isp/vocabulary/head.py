@@ -28,7 +28,6 @@ from sley_isp.units import shard_of
 from sley_isp.vocabulary import sums
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group
     from sley_core.api.parts import GradientStore, WeightQueue
     from sley_core.protocols import MemoryPool
 
@@ -39,7 +38,7 @@ class VocabularyHead:
     def __init__(
         self,
         site: Site,
-        group: Group,
+        tokens: AllTokens,
         store: GradientStore,
         pool: MemoryPool,
         queue: WeightQueue,
@@ -48,11 +47,11 @@ class VocabularyHead:
         assert site.weight is not None, f"{site.unit} is not sharded"
         shard = shard_of(site.weight)
         self.site = site
-        self.group = group
+        self.group = tokens.group
         self.store = store
         self.room = Room(pool)
         self.is_running = is_running
-        self.tokens = AllTokens(group, store.device)
+        self.tokens = tokens
         self.classes = sums.Classes(shard.index * shard.size, shard.own_size, shard.shape[0])
         self.sink = Handover(self._accumulate, queue)
 
@@ -128,6 +127,7 @@ class _Reducing:
         first = head.group.coord * own_tokens
         self._own = whole[first : first + own_tokens]
         self._work = transport.reduce_scatter([whole], [scratch], what="the head's input gradient")
+        head.tokens.sent.add(whole, head.group, passes=1)
 
     def finish(self, num_tokens: int) -> Tensor:
         """Blocks until the gradient of this rank's tokens is complete; returns it [num_tokens, h], in its own memory."""

@@ -76,7 +76,9 @@ class HostOptimizer(OffloadManager):
     def moved(self, part: Part) -> Moved:
         return self._moved[part]
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        if self._device.is_real:
+            self._streams.wait()  # of a step that failed; host memory goes with this object
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
         """Yields each bucket when its gradients are on the host, and sends its weights when it was stepped."""
@@ -103,7 +105,7 @@ class HostOptimizer(OffloadManager):
             if one.entry not in self._store:
                 one.parameter.grad = None
                 continue
-            gradient = self._store.gradient(one.entry)
+            gradient = self._store.part(one.entry)
             self._streams.out.copy(landed, gradient)
             one.parameter.grad = landed
             self._moved["optimizer_states"].copied_out += gradient.nbytes
@@ -122,7 +124,7 @@ class HostOptimizer(OffloadManager):
             weights = _views(self._ring[at % RING].weights.data, bucket, dtype)
             torch._foreach_copy_(weights, [one.parameter.detach() for one in bucket])
         for one, value in zip(bucket, weights, strict=True):
-            self._streams.into.copy(one.original, value)
+            self._streams.into.copy(one.working, value)
             self._moved["masters"].copied_in += value.nbytes
         self._sent[at % RING] = self._streams.into.record()
 

@@ -63,6 +63,7 @@ class Manager(OffloadManager):
         budget = self.config.host_budget_mb
         arena = Arena(device.host_memory, None if budget is None else int(budget * MB))
         streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
+        self._streams = streams
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
         for part in self.parts:
             moved = self._moved[part]
@@ -107,12 +108,14 @@ class Manager(OffloadManager):
         return self._moved[part]
 
     def detach(self) -> None:
+        if not self._is_attached:
+            return
         for part in OF_LAYERS:
             if part in self._movers:
                 self._movers[part].onload()
                 self._movers[part].wait()
-        if self._is_attached:
-            self._gate.open()
+        self._gate.open()
+        self._streams.wait()  # what the device waits for reads host memory too, which goes with this object
 
     def _open(self) -> None:
         """Takes the gate away once weights and buffers are here for the device's next work."""

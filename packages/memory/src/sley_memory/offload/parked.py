@@ -29,7 +29,7 @@ MOST_RESTS = 15
 """Offloads in a row in which memory that used to change is copied without a look at its words."""
 
 
-class Place:
+class HostCopy:
     """Where one piece lies on the host, and what is known of the piece since it was copied there.
 
     seen: versions when it came back; None before that. print: the fingerprint of what the host has; None if nobody looked.
@@ -71,6 +71,11 @@ class Streams:
         self.out = make()
         self.into = make()
 
+    def wait(self) -> None:
+        """Waits, on the host, for all copies so far."""
+        self.out.record().wait()
+        self.into.record().wait()
+
 
 class Parked:
     """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
@@ -84,9 +89,9 @@ class Parked:
         self._arena = arena
         self._bucket_bytes = bucket_bytes
         self._moved = moved
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, HostCopy] = {}
         self._spare: dict[int, list[Tensor]] = {}
-        self._away: list[tuple[Holding, Place, int]] = []
+        self._away: list[tuple[Holding, HostCopy, int]] = []
         self._event: CopyEvent | None = None
         self._where = Where.HERE
         self._began = 0.0
@@ -192,7 +197,7 @@ class Parked:
             self.require()
         self._event = None
 
-    def _placed(self, pieces: Sequence[Holding]) -> list[tuple[Holding, Place, int]]:
+    def _placed(self, pieces: Sequence[Holding]) -> list[tuple[Holding, HostCopy, int]]:
         """Returns each piece that can leave with its place and its bytes; makes places for new ones."""
         able = [piece for piece in pieces if piece.memory.numel() and self._can_leave(piece)]
         sizes = {storage_id(piece.memory): piece.memory.numel() for piece in able}
@@ -202,7 +207,7 @@ class Parked:
             before = self._arena.num_bytes
             hosts = self._arena.places([*new.values()])
             self._moved.host_bytes += self._arena.num_bytes - before
-            self._places.update({key: Place(host) for key, host in zip(new, hosts, strict=True)})
+            self._places.update({key: HostCopy(host) for key, host in zip(new, hosts, strict=True)})
         return [(piece, self._places[key], size) for piece, (key, size) in zip(able, sizes.items(), strict=True)]
 
     def _let_go(self, sizes: Mapping[int, int]) -> None:
@@ -217,7 +222,7 @@ class Parked:
         """Gives a new piece the place of one that is gone; returns whether there was one."""
         hosts = self._spare.get(size)
         if hosts:
-            self._places[key] = Place(hosts.pop())
+            self._places[key] = HostCopy(hosts.pop())
             return True
         return False
 
@@ -232,7 +237,7 @@ class Parked:
             warnings.warn(f"{name} stays: its memory is not torch's own (shared, or of numpy)", RuntimeWarning, 5)
         return False
 
-    def _changed(self, placed: Sequence[tuple[Holding, Place, int]]) -> dict[int, bool]:
+    def _changed(self, placed: Sequence[tuple[Holding, HostCopy, int]]) -> dict[int, bool]:
         """Returns, by id of the piece, whether it differs from what its place has; waits for the device to know."""
         changed = {id(piece): True for piece, _, _ in placed}
         asked = []
@@ -246,9 +251,11 @@ class Parked:
             changed[id(piece)] = place.has_changed(found)
         return changed
 
-    def _buckets(self, placed: Sequence[tuple[Holding, Place, int]]) -> Iterator[Sequence[tuple[Holding, Place, int]]]:
+    def _buckets(
+        self, placed: Sequence[tuple[Holding, HostCopy, int]]
+    ) -> Iterator[Sequence[tuple[Holding, HostCopy, int]]]:
         """Yields the pieces in runs of at most `bucket_bytes`; a larger one is alone."""
-        bucket: list[tuple[Holding, Place, int]] = []
+        bucket: list[tuple[Holding, HostCopy, int]] = []
         size = 0
         for one in placed:
             if bucket and size + one[2] > self._bucket_bytes:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sley_core.comm.transport.protocol import Transport, Work
+from sley_core.comm.transport.protocol import Transport, Work, put
 
 
 class Done(Work):
@@ -30,7 +30,7 @@ class Alone(Transport):
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         for whole, shard in zip(wholes, shards, strict=True):
-            whole.copy_(shard)
+            put(shard, whole)
         return Done()
 
     def reduce_scatter(

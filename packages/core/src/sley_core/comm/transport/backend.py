@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.exchange_log import ExchangeLog
-from sley_core.comm.guard import guarded
+from sley_core.comm.guard import guarded, turn_of
 from sley_core.comm.marks import mark_of
 from sley_core.comm.members import Members
 from sley_core.comm.transport.protocol import Transport, Work
@@ -48,8 +48,8 @@ class Backend(Transport):
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         self._log.add(self._name, mark_of("gather", what, shards))
-        works = guarded(lambda: self._gather(wholes, shards, self._lane), "gather", self.members, what)
-        return Works(works, [], "gather", self.members, what)
+        turn = turn_of("gather", self.members, what, self._name)
+        return Works(guarded(lambda: self._gather(wholes, shards, self._lane), turn), [], turn)
 
     def reduce_scatter(
         self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
@@ -57,18 +57,17 @@ class Backend(Transport):
         size, coord = self.members.size, self.members.coord
         own = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
         self._log.add(self._name, mark_of("reduce", what, wholes, contents))
-        works = guarded(lambda: self._reduce(own, wholes, self._lane), "reduce", self.members, what)
-        return Works(works, [], "reduce", self.members, what)
+        turn = turn_of("reduce", self.members, what, self._name)
+        return Works(guarded(lambda: self._reduce(own, wholes, self._lane), turn), [], turn)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         self._log.add(self._name, mark_of("swap", what, [sent], contents))
-        work = guarded(
-            lambda: dist.all_to_all_single(received, sent, group=self._lane, async_op=True), "swap", self.members, what
-        )
-        return Works([work], [], "swap", self.members, what)
+        turn = turn_of("swap", self.members, what, self._name)
+        work = guarded(lambda: dist.all_to_all_single(received, sent, group=self._lane, async_op=True), turn)
+        return Works([work], [], turn)
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
-        return all_reduced(tensor, self.members, self._lane, what)
+        return all_reduced(tensor, self.members, self._name, self._lane, what)
 
 
 def can_coalesce(lane: dist.ProcessGroup) -> bool:

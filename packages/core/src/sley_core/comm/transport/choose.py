@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.comm.exchange_log import ExchangeLog
-from sley_core.comm.guard import guarded
+from sley_core.comm.guard import guarded, turn_of
 from sley_core.comm.members import Members
 from sley_core.comm.transport.backend import Backend, can_coalesce
 from sley_core.comm.transport.cma.connection import Connection
@@ -17,14 +17,21 @@ from sley_core.comm.transport.direct import Direct
 from sley_core.comm.transport.protocol import Transport
 
 
+def is_from_host(backend: str, device: torch.device) -> bool:
+    """Returns whether ranks exchange tensors on `device` themselves, from the host's memory, and not by `backend`'s own
+    collectives: by messages of gloo, or by reading one another's memory.
+    """
+    return backend == "gloo" and device.type == "cpu"
+
+
 def message_transports(
     members: Members, lanes: Mapping[str, dist.ProcessGroup], log: ExchangeLog, device: torch.device
 ) -> dict[str, Transport]:
     """Returns a transport by messages for each of `lanes`, for tensors on `device`. log: of what carries no mark."""
     found: dict[str, Transport] = {}
     for name, lane in lanes.items():
-        if device.type == "cpu" and dist.get_backend(lane) == "gloo":
-            found[name] = Direct(members, lane)
+        if is_from_host(dist.get_backend(lane), device):
+            found[name] = Direct(members, name, lane)
         else:
             found[name] = Backend(members, name, lane, log, is_coalesced=can_coalesce(lane))
     return found
@@ -40,5 +47,5 @@ def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s
         # The first lane's members, in the order of the table of groups.
         return Connection.open(members, RINGS * len(lanes), next(iter(lanes.values())), timeout_s)
 
-    connection = guarded(connect, "opening", members, "cross-memory attach")
-    return {name: Cma(connection, at) for at, name in enumerate(lanes)} if connection is not None else {}
+    connection = guarded(connect, turn_of("opening", members, "cross-memory attach"))
+    return {name: Cma(connection, name, at) for at, name in enumerate(lanes)} if connection is not None else {}

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.guard import guarded
+from sley_core.comm.guard import guarded, turn_of
 from sley_core.comm.marks import HEADER_BYTES, Mark, differs, mark_of, of_header
 from sley_core.comm.members import Members
-from sley_core.comm.transport.protocol import Transport, Work
+from sley_core.comm.transport.protocol import Transport, Work, put
 from sley_core.comm.transport.works import Works, all_reduced
 
 _HEADER_TAG = 0
@@ -28,10 +28,11 @@ _HEADER_TAG = 0
 
 
 class Direct(Transport):
-    """Sends by `lane`, a communicator of gloo; tensors are on the host."""
+    """Sends by `lane`, a communicator of gloo, which is lane `name` of a group; tensors are on the host."""
 
-    def __init__(self, members: Members, lane: dist.ProcessGroup) -> None:
+    def __init__(self, members: Members, name: str, lane: dist.ProcessGroup) -> None:
         self.members = members
+        self._name = name
         self._lane = lane
         self._peers = members.peers
 
@@ -41,7 +42,7 @@ class Direct(Transport):
         parts = [[shard] * len(self._peers) for shard in shards]
         started = self._pass_around(places, parts, mark_of("gather", what, shards), "gather")
         for whole, shard in zip(rows, shards, strict=True):
-            whole[self.members.coord].copy_(shard)
+            put(shard, whole[self.members.coord])
         return started
 
     def num_scratch_rows(self, num_rows: int) -> int:
@@ -73,7 +74,7 @@ class Direct(Transport):
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         """gloo's own ring, which is faster than messages to every other."""
-        return all_reduced(tensor, self.members, self._lane, what)
+        return all_reduced(tensor, self.members, self._name, self._lane, what)
 
     def _pass_around(
         self,
@@ -100,8 +101,9 @@ class Direct(Transport):
                     sent.append(self._lane.send([part], peer, mark.number))
             return headers
 
-        headers = guarded(start, operation, self.members, mark.what)
-        return Works(received, sent, operation, self.members, mark.what, finish, headers)
+        turn = turn_of(operation, self.members, mark.what, self._name)
+        headers = guarded(start, turn)
+        return Works(received, sent, turn, finish, headers)
 
 
 class _Headers:

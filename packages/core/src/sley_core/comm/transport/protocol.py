@@ -43,7 +43,7 @@ class Work(Protocol):
         """Returns when the result is complete (on CUDA: when this stream will see it); a second call does nothing.
 
         Raises RunError `collective-failed`, naming operation, group and tensors, when time ran out or a peer died, and
-        `ranks-differ` where a peer exchanges something else.
+        `ranks-differ` where a peer exchanges something else, or ranks wait for each other.
         """
 
     def release(self) -> None:
@@ -62,7 +62,7 @@ class Gathers(Protocol):
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
         """Starts to fill each of `wholes` [size x n, ...] with the ranks' `shards` [n, ...], in the order of the group.
 
-        All are contiguous; `shards` stay as they are until `wait_sent` has returned.
+        All are contiguous; `shards` stay as they are until `wait_sent` has returned. A shard may lie in its place already.
         """
 
 
@@ -94,7 +94,8 @@ class Transport(Gathers, Protocol):
         """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum.
 
         scratches: [`num_scratch_rows(n)`, ...] of the same type. All are contiguous and the exchange's until `wait_sent` has
-        returned; the other ranks' rows of `wholes` are undefined then. contents: a checksum of what `what` leaves open.
+        returned, but for this rank's rows, which may be written after `wait`; the other ranks' rows of `wholes` are undefined
+        then. contents: a checksum of what `what` leaves open.
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
@@ -109,6 +110,12 @@ class Transport(Gathers, Protocol):
 
         All ranks hold the same bits afterwards. contents: as for `reduce_scatter`, for a transport that says what it sums.
         """
+
+
+def put(shard: Tensor, place: Tensor) -> None:
+    """Copies `shard` into `place`, unless it lies there."""
+    if shard.data_ptr() != place.data_ptr():
+        place.copy_(shard)
 
 
 class Unpublished(Published):

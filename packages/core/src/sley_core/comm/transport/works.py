@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.guard import guarded
+from sley_core.comm.guard import Turn, guarded, turn_of
 from sley_core.comm.members import Members
 from sley_core.comm.transport.protocol import Work
 
@@ -25,24 +25,21 @@ class Announced(Protocol):
 class Works(Work):
     """An exchange carried by works of a process group.
 
-    received, sent: their works. finish: called once, when all was received. headers: what the peers say that it is.
+    received, sent: their works. turn: what it is, for errors. finish: called once, when all was received. headers: what the
+    peers say that it is.
     """
 
     def __init__(
         self,
         received: Sequence[Any],
         sent: Sequence[Any],
-        operation: str,
-        members: Members,
-        what: str,
+        turn: Turn,
         finish: Callable[[], None] | None = None,
         headers: Announced | None = None,
     ) -> None:
         self._received = received
         self._sent = sent
-        self._operation = operation
-        self._members = members
-        self._what = what
+        self._turn = turn
         self._finish = finish
         self._headers = headers
 
@@ -74,10 +71,10 @@ class Works(Work):
 
     def _await(self, works: Sequence[Any]) -> None:
         for work in works:
-            guarded(work.wait, self._operation, self._members, self._what)
+            guarded(work.wait, self._turn)
 
 
-def all_reduced(tensor: Tensor, members: Members, lane: dist.ProcessGroup, what: str) -> Work:
-    """Starts the backend's own all-reduce of `tensor`, in place."""
-    work = guarded(lambda: dist.all_reduce(tensor, group=lane, async_op=True), "all-reduce", members, what)
-    return Works([work], [], "all-reduce", members, what)
+def all_reduced(tensor: Tensor, members: Members, name: str, lane: dist.ProcessGroup, what: str) -> Work:
+    """Starts the backend's own all-reduce of `tensor`, in place, on `lane`, which is lane `name` of the group."""
+    turn = turn_of("all-reduce", members, what, name)
+    return Works([guarded(lambda: dist.all_reduce(tensor, group=lane, async_op=True), turn)], [], turn)

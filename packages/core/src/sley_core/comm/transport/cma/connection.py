@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from sley_core.comm.guard import HINT
+from sley_core.comm.guard import HINT, Turn, failed
 from sley_core.comm.members import Members
 from sley_core.comm.texts import gather_values
 from sley_core.comm.transport.cma.inbox import WORD_BYTES, Inbox
@@ -98,16 +98,11 @@ class Connection:
         num_bytes = -1 if self._has_ended(peer) else write(self._cards[peer].pid, here, there)
         self._copied(num_bytes, there, peer, what)
 
-    def wait_word(self, at: int, number: int, peer: int, what: str) -> None:
-        """Waits until the word `at` of the inbox, which `peer` writes, is `number` or more; numbers only grow."""
-        words = self.inbox.words
-        if words[at] < number:
-            self.wait_until(lambda: words[at] >= number, lambda: peer, what)
+    def wait_until(self, is_true: Callable[[], bool], late: Callable[[], int], turn: Turn) -> None:
+        """Waits until `is_true()`; holds no core after a millisecond. late: the peer for which that waits. turn: in what.
 
-    def wait_until(self, is_true: Callable[[], bool], late: Callable[[], int], what: str) -> None:
-        """Waits until `is_true()`; holds no core after a millisecond. late: the peer for which that waits.
-
-        Raises RunError `collective-failed` where that peer has ended, or does not come in time.
+        Raises RunError `collective-failed` where that peer has ended, or does not come in time, and `ranks-differ` where ranks
+        wait for each other.
         """
         began = looked = time.perf_counter()
         while not is_true():
@@ -120,18 +115,19 @@ class Connection:
                 looked = now
                 peer = late()
                 if not self._can_reach(peer):
-                    raise self._failed(peer, what, "it has ended")
+                    raise failed(turn, self._failure(peer, turn.what, "it has ended"), False)
                 if now - began > self.timeout_s:
-                    raise self._failed(peer, what, f"it did not come within {self.timeout_s:g} s")
+                    why = f"it did not come within {self.timeout_s:g} s"
+                    raise failed(turn, self._failure(peer, turn.what, why), True)
 
     def _copied(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, what: str) -> None:
         if num_bytes != sum(span.num_bytes for span in spans):
-            raise self._failed(peer, what, "its memory cannot be reached any more")
+            message = self._failure(peer, what, "its memory cannot be reached any more")
+            raise RunError("collective-failed", message, hint=HINT)
 
-    def _failed(self, peer: int, what: str, why: str) -> RunError:
+    def _failure(self, peer: int, what: str, why: str) -> str:
         ranks = self.members.ranks
-        message = f"the exchange of {what} with rank {ranks[peer]} failed on rank {self.members.rank}: {why}"
-        return RunError("collective-failed", message, hint=HINT)
+        return f"the exchange of {what} with rank {ranks[peer]} failed on rank {self.members.rank}: {why}"
 
     def _watch(self) -> bool:
         """Returns whether the ends of all peers can be seen: Linux 5.3 can, if nothing forbids it."""

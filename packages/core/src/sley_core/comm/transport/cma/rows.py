@@ -13,7 +13,7 @@ from torch import Tensor
 from sley_core.comm.marks import Mark
 from sley_core.comm.transport.cma.offers import Offers
 from sley_core.comm.transport.cma.process_vm import MemorySpan
-from sley_core.comm.transport.protocol import Published, Work
+from sley_core.comm.transport.protocol import Published, Work, put
 
 PIECE_BYTES = 1 << 18
 """How much of a gradient is read before it is added: it stays in the cache in between."""
@@ -185,7 +185,7 @@ def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) 
     size = offers.connection.members.size
     found = [whole.view(size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
     for rows, shard in zip(found, shards, strict=True):
-        rows[offers.coord].copy_(shard)
+        put(shard, rows[offers.coord])
     return found
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from sley_core.comm.guard import Turn
 from sley_core.comm.marks import Mark
 from sley_core.comm.transport.cma.offers import Offers
 from sley_core.comm.transport.cma.process_vm import MemorySpan
@@ -73,8 +74,8 @@ class Sum(Work):
         return self._is_whole
 
     def wait(self) -> None:
-        self._wait_until(lambda: self._is_summed, lambda: self._sums.wholes.late_offerer(self._number))
-        self._wait_until(lambda: self._is_whole, self._late_summer)
+        self._wait_until(lambda: self._is_summed, lambda: self._sums.wholes.late_offerer(self._number), self._turn)
+        self._wait_until(lambda: self._is_whole, self._late_summer, self._turn)
 
     def release(self) -> None:
         """Ends the sum: no part of it may be left out."""
@@ -83,14 +84,21 @@ class Sum(Work):
     def wait_sent(self) -> None:
         self.wait()
         for offers in (self._sums.wholes, self._sums.slices):
-            self._wait_until(partial(offers.is_read, self._number), partial(offers.late_reader, self._number))
+            turn = partial(offers.read_turn, self._number, self._what)
+            self._wait_until(partial(offers.is_read, self._number), partial(offers.late_reader, self._number), turn)
             offers.wait_read(self._number, self._what)
 
     @property
     def _is_next(self) -> bool:
         return self._number == self._sums.num_summed + 1
 
-    def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int]) -> None:
+    def _turn(self) -> Turn:
+        """What this sum waits for: the peers' wholes, then their slices."""
+        sums = self._sums
+        offers = sums.slices if sums.wholes.is_offered(self._number) else sums.wholes
+        return offers.turn(self._number, self._what)
+
+    def _wait_until(self, is_true: Callable[[], bool], late: Callable[[], int], turn: Callable[[], Turn]) -> None:
         """Waits for `is_true()`, and moves all sums on meanwhile, so that peers need not wait until this rank comes to
         theirs.
 
@@ -98,7 +106,7 @@ class Sum(Work):
         moves.
         """
         while not is_true():
-            self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, self._what)
+            self._sums.wholes.connection.wait_until(lambda: self._sums.advance() or is_true(), late, turn())
 
     def _may_gather(self) -> bool:
         return self._sums.wholes.is_read(self._number) and self._sums.slices.is_offered(self._number)

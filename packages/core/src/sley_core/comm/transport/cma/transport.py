@@ -19,11 +19,14 @@ what is published may stay for a whole step: however many exchanges come in betw
 
 
 class Cma(Transport):
-    """Reads and writes by `connection`; lane `at` of those that share it, each with RINGS rings. Tensors are on the host."""
+    """Reads and writes by `connection`; lane `name`, at `at` of those that share it, each with RINGS rings.
 
-    def __init__(self, connection: Connection, at: int = 0) -> None:
+    Tensors are on the host.
+    """
+
+    def __init__(self, connection: Connection, name: str, at: int) -> None:
         self.members = connection.members
-        rows, published, wholes, slices = (Offers(connection, RINGS * at + ring) for ring in range(RINGS))
+        rows, published, wholes, slices = (Offers(connection, name, RINGS * at + ring) for ring in range(RINGS))
         self.rows = rows
         self.published = published
         self.sums = CmaSums(wholes, slices)

@@ -1,0 +1,102 @@
+"""What `memory` does with activations changes no bit in pipelines and with sharded weights either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import Tables, changed, small_plan
+from sley_core.testing.runs import Recorded, assert_same_run, record
+
+for plugin in ("sley_isp", "sley_memory", "sley_pp"):
+    pytest.importorskip(plugin)
+
+PLAN = small_plan(model__num_layers=4, model__vocab_size=257, batch__micro_size=1, evaluation={"every": 2, "steps": 1})
+POLICIES: dict[str, Tables] = {
+    "memory.host": {"use": "memory.host", "min_bytes": 256},
+    "memory.selective": {"use": "memory.selective"},
+}
+SCHEDULES = ["pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
+
+
+def all_of(plans: list[Tables], folder: Path) -> list[tuple[Recorded, dict[str, float], bool]]:
+    """Each plan on these ranks: what a run recorded, what its policy counted, and whether a pool's memory was moved."""
+    found = []
+    for tables in plans:
+        counts: dict[str, float] = {}
+        leased: list[bool] = [False]
+
+        def prepare(
+            run: Any, counts: Any = counts, leased: Any = leased, name: str = tables["activations"]["use"]
+        ) -> None:
+            policy = run.caller.policy
+            if name == "memory.host":
+                send = policy._send
+
+                def sent(tensor: Any) -> Any:
+                    spans = [(held.data_ptr(), held.data_ptr() + held.nbytes) for _, held in run.parts.pool.held()]
+                    leased[0] |= any(first <= tensor.data_ptr() < last for first, last in spans)
+                    return send(tensor)
+
+                policy._send = sent
+            run.listeners.append(lambda row: counts.update(run.counts.get(name, {})))
+
+        found.append((record(tables, 3, folder=folder, prepare=prepare), counts, leased[0]))
+    return found
+
+
+def compare(ranks: Any, texts: Path, world: int, plans: list[Tables]) -> None:
+    """Every rank of every plan has the bits of the plan with `core.keep`, and each rank with blocks moved or kept something."""
+    every = [changed(one, activations=policy) for one in plans for policy in ({"use": "core.keep"}, *POLICIES.values())]
+    for of_rank in ranks(world, 240)(all_of, every, texts):
+        for at in range(0, len(every), 1 + len(POLICIES)):
+            (kept, _, _), (host, moved, is_leased), (selective, counts, _) = of_rank[at : at + 3]
+            assert_same_run(kept, host)
+            assert_same_run(kept, selective)
+            assert moved["moved_bytes"] == moved["fetched_bytes"] > 0
+            assert moved["host_allocations"] < moved["moved_storages"] / 4
+            assert not is_leased, "memory of a pool left"
+            assert counts["kept_attentions"] > 0
+
+
+@pytest.mark.timeout(400)
+def test_two_stages(ranks: Any, texts: Path) -> None:
+    """Several micro-batches in flight, several chunks per stage, and backwards in two halves."""
+    plan = changed(PLAN, model__num_layers=6, parallel={"pp": 2}, partition={"use": "pp.uniform"})
+    compare(ranks, texts, 2, [changed(plan, pipeline={"use": use}) for use in SCHEDULES])
+
+
+@pytest.mark.timeout(400)
+def test_two_shards(ranks: Any, texts: Path) -> None:
+    weights = {"use": "isp.communicator"}
+    plan = changed(PLAN, parallel={"dp": 2, "wp": 2}, weights=weights)
+    by_module = changed(plan, weights=weights | {"unit": "module", "head": "vocabulary", "embedding": "hidden"})
+    compare(ranks, texts, 2, [plan, changed(plan, precision={"compute": "bf16"}), by_module])
+
+
+@pytest.mark.timeout(200)
+def test_gathers_are_those_of_recomputation(ranks: Any, texts: Path) -> None:
+    """A layer that runs again gathers as often as with `core.recompute`, and none that waits on the host gathers more."""
+    plan = changed(PLAN, parallel={"dp": 2, "wp": 2}, weights={"use": "isp.communicator"})
+    uses = ["core.keep", "memory.host", "core.recompute", "memory.selective"]
+    for keep, host, again, selective in ranks(2, 120)(
+        gathers, [changed(plan, activations={"use": use}) for use in uses], texts
+    ):
+        assert host == keep
+        assert selective == again
+
+
+def gathers(plans: list[Tables], folder: Path) -> list[dict[str, float]]:
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+            for _ in range(3):
+                run.step()
+            counts = run.counts["isp.communicator"]
+            found.append({name: value for name, value in counts.items() if "gather" in name or "allocations" in name})
+    return found

@@ -1,0 +1,79 @@
+"""What can be read of this rank's gradients: of each entry, of all together, and of which entries this rank gets a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from sley_core.engine.book import Entry
+from sley_core.engine.cuts import Span
+from sley_core.engine.gradient_buffers import GradientBuffer, pieces_of
+from sley_core.engine.layout import Piece
+from sley_core.engine.slot import LooseSlot, Slot, frozen, without_gradients
+
+
+class GradientViews:
+    """The gradients as their readers see them; `GradientStore` lays them out and fills them."""
+
+    def __init__(self) -> None:
+        self.buffers: list[GradientBuffer] = []
+        self._slots: dict[Entry, Slot] = {}
+        self._order: list[Slot] = []
+        self._cut: dict[Entry, GradientBuffer] = {}
+        self._seen: list[Entry] = []
+        self._are_freed = False
+
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether `entry` has a slot: it is trainable, or was when this step began."""
+        return entry in self._slots
+
+    def gradient(self, entry: Entry) -> Tensor:
+        """Returns the gradient of `entry`, a view: its parameter's shape, the store's dtype.
+
+        Raises RunError if it is frozen, or was discarded by an offload, and `gradient-sharded` once a reducer leaves only a
+        part of it to this rank.
+        """
+        if entry not in self._slots:
+            raise frozen(entry)
+        if self._are_freed:
+            raise without_gradients()
+        if entry in self._cut:
+            self._cut[entry].check_whole(entry)
+        return self._slots[entry].view
+
+    def part(self, entry: Entry) -> Tensor:
+        """Returns what this rank gets of the gradient of `entry`, a view: all of it, or, flat, the elements of `span`."""
+        return self._cut[entry].parts[entry] if entry in self._cut else self.gradient(entry)
+
+    def span(self, entry: Entry) -> Span | None:
+        """Returns which elements of its gradient this rank gets, maybe none, where the reducer leaves shards; else None."""
+        return self._cut[entry].spans[entry] if entry in self._cut else None
+
+    def num_shards(self, entry: Entry) -> int:
+        """Returns how many ranks of the entry's reduce group share one copy of its reduced gradient; 1 where each has all."""
+        return self._cut[entry].num_shards if entry in self._cut else 1
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries that have a slot, in the order in which they are reported ready."""
+        return [slot.entry for slot in self._order]
+
+    @property
+    def seen_order(self) -> list[Entry]:
+        """The entries in the order in which the first step completed them; empty before. Local to this rank."""
+        return list(self._seen)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients; those outside the buffers count while they exist."""
+        loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
+        return sum(buffer.num_bytes for buffer in self.buffers) + loose
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and view of each gradient, whether or not it has memory."""
+        return ((slot.entry.name, slot.view) for slot in self._order)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields all gradients in as few tensors as possible: one per buffer, of which this rank's part, then lists."""
+        return pieces_of(self.buffers, (slot for slot in self._order if isinstance(slot, LooseSlot)))

@@ -1,0 +1,143 @@
+"""Working weights as views of flat buffers, and those of them that are still on their way from other ranks.
+
+    lay_out ──> adopt: values move in, masters are made ──> updated: ranks have stepped their parts ──> settle ─┐
+                                                               ^                                               │
+                                                               └───────────────────────────────────────────────┘
+
+Weights lie so only where a part of the run asks for it: what a program saves of one parameter with `torch.save` is then all of
+its buffer, unless it is cloned. `.data` of a parameter is set here alone, when masters are made; tied modules keep one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.engine.book import Entry
+from sley_core.engine.cuts import ALIGNMENT
+from sley_core.engine.flat import FlatBuffer
+from sley_core.errors import RunError
+
+
+class WeightBuffer(FlatBuffer):
+    """The working weights of `entries`, side by side; the buffer divides into `num_parts` equal parts.
+
+    Each entry lies where its gradient lies in a gradient buffer of the same entries that is cut into as many parts.
+    """
+
+    def __init__(self, entries: Sequence[Entry], dtype: torch.dtype, num_parts: int) -> None:
+        shapes = [entry.parameter.shape for entry in entries]
+        device = entries[0].parameter.device
+        super().__init__(shapes, dtype, device, alignment=ALIGNMENT, multiple=num_parts)
+        self.entries = list(entries)
+
+
+class Completion(Protocol):
+    """Brings the parts of weights that other ranks step.
+
+    start ──> wait (by layer, or for all) ──> finish
+    """
+
+    def start(self) -> None:
+        """Called when this rank has stepped its own parts; all ranks call it."""
+
+    def wait(self) -> None:
+        """Blocks until all weights are those of the last step. Waits for nothing that another rank does after its `start`."""
+
+    def finish(self) -> None:
+        """Does as `wait`, and returns when no other rank reads this rank's weights any more: they may be written."""
+
+
+class WeightStore:
+    """Places of working weights, all of type `dtype`.
+
+    is_eager: whether `updated` also waits; else weights come while the next step runs, each before its layer is called.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.buffers: list[WeightBuffer] = []
+        self.is_eager = False
+        self._places: dict[Entry, Tensor] = {}
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._completions: list[Completion] = []
+        self._is_laid_out = False
+
+    def lay_out(self, lists: Iterable[tuple[Sequence[Entry], int]]) -> list[WeightBuffer]:
+        """Makes a buffer for each list of entries, with the number of parts into which it divides; returns these buffers.
+
+        Called by what is attached before masters are made, as gradient handlers are. An entry has one place at most.
+        """
+        assert not self._is_laid_out, "weights are laid out before masters are made"
+        made = [WeightBuffer(entries, self.dtype, num_parts) for entries, num_parts in lists]
+        for buffer in made:
+            twice = [entry.name for entry in buffer.entries if entry in self._places]
+            assert not twice, f"{twice} have a place already"
+            self._places |= zip(buffer.entries, buffer.views, strict=True)
+        self.buffers += made
+        return made
+
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether the entry's working weight lies in one of the buffers."""
+        return entry in self._places
+
+    def adopt(self, entry: Entry) -> None:
+        """Moves the entry's value, rounded to `dtype`, to its place; without a place it is rounded where it is."""
+        self._is_laid_out = True
+        parameter, place = entry.parameter, self._places.get(entry)
+        if place is None:
+            if parameter.dtype != self.dtype:
+                parameter.data = parameter.detach().to(self.dtype)
+            return
+        place.copy_(parameter.detach())
+        parameter.data = place
+        if place.numel():
+            self._held.append((parameter, place))
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Moves back to their places the values of parameters that a program pointed elsewhere (`parameter.data = `)."""
+        for parameter, place in self._held:
+            if parameter.data_ptr() != place.data_ptr():
+                value = parameter.detach()
+                parameter.data = place
+                parameter.copy_(value)  # counts up its version, by which masters see it
+
+    def completed_by(self, completion: Completion) -> None:
+        """Registers what brings the parts that other ranks step; called by what is attached before masters are made."""
+        self._completions.append(completion)
+
+    @property
+    def come_late(self) -> bool:
+        """Whether weights may still be on their way when a step returns; the same on all ranks."""
+        return bool(self._completions) and not self.is_eager
+
+    def updated(self) -> None:
+        """Called when this rank has stepped its parts. All ranks call it."""
+        for one in self._completions:
+            one.start()
+        if self.is_eager:
+            self.settle()
+
+    def settle(self) -> None:
+        """Blocks until all weights of this rank are those of the last step, and may be written. All ranks call it.
+
+        Called before control returns to a program; between two steps of one there is nothing to wait for.
+        """
+        for one in self._completions:
+            one.finish()
+
+    @contextmanager
+    def settled_on_error(self) -> Iterator[None]:
+        """Lets a program that catches an error of the block find whole weights, as far as the other ranks still answer."""
+        try:
+            yield
+        except Exception:
+            for one in self._completions:
+                with suppress(RunError):
+                    one.wait()
+            raise

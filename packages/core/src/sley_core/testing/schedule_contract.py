@@ -1,0 +1,150 @@
+"""What every pipeline schedule must hold, as tests that its author inherits.
+
+    class TestHanayo(ScheduleContract):
+        pipeline = {"use": "mine.hanayo", "waves": 2}
+
+        def most_held(self, stage, stages, micros):
+            return 4 * min(stages, micros)
+
+Lists are pure integers, so most of it starts no process: numbers of stages and micro-batches are drawn, the lists written,
+lowered, and simulated with drawn times of actions and transfers. A small decoder is then trained on two stages and compared
+with one process.
+
+Since core 0.1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+
+from sley_core.actions.action import Action, Kind, forward_only
+from sley_core.actions.costs import Costs
+from sley_core.actions.lower import lower
+from sley_core.actions.schedule import Schedule
+from sley_core.actions.simulate import simulate
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
+from sley_core.testing.ranks import Ranks
+from sley_core.testing.runs import assert_parity_of_parts, record
+
+Table = dict[str, Any]
+
+NUM_DRAWS = 60
+NUM_STEPS = 3
+
+
+class ScheduleContract:
+    """Inherit, set `pipeline` to the table `[pipeline]` of your schedule, say `most_held`, and pytest does the rest.
+
+    tables: further tables of the plan, as `link` and `partition` where the schedule's record names none. stages, micros:
+    numbers that the schedule can have, from which sizes are drawn.
+    """
+
+    pipeline: ClassVar[Table]
+    tables: ClassVar[Table] = {}
+    stages: ClassVar[Sequence[int]] = range(1, 9)
+    micros: ClassVar[Sequence[int]] = range(1, 25)
+
+    def most_held(self, stage: int, stages: int, micros: int) -> int:
+        """Returns the most micro-batches that `stage` holds at a time, each counted once per chunk: forwards whose
+        gradients, those of weights included, are not all computed.
+        """
+        raise NotImplementedError("say how many micro-batches a stage holds: it decides the memory of activations")
+
+    def test_lists_of_any_size_run_to_their_end(self) -> None:
+        """Whatever actions and transfers take, in a step and in an evaluation: no stage waits for ever for another."""
+        for stages, micros, chance in self._sizes():
+            schedule = self._schedule()
+            placement = schedule.placement(stages)
+            lists = schedule.lists(stages, micros)
+            costs = _drawn_costs(placement.num_positions, chance)
+            simulate(lower(lists, placement, micros), placement, costs)
+            forwards = [forward_only(actions) for actions in lists]
+            simulate(lower(forwards, placement, micros, training=False), placement, costs)
+
+    def test_every_micro_batch_goes_once_through_every_chunk(self) -> None:
+        """One forward, then one backward, or the two halves of one in their order."""
+        for stages, micros, _ in self._sizes():
+            schedule = self._schedule()
+            lists = schedule.lists(stages, micros)
+            assert len(lists) == stages, f"{len(lists)} lists for {stages} stages"
+            for stage, actions in enumerate(lists):
+                _assert_once_in_order(actions, schedule.chunks, micros, f"stage {stage} of {stages}")
+
+    def test_a_stage_holds_what_it_says(self) -> None:
+        """No more micro-batches than `most_held`, at any size, and as many somewhere."""
+        reached = False
+        for stages, micros, _ in self._sizes():
+            schedule = self._schedule()
+            placement = schedule.placement(stages)
+            lowered = lower(schedule.lists(stages, micros), placement, micros)
+            peaks = simulate(lowered, placement, Costs.even(placement.num_positions)).peaks
+            for stage, held in enumerate(peaks):
+                most = self.most_held(stage, stages, micros)
+                where = f"stage {stage} of {stages}, {micros} micro-batches"
+                assert held.pairs <= most, f"{where}: holds {held.pairs}, and says {most}"
+                reached |= held.pairs == most
+        assert reached, "`most_held` says more than any stage of any size holds"
+
+    def test_lists_are_the_same_on_all_ranks(self) -> None:
+        """Every rank makes all lists for itself: nothing that was asked for before, and no chance, changes them."""
+        for stages, micros, _ in self._sizes():
+            schedule = self._schedule()
+            first = schedule.lists(stages, micros)
+            assert first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros), (stages, micros)
+
+    @pytest.mark.parametrize("num_micros", [1, 5])
+    def test_two_stages_train_as_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int) -> None:
+        """Loss, norm, gradients and weights of NUM_STEPS steps, and the held-out loss."""
+        if 2 not in self.stages or num_micros not in self.micros:
+            pytest.skip(f"the schedule has no lists for 2 stages and {num_micros} micro-batches")
+        alone = small_plan(
+            model__num_layers=2 * self._schedule().chunks,
+            batch={"global_size": 2 * num_micros, "micro_size": 2},
+            evaluation={"every": 9, "steps": 2},
+        )
+        staged = alone | {"parallel": {"dp": 1, "pp": 2}, "pipeline": self.pipeline, **self.tables}
+        reference = record(alone, NUM_STEPS, folder=texts)
+        assert_parity_of_parts(reference, ranks(2)(record, staged, NUM_STEPS, folder=texts), "fp64")
+
+    def _sizes(self) -> Iterator[tuple[int, int, Random]]:
+        """Yields drawn numbers of stages and micro-batches, the least first, each with a source of further chance."""
+        yield min(self.stages), min(self.micros), Random(0)
+        for seed in range(1, NUM_DRAWS):
+            chance = Random(seed)
+            yield chance.choice(self.stages), chance.choice(self.micros), chance
+
+    def _schedule(self) -> Schedule:
+        """Returns the schedule as a plan with its table has it."""
+        plan = plan_from_dict(small_plan(parallel={"dp": 1, "pp": 2}, pipeline=self.pipeline, **self.tables))
+        assert plan.pipeline is not None
+        schedule: Schedule = plan.pipeline.build()
+        return schedule
+
+
+def _drawn_costs(positions: int, chance: Random) -> Costs:
+    """Returns times of every action at each position, and of each transfer, from nearly none to three units."""
+    seconds = {kind: tuple(chance.uniform(0.1, 3) for _ in range(positions)) for kind in Kind}
+    nothing = (0,) * positions
+    return Costs(seconds, tuple(chance.uniform(0, 3) for _ in nothing[1:]), nothing, nothing, nothing[1:])
+
+
+def _assert_once_in_order(actions: Sequence[Action], chunks: int, micros: int, where: str) -> None:
+    """Asserts that each chunk has F then B, or F, D and W in this order, once for each micro-batch, and nothing else."""
+    kinds: dict[tuple[int, int], str] = {}
+    for action in actions:
+        place = action.chunk, action.micro
+        kinds[place] = kinds.get(place, "") + action.kind.value
+    due = {(chunk, micro) for chunk in range(chunks) for micro in range(micros)}
+    assert kinds.keys() == due, f"{where}: {sorted(kinds.keys() ^ due)[:3]} (chunk, micro-batch) missing or too many"
+    wrong = {place: found for place, found in kinds.items() if found not in ("FB", "FDW")}
+    counted = Counter(wrong.values()).most_common(3)
+    assert not wrong, (
+        f"{where}: actions of a micro-batch are {counted}, not FB or FDW; as at {min(wrong, default=None)}"
+    )

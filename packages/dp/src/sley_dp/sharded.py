@@ -1,0 +1,120 @@
+"""`dp.sharded`: ranks that hold the same weights share the optimizer's work and states (ZeRO stage 1).
+
+    backward   |---- block 7 ----|---- block 6 ----| ...      update      next forward  |---- block 0 ----|---- block 1 ----|
+    reduce-scatter               |-- bucket 0 --|  ...     own part only   all-gather   |-- bucket n --|  |-- bucket n-1 --|
+
+Rajbhandari, Rasley, Ruwase, He (2020), ZeRO, section 5.1. Buckets are planned once: masters and states lie by them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout
+from sley_core.errors import RunError
+from sley_core.protocols import GradientHandler
+from sley_dp.buckets import fill
+from sley_dp.gather import WeightGathers
+from sley_dp.reducer import Bucket
+from sley_dp.replicas import broadcast_values
+from sley_dp.scatter import ShardSums
+from sley_dp.shard_groups import shards_axis
+
+if TYPE_CHECKING:
+    from sley_core.api.parts import Entry, Parts, StepState
+    from sley_dp.config import ShardedConfig
+
+
+class Sharded(GradientHandler):
+    """Leaves to each rank its part of every sum; the weights that other ranks step come before they are used next."""
+
+    def __init__(self, config: ShardedConfig) -> None:
+        self._cap_bytes = config.bucket_mb * (1 << 20)
+        self._start = config.start
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[Entry, Bucket] = {}
+
+    def attach(self, parts: Parts) -> None:
+        """Lays out gradients and weights in buckets, alike, and lets layers wait for their weights.
+
+        With `start = "broadcast"` copies the first replica's values, a collective on all ranks.
+        """
+        self._parts = parts
+        parts.store.lay_out(self._plan)
+        if self._start == "broadcast" and not parts.world.is_fake:
+            broadcast_values(parts)
+        self.buckets = [Bucket(buffer) for buffer in parts.store.buffers]
+        self._bucket_of = {entry: bucket for bucket in self.buckets for entry in bucket.buffer.entries}
+        self.sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
+        buffers = [bucket.buffer for bucket in self.buckets][::-1]  # filled in the backward's order
+        cuts = [buffer.cut for buffer in buffers if buffer.cut]
+        weights = parts.weights.lay_out([(buffer.entries, buffer.num_shards) for buffer in buffers])
+        self.gathers = WeightGathers(list(zip(weights, cuts, strict=True)), parts.groups)
+        parts.weights.completed_by(self.gathers)
+        self._let_layers_wait(parts)
+
+    def begin_step(self, step: StepState) -> None:
+        """Ends what a failed step left in flight, and counts missing gradients anew."""
+        self.sums.forget()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.buffer.entries)
+
+    def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        """Starts the sum of the bucket of `entry` if it is complete now. Called in one order on all ranks of the group."""
+        bucket = self._bucket_of.get(entry)
+        if bucket is None:
+            return
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self.sums.start(bucket.buffer)
+
+    def finish_step(self, step: StepState) -> None:
+        """Blocks until this rank's parts hold their sums, and its weights may be written; asserts that every gradient came."""
+        for bucket in self.buckets:
+            assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
+        self.sums.finish()
+        self.gathers.finish()  # those of layers that were not called in this step, too
+
+    def detach(self) -> None:
+        """Completes the weights, as far as other ranks still answer."""
+        with suppress(RunError):
+            self.gathers.wait()
+
+    def _plan(self, entries: list[Entry]) -> Layout:
+        """Returns buckets per family, filled in the order given, each with this rank's cut.
+
+        Ties across stages go by name, so that ranks of all stages that hold one have the same elements of it. Entries whose
+        reduce group has one rank lie in no bucket, and are stepped whole.
+        """
+        families: dict[tuple[object, ...], list[Entry]] = {}
+        loose: list[Entry] = []
+        for entry in entries:
+            alone = self._parts.groups[entry.reduce_group].size == 1
+            (loose if alone else families.setdefault(entry.family, [])).append(entry)
+        buckets, cuts = [], []
+        for family in families.values():
+            is_tied = family[0].tie_group is not None
+            ordered = sorted(family, key=lambda entry: entry.name) if is_tied else family
+            group = self._parts.groups[shards_axis(family[0].reduce_group)]
+            for bucket in fill(ordered, self._num_bytes, self._cap_bytes):
+                buckets.append(bucket)
+                cuts.append(Cut(group.axis, group.size, group.coord))
+        is_fixed = any(self._parts.groups[axis].size > 1 for axis in ("stage", "wdp"))
+        return Layout(buckets, entries, loose, cuts, is_fixed)
+
+    def _num_bytes(self, entry: Entry) -> int:
+        """Returns the bytes of `entry` in a flat buffer, alignment included."""
+        return -(-entry.numel // SHARD_ALIGNMENT) * SHARD_ALIGNMENT * self._parts.store.dtype.itemsize
+
+    def _let_layers_wait(self, parts: Parts) -> None:
+        """Registers, for each layer of this rank, to wait for the buffers that hold one of its weights."""
+        number_of = {entry: at for at, (buffer, _) in enumerate(self.gathers.buffers) for entry in buffer.entries}
+        for layer in parts.layers:
+            names = [name for name, _ in layer.module.named_parameters(layer.name, remove_duplicate=False)]
+            held = dict.fromkeys(parts.book[name] for name in names)
+            numbers = sorted({number_of[entry] for entry in held if entry in number_of})
+            if numbers:
+                is_due = partial(self.gathers.is_due, numbers)
+                parts.waits.before_layer(layer.name, partial(self.gathers.wait_for, numbers), is_due)

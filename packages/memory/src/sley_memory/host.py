@@ -1,0 +1,219 @@
+"""`memory.host`: what chosen layers save for their backward waits on the host.
+
+    forward of layer k     autograd saves ──> copied to the host ──> the device's memory is free at the end of layer k + 1
+    backward of layer k+1  begins ──> what layer k saved comes back while it computes
+    backward of layer k    finds it there
+
+The gradient of a layer's output says that its backward begins. Copies have a stream of their own, on which they keep their
+order, so host buffers are used again without waiting.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from sley_core.api.actions import Action
+from sley_core.api.model import tensors_in
+from sley_core.protocols import ActivationPolicy
+from sley_memory.chosen import chosen
+from sley_memory.host_buffers import HostBuffers
+from sley_memory.moved import Handle, Kept, Key, Moved, key_of
+from sley_memory.owners import Owners
+from sley_memory.tally import HostTally
+
+if TYPE_CHECKING:
+    from sley_core.api.comm import CopyEvent
+    from sley_core.api.parts import MicroStep, Parts, Phase
+    from sley_memory.config import HostConfig
+
+
+class Visit:
+    """One call of a layer: what it saved and is on its way. Keeps none of it alive.
+
+    stayed: what found no room on the host.
+    """
+
+    def __init__(self) -> None:
+        self.moved: list[weakref.ref[Moved]] = []
+        self.stayed: set[Key] = set()
+
+    def alive(self) -> list[Moved]:
+        """Returns what autograd still has, the last saved first: a backward needs it in this order."""
+        return [moved for each in reversed(self.moved) if (moved := each()) is not None]
+
+
+class HostActivations(ActivationPolicy):
+    """Moves what the layers `names` save to the host, and brings it back ahead of its use."""
+
+    def __init__(self, config: HostConfig, names: frozenset[str]) -> None:
+        self.config = config
+        self.names = names
+        self._parts: Parts | None = None
+        self._moved: weakref.WeakValueDictionary[Key, Moved] = weakref.WeakValueDictionary()
+        self._leaving: deque[tuple[CopyEvent, list[Moved]]] = deque()
+        self._last: dict[tuple[int, int], Visit] = {}
+        self.tally = HostTally()
+
+    def attach(self, parts: Parts) -> None:
+        """Takes a stream of copies of this rank's device, and the run's parts, whose memory stays."""
+        device = parts.world.device
+        self._parts = parts
+        self._owners = Owners(parts)
+        self._stream = device.copy_stream()
+        self.buffers = HostBuffers(device.host_memory, self._stream, self.config.budget_bytes)
+
+    def begin(self, actions: Sequence[Action], phase: Phase) -> None:
+        """Forgets what a failed step left: its copies may be under way, so the device waits for them."""
+        if self._parts is None:
+            return
+        self._let_go()
+        self._last.clear()
+        self._stream.record().hold_device()
+        self._owners.begin()
+
+    def detach(self) -> None:
+        """Frees the host's memory."""
+        if self._parts is not None:
+            self._let_go()
+            self._last.clear()
+            self.buffers.trim()
+
+    def held(self) -> Any:
+        """Yields the host's buffers, as (name, tensor)."""
+        return () if self._parts is None else self.buffers.held()
+
+    def counts(self) -> Mapping[str, float]:
+        """Returns bytes moved and kept, copies, seconds of the host in them, and what the host's buffers hold."""
+        return {} if self._parts is None else self.tally.counts(self.buffers)
+
+    def call(
+        self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
+    ) -> Any:
+        """Returns `layer(*args, **fields)`; a chosen layer's saved tensors leave when the next one is over."""
+        if self._parts is None:
+            return layer(*args, **fields)
+        place = micro.chunk, micro.micro
+        before = self._last.get(place)
+        if name not in self.names:
+            output = layer(*args, **fields)
+        else:
+            visit = self._last[place] = Visit()
+            fixed = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(fields.values())}
+            with saved_tensors_hooks(lambda tensor: self._pack(tensor, visit, fixed), self._unpack):
+                output = layer(*args, **fields)
+            self._fetch_with(output, visit)
+        self._let_go()  # what layers before this one sent
+        if name in self.names:
+            self._leave(visit)
+        if before is not None:
+            self._fetch_with(output, before)
+        return output
+
+    def _pack(self, tensor: Tensor, visit: Visit, fixed: set[int]) -> Handle | Kept | Tensor:
+        """Returns what autograd keeps of `tensor` in its place; starts its copy to the host if it is to leave."""
+        if not self._may_leave(tensor, fixed):
+            return _kept(tensor)
+        key = key_of(tensor)
+        moved = self._moved.get(key)
+        if moved is None:
+            if key in visit.stayed or (moved := self._send(tensor)) is None:
+                visit.stayed.add(key)  # autograd has it from here on, so no other storage gets this key
+                return _kept(tensor)
+            self._moved[key] = moved
+        if all(each() is not moved for each in visit.moved):
+            visit.moved.append(weakref.ref(moved))
+        return Handle(tensor, moved)
+
+    def _may_leave(self, tensor: Tensor, fixed: set[int]) -> bool:
+        """Returns whether `tensor` is large, the layer's own, and of a kind that is no more than its memory."""
+        assert self._parts is not None, "not attached"
+        if not _is_plain(tensor) or tensor.device != self._parts.world.device.torch_device:
+            return False
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < max(1, self.config.min_bytes) or storage.data_ptr() in fixed:
+            return False
+        return key_of(tensor) in self._moved or not self._owners.have(tensor)
+
+    def _send(self, tensor: Tensor) -> Moved | None:
+        """Starts to copy the storage of `tensor` to the host; returns None, and counts it, if that is over the budget."""
+        num_bytes = tensor.untyped_storage().nbytes()
+        began = time.perf_counter()
+        buffer = self.buffers.take(num_bytes)
+        if buffer is None:
+            self.tally.over_budget(num_bytes)
+            return None
+        self._stream.follow()
+        moved = Moved(tensor, buffer, self.buffers, self._stream)
+        self.tally.out(num_bytes, time.perf_counter() - began)
+        return moved
+
+    def _unpack(self, packed: Handle | Kept | Tensor) -> Tensor:
+        """Returns what autograd saved, on the device. May be asked again, for as long as autograd keeps it."""
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, Handle) and self._fetch(packed.moved):
+            self.tally.waited()
+        return packed.tensor()
+
+    def _fetch_with(self, output: Any, visit: Visit) -> None:
+        """Lets what `visit` saved come back as soon as there is a gradient of `output`."""
+
+        def fetch(_gradient: Tensor) -> None:
+            for moved in visit.alive():
+                self._fetch(moved)
+
+        if visit.moved:
+            for tensor in tensors_in((output,)):
+                if tensor.requires_grad:
+                    tensor.register_hook(fetch)  # type: ignore[no-untyped-call]  # torch's
+
+    def _fetch(self, moved: Moved) -> bool:
+        began = time.perf_counter()
+        is_away = moved.fetch()
+        if is_away:
+            self.tally.back(moved.num_bytes, time.perf_counter() - began)
+        return is_away
+
+    def _leave(self, visit: Visit) -> None:
+        """Frees the device's memory of what the layer of `visit` saved, if its copies are done; else after the next layer."""
+        self._leaving.append((self._stream.record(), [moved for moved in visit.alive() if moved.is_here]))
+        if self._leaving[-1][0].is_done():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Frees the device's memory of all layers that are leaving.
+
+        The device waits for copies that are not done: it may be given the memory for its next work, which must not write there
+        before.
+        """
+        while self._leaving:
+            event, moved = self._leaving.popleft()
+            event.hold_device()
+            for each in moved:
+                each.release()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns whether a tensor is no more than a geometry of a storage: no subclass, nor what stands for a batch of them."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if is_wrapped or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+
+
+def _kept(tensor: Tensor) -> Kept | Tensor:
+    """Returns what autograd has of a tensor that stays; a leaf has no history that could keep it alive."""
+    return tensor if tensor.is_leaf and tensor.requires_grad else Kept(tensor)
+
+
+def build(config: HostConfig, layer_names: Sequence[str]) -> HostActivations:
+    """`memory.host`, for those of `layer_names` (the whole model's, in order) that `config.layers` chooses."""
+    return HostActivations(config, chosen(config.layers, layer_names))

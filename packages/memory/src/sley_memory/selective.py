@@ -1,0 +1,206 @@
+"""`memory.selective`: layers run again in their backward, but for their attention, whose output is kept.
+
+Attention costs most of a long sequence's second run and its output is as large as the layer's input, so to keep it buys much
+time for few bytes. A dispatch mode sees the operations of a layer's first run and keeps what attention gave; in the second run
+another gives that out again, in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sley_core.api.model import Recompute
+from sley_core.errors import RunError
+from sley_memory.chosen import chosen
+
+if TYPE_CHECKING:
+    from sley_memory.config import SelectiveConfig
+
+_NAMES = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+ATTENTION = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
+"""What `F.scaled_dot_product_attention` and its callers end in. Its plain form is many operations, none of which is kept."""
+
+
+class Kept:
+    """What attention gave in one call of a layer, first to last; None where it is computed again.
+
+    It is kept as long as the layer's graph, so that the layer may run again as often as its backward does.
+    """
+
+    def __init__(self, tally: KeptTally) -> None:
+        self.tally = tally
+        self.num_bytes = 0
+        self._results: list[list[tuple[Any, int]] | None] = []
+        self._at = 0
+
+    def __del__(self) -> None:
+        self.tally.add(-self.num_bytes)
+
+    def put(self, result: Sequence[Any], *, is_drawn: bool) -> None:
+        """Keeps the result of an attention if the budget allows it.
+
+        is_drawn: whether it drew random numbers: then it must run again, or what draws after it would get other ones.
+        """
+        num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
+        if is_drawn or not self.tally.may_keep(num_bytes):
+            self.tally.again(num_bytes)
+            self._results.append(None)
+            return
+        self.tally.add(num_bytes)
+        self.num_bytes += num_bytes
+        # Without the history that autograd gives the layer's own: that would keep the graph alive.
+        self._results.append([(_detached(v), v._version) if isinstance(v, Tensor) else (v, 0) for v in result])
+
+    def rewind(self) -> None:
+        """Lets `take` begin with the first result again."""
+        self._at = 0
+
+    def take(self) -> list[Any] | None:
+        """Returns the next result; None if it must be computed again.
+
+        Raises RunError `saved-in-place` if it was written on since it was kept.
+        """
+        found = self._results[self._at]
+        self._at += 1
+        if found is None:
+            return None
+        if any(isinstance(value, Tensor) and value._version != version for value, version in found):
+            raise RunError(
+                "saved-in-place",
+                "a layer writes in place on what its attention gave, which `memory.selective` keeps for its second run",
+                hint="let it make a new tensor (`h = h * g`), or take `core.recompute`",
+            )
+        return [_detached(value) if isinstance(value, Tensor) else value for value, _ in found]
+
+
+class KeptTally:
+    """Bytes of attention that are kept now and were at most, over all micro-batches in flight; and how often.
+
+    budget_bytes: how many may be kept at one time; None for no limit.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.num_bytes = 0
+        self.max_bytes = 0
+        self.total_bytes = 0
+        self.again_bytes = 0
+        self.num_kept = 0
+        self.num_again = 0
+        self.seconds = 0.0
+
+    def may_keep(self, num_bytes: int) -> bool:
+        """Returns whether the budget has room for `num_bytes` more."""
+        return self.budget_bytes is None or self.num_bytes + num_bytes <= self.budget_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Counts what is kept, or, negative, no more."""
+        self.num_bytes += num_bytes
+        self.max_bytes = max(self.max_bytes, self.num_bytes)
+        if num_bytes > 0:
+            self.total_bytes += num_bytes
+            self.num_kept += 1
+
+    def again(self, num_bytes: int) -> None:
+        """Counts an attention that will run again."""
+        self.again_bytes += num_bytes
+        self.num_again += 1
+
+    def counts(self) -> Mapping[str, float]:
+        """Returns the numbers since the beginning."""
+        return {
+            "kept_bytes": self.total_bytes,
+            "max_kept_bytes": self.max_bytes,
+            "kept_attentions": self.num_kept,
+            "recomputed_attentions": self.num_again,
+            "recomputed_attention_bytes": self.again_bytes,
+            "recompute_host_s": self.seconds,
+        }
+
+
+class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Keeps what attention gives."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in ATTENTION:
+            self.kept.put(result, is_drawn=_draws(func, args, kwargs or {}))
+        return result
+
+
+class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Gives out what `_First` kept, in the same order; measures the time of the run."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.kept = kept
+
+    def __enter__(self) -> _Second:
+        self._began = time.perf_counter()
+        self.kept.rewind()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.kept.tally.seconds += time.perf_counter() - self._began
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ATTENTION and (found := self.kept.take()) is not None:
+            return tuple(found)
+        return func(*args, **(kwargs or {}))
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Returns the tensor without a history. Below autograd, where a mode runs, its version would be lost without the guard."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether an attention was called with dropout."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return float(given.get("dropout_p") or 0.0) > 0
+
+
+class SelectiveRecompute(Recompute):
+    """Runs the layers `names` again as `core.recompute` does, but for their attention."""
+
+    def __init__(self, config: SelectiveConfig, names: frozenset[str]) -> None:
+        super().__init__(names)
+        self.tally = KeptTally(config.budget_bytes)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Returns what surrounds a layer's first run, and its second."""
+        kept = Kept(self.tally)
+        return _First(kept), _Second(kept)
+
+    def counts(self) -> Mapping[str, float]:
+        """Returns how much attention was kept, and run again, and the host's seconds in second runs."""
+        return self.tally.counts()
+
+
+def build(config: SelectiveConfig, layer_names: Sequence[str]) -> SelectiveRecompute:
+    """`memory.selective`, for those of `layer_names` (the whole model's, in order) that `config.layers` chooses."""
+    return SelectiveRecompute(config, chosen(config.layers, layer_names))

@@ -1,0 +1,119 @@
+"""What the tests of races share: a training that moves its memory between all steps, on a device that draws its copies."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sley_core.api.memory import OffloadManager
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.drawn_copies import DrawnDevice
+from sley_core.testing.plans import Tables
+from sley_memory.offload.between_steps import BetweenSteps
+
+NUM_STEPS = 3
+TO_COMPARE = ("weights", "buffers", "masters", "optimizer_states")
+Prepare = Callable[[Run], None]
+
+
+def trained(
+    tables: Tables, folder: Path, order: int | None = None, prepare: Prepare | None = None, *, is_strict: bool = True
+) -> str:
+    """Returns one number of what this rank's run has after three steps: weights, buffers, masters and optimizer states.
+
+    order: of the copies, and of what moves between the steps; None for a plain CPU, on which nothing moves. prepare: is
+    called with the run before its first step.
+    """
+    if order is None:
+        return _trained(tables, folder, None, random.Random(), prepare)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    draw = random.Random(f"{order} {rank}")  # ranks need not move the same
+    device = DrawnDevice(order=draw.randrange(2**31), is_strict=is_strict)
+    with device.watching():
+        gc.freeze()  # what there is already need not be looked at
+        found = _trained(tables, folder, device, draw, prepare)
+        gc.collect()  # the run, and with it host memory whose copies nobody may have waited for
+        gc.unfreeze()
+    return found
+
+
+def _trained(
+    tables: Tables, folder: Path, device: DrawnDevice | None, draw: random.Random, prepare: Prepare | None
+) -> str:
+    plan = plan_from_dict(tables, folder)
+    with World.join(device or "cpu") as world, assemble(plan, world) as run:
+        masters = run.stepper.update.masters
+        for _, master in masters.held() if device and masters.home else ():
+            device.keeps_on_host(master)
+        if prepare is not None:
+            prepare(run)
+        for number in range(NUM_STEPS):
+            if device is not None and number:
+                move(run, draw)
+            run.step()
+        found = digest(run)
+        if device is not None and draw.random() < 0.5:
+            run.memory.offload()  # and close while it leaves
+        return found
+
+
+def move(run: Run, draw: random.Random) -> None:
+    """Sends some parts away and brings them back, or all, once or twice; waits for it here and there."""
+    parts = [part for manager in run.memory.managers for part in manager.parts]
+    for _ in range(draw.choice((1, 1, 2))):
+        chosen = draw.sample(parts, draw.randint(1, len(parts))) if draw.random() < 0.5 else []
+        for moves in (run.memory.offload, run.memory.onload):
+            moved = moves(*chosen)
+            if draw.random() < 0.3:
+                moved.wait()
+            if draw.random() < 0.3:
+                assert set(run.memory.where) >= set(parts)  # asks the streams
+
+
+def digest(run: Run) -> str:
+    """The sha256 of all that the next step would start from."""
+    run.memory.require("a digest", TO_COMPARE)
+    for manager in run.memory.managers:
+        _bring(manager)
+    tensors = {(part, name): one for part in TO_COMPARE for name, one in run.memory.holdings.tensors(part)}
+    found = hashlib.sha256()
+    for key in sorted(tensors):
+        found.update(repr(key).encode())
+        # a copy: numpy keeps memory from being freed ever after
+        found.update(memoryview(tensors[key].detach().clone().view(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
+def _bring(manager: OffloadManager) -> None:
+    """Brings states that are away between all steps."""
+    mover = getattr(manager, "_movers", {}).get("optimizer_states")
+    for _, parked in mover._buckets if isinstance(mover, BetweenSteps) else ():
+        parked.onload()
+        parked.require()
+
+
+def all_trained(plain: Tables, moving: Tables, folder: Path, orders: range) -> tuple[str, list[str]]:
+    """What one rank's run has without offload, and with it in each of `orders`; on the same ranks."""
+    return trained(plain, folder), [trained(moving, folder, order) for order in orders]
+
+
+@pytest.fixture
+def train() -> Callable[..., str]:
+    """`train(tables, folder, order)`: see `trained`."""
+    return trained
+
+
+@pytest.fixture
+def train_all() -> Callable[..., tuple[str, list[str]]]:
+    """For `ranks`: see `all_trained`."""
+    return all_trained
