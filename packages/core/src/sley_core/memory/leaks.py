@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
 """What holds nothing, or leads everywhere."""
+
+OTHERS = sys.stdlib_module_names | {"numpy", "sympy", "torch"}
+"""Packages of a hundred thousand objects, of which none is the user's."""
 
 
 class Leak(NamedTuple):
@@ -47,15 +50,20 @@ def find_leaks(device: torch.device, known: set[int], roots: Mapping[str, object
     roots: objects by name; paths from the first ones are preferred.
     """
     gc.collect()
+    # tensors of a subclass, such as stand-ins of sharded weights, may refuse to be asked
+    with torch._C.DisableTorchFunctionSubclass():
+        return _find(device, known, roots, min_bytes)
+
+
+def _find(device: torch.device, known: set[int], roots: Mapping[str, object], min_bytes: int) -> list[Leak]:
     found = {id(tensor): tensor for tensor in _tensors(device, min_bytes) if storage_id(tensor) not in known}
     paths = _paths(found, roots)
     best: dict[int, Leak] = {}
-    for key, tensor in found.items():
-        num_bytes, path = tensor.untyped_storage().nbytes(), paths.get(key, "held by something that is not Python's")
-        leak = Leak(num_bytes, tensor.dtype, tuple(tensor.shape), path)
-        before = best.get(storage_id(tensor))
-        if before is None or len(path) < len(before.path):
-            best[storage_id(tensor)] = leak
+    # those with a path first, the shortest first: a view may be reached where the tensor that it is of is not
+    for key, tensor in sorted(found.items(), key=lambda pair: (pair[0] not in paths, len(paths.get(pair[0], "")))):
+        path = paths.get(key, "held by something that is not Python's")
+        leak = Leak(tensor.untyped_storage().nbytes(), tensor.dtype, tuple(tensor.shape), path)
+        best.setdefault(storage_id(tensor), leak)
     return sorted(best.values(), key=lambda leak: (-leak.num_bytes, leak.path))
 
 
@@ -69,9 +77,10 @@ def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of the storage; 0 where there is none, as of sparse tensors and those within a `vmap`."""
+    """Returns the bytes of the storage; 0 where there is none, as of sparse tensors, stand-ins, and within a `vmap`."""
     try:
-        return tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        return storage.nbytes() if storage.data_ptr() else 0
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -79,15 +88,15 @@ def _num_bytes(tensor: Tensor) -> int:
 def _paths(wanted: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[int, str]:
     """Returns a path to each of `wanted`, by id, as far as there is one."""
     found: dict[int, str] = {}
-    hidden = {id(wanted), id(found)}  # our own
+    hidden: dict[int, object] = {id(one): one for one in (wanted, found)}  # our own
     for stage, is_far in ((roots.items(), False), (roots.items(), True), (_everywhere(), True)):
-        seen = set(hidden)
+        seen = dict(hidden)  # with the objects: an id may be another's once its object is gone
         todo = deque((name, one) for name, one in stage)
         while todo and len(found) < len(wanted):
             path, one = todo.popleft()
-            if id(one) in seen or isinstance(one, PLAIN):
+            if id(one) in seen or issubclass(type(one), PLAIN):
                 continue
-            seen.add(id(one))
+            seen[id(one)] = one
             if id(one) in wanted:
                 found.setdefault(id(one), path)
             todo.extend((path + step, child) for step, child in _children(one, is_far=is_far))
@@ -95,9 +104,11 @@ def _paths(wanted: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[in
 
 
 def _everywhere() -> Iterator[tuple[str, object]]:
-    """Yields the contents of all modules, and the local variables of all functions that run."""
+    """Yields the contents of all modules but torch's and Python's, and the local variables of all functions that run."""
     for name, module in list(sys.modules.items()):
-        for key, value in list(getattr(module, "__dict__", {}).items()):
+        if name.partition(".")[0] in OTHERS:
+            continue
+        for key, value in _items(_get(module, "__dict__")):
             yield f"{name}.{key}", value
     for top in sys._current_frames().values():
         frame: FrameType | None = top
@@ -112,33 +123,37 @@ def _children(one: object, *, is_far: bool) -> Iterable[tuple[str, object]]:
     """Returns what `one` refers to, with what leads there. is_far: also through functions and hooks, which lead to
     the whole run.
     """
-    match one:
-        case ModuleType():
-            return ()
-        case dict():
-            return [
-                (f"[{key!r}]" if isinstance(key, PLAIN) else f"[{_name(key)}]", value) for key, value in _items(one)
-            ]
-        case list() | tuple() | deque():
-            return [(f"[{at}]", value) for at, value in enumerate(one)]
-        case set() | frozenset():
-            return [(f"{{{_name(value)}}}", value) for value in one]
-        case FunctionType() if is_far:
-            return [(f"({name})", _content(cell)) for name, cell in _cells(one)]
-        case FunctionType():
-            return ()
-        case MethodType():
-            return [("", one.__self__)] if is_far else ()
-        case partial():
-            return [(".args", one.args), (".keywords", one.keywords), (".func", one.func)] if is_far else ()
-        case nn.Module():
-            return _of_module(one, is_far=is_far)
+    kind = type(one)  # not `isinstance`: some objects pretend to be of another class, or warn when they are asked
+    if issubclass(kind, dict):
+        found = [
+            (f"[{key!r}]" if issubclass(type(key), PLAIN) else f"[{_name(key)}]", value) for key, value in _items(one)
+        ]
+        return [*found, *_attributes(one)] if kind is not dict else found
+    if issubclass(kind, list | tuple | deque):
+        return [(f"[{at}]", value) for at, value in enumerate(_elements(one))]
+    if issubclass(kind, set | frozenset):
+        return [(f"{{{_name(value)}}}", value) for value in _elements(one)]
+    if issubclass(kind, nn.Module):
+        return _of_module(one, is_far=is_far)
+    if issubclass(kind, FunctionType | MethodType | partial):
+        return _of_callable(one) if is_far else ()
+    if issubclass(kind, ModuleType):
+        return ()
     return [*_attributes(one), *((" > " + _name(child), child) for child in _others(one))]
 
 
-def _of_module(module: nn.Module, *, is_far: bool) -> Iterator[tuple[str, object]]:
-    for key, value in _items(vars(module)):
-        if key in ("_parameters", "_buffers", "_modules") and isinstance(value, dict):
+def _of_callable(one: Any) -> Iterable[tuple[str, object]]:
+    """Returns what a function closes over, the object of a method, the arguments of a partial."""
+    if issubclass(type(one), FunctionType):
+        return [(f"({name})", _content(cell)) for name, cell in _cells(one)]
+    if issubclass(type(one), MethodType):
+        return [("", one.__self__)]
+    return [(".args", one.args), (".keywords", one.keywords), (".func", one.func)]
+
+
+def _of_module(module: object, *, is_far: bool) -> Iterator[tuple[str, object]]:
+    for key, value in _items(_get(module, "__dict__")):
+        if key in ("_parameters", "_buffers", "_modules"):
             yield from ((f".{name}", child) for name, child in _items(value))
         elif is_far or not str(key).endswith("_hooks"):
             yield f".{key}", value
@@ -146,17 +161,30 @@ def _of_module(module: nn.Module, *, is_far: bool) -> Iterator[tuple[str, object
 
 def _attributes(one: object) -> Iterator[tuple[str, object]]:
     names = [name for kind in type(one).__mro__ for name in _slots(kind)]
-    yield from ((f".{name}", getattr(one, name, None)) for name in names if not name.startswith("__"))
-    yield from ((f".{key}", value) for key, value in _items(getattr(one, "__dict__", {})))
-    if isinstance(one, Tensor) and one.is_leaf and one.grad is not None:
-        yield ".grad", one.grad
+    yield from ((f".{name}", _get(one, name)) for name in names if not name.startswith("__"))
+    yield from ((f".{key}", value) for key, value in _items(_get(one, "__dict__")))
+    if issubclass(type(one), Tensor):
+        yield ".grad", _get(one, "grad") if _get(one, "is_leaf") else None
 
 
 def _others(one: object) -> list[object]:
     """What an object without attributes refers to: iterators, containers written in C."""
-    if isinstance(one, Tensor) or hasattr(one, "__dict__") or any(_slots(kind) for kind in type(one).__mro__):
+    has_names = _get(one, "__dict__") is not None or any(_slots(kind) for kind in type(one).__mro__)
+    if has_names or issubclass(type(one), Tensor):
         return []
-    return [child for child in gc.get_referents(one) if not isinstance(child, FrameType)]
+    return [child for child in gc.get_referents(one) if not issubclass(type(child), FrameType)]
+
+
+def _get(one: object, name: str) -> Any:
+    """Returns an attribute without calling code of its class that looks for attributes; None if it is not there."""
+    try:
+        return object.__getattribute__(one, name)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _elements(one: Any) -> list[object]:
+    return list(one)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -164,8 +192,8 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _items(mapping: object) -> list[tuple[object, object]]:
-    return list(mapping.items()) if isinstance(mapping, dict) else []
+def _items(mapping: Any) -> list[tuple[object, object]]:
+    return list(dict.items(mapping)) if issubclass(type(mapping), dict) else []
 
 
 def _cells(function: FunctionType) -> list[tuple[str, CellType]]:
@@ -181,5 +209,5 @@ def _content(cell: CellType) -> object:
 
 def _name(one: object) -> str:
     """What a path calls an object without a name of its own."""
-    name = getattr(one, "__dict__", {}).get("name")
+    name: object = (_get(one, "__dict__") or {}).get("name")
     return name if isinstance(name, str) else type(one).__name__

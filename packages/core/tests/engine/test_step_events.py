@@ -1,0 +1,125 @@
+"""When the events of a step are called, and that stepping in buckets is the same update."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.step_events import step_buckets
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.plans import small_plan
+from sley_core.testing.runs import weights
+
+GROUPS = {"use": "core.adamw", "lr": 3e-3, "groups": [{"match": "blocks.0.*", "lr": 1e-3, "weight_decay": 0.1}]}
+
+
+@contextmanager
+def running(texts, **changes):
+    plan = plan_from_dict(small_plan(**changes), texts)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        yield run
+
+
+def test_events_come_in_their_order(texts):
+    """And those of the update only where a step is taken."""
+    with running(texts) as run:
+        seen: list[str] = []
+        events = run.parts.events
+        events.began.append(lambda: seen.append("began"))
+        events.gradients_done.append(lambda: seen.append("gradients done"))
+        events.before_update.append(lambda: seen.append("before update"))
+        events.after_update.append(lambda: seen.append("after update"))
+        run.store.on_ready.append(lambda entry: seen.append("ready"))
+        run.step()
+        assert [name for name in seen if name != "ready"] == [
+            "began",
+            "gradients done",
+            "before update",
+            "after update",
+        ]
+        assert seen[1:-3] == ["ready"] * len(run.store.entries)
+        seen.clear()
+        batch = {name: torch.stack([run.dataset[0][name]] * 8) for name in run.dataset[0]}
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+        with pytest.raises(RunError, match="nothing-counts"):
+            run.step(batch)
+        assert [name for name in seen if name != "ready"] == ["began", "gradients done", "after update"]
+
+
+def trained(texts, buckets, **changes):
+    with running(texts, **changes) as run:
+        run.parts.events.step_in_buckets = buckets
+        rows = [run.step() for _ in range(4)]
+        return [row["grad_norm"] for row in rows], weights(run)
+
+
+def one_by_one(stepped):
+    for one in reversed(stepped):
+        yield [one]
+
+
+def by_threes(stepped):
+    yield from (stepped[at : at + 3] for at in range(0, len(stepped), 3))
+
+
+@pytest.mark.parametrize("buckets", [one_by_one, by_threes])
+@pytest.mark.parametrize("compute", ["fp64", "bf16"])
+def test_buckets_give_the_bits_of_one_step(buckets, compute, texts):
+    """Whatever the buckets and the groups of options."""
+    plain = trained(texts, None, optimizer=GROUPS, precision__compute=compute)
+    found = trained(texts, buckets, optimizer=GROUPS, precision__compute=compute)
+    assert plain[0] == found[0]
+    assert_same_bits(plain[1], found[1])
+
+
+def test_groups_are_whole_again_after_a_step_that_failed(texts):
+    """And the generator of buckets is closed, so that it can bring back what it has taken."""
+    closed: list[str] = []
+
+    def fails(stepped):
+        try:
+            yield stepped[:1]
+            raise ValueError("on the way")
+        finally:
+            closed.append("closed")
+
+    with running(texts, optimizer=GROUPS) as run:
+        sizes = [len(group["params"]) for group in run.stepper.update.optimizer.param_groups]
+        run.parts.events.step_in_buckets = fails
+        with pytest.raises(ValueError, match="on the way"):
+            run.step()
+        assert [len(group["params"]) for group in run.stepper.update.optimizer.param_groups] == sizes
+        assert closed == ["closed"]
+        run.parts.events.step_in_buckets = None
+        run.step()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+class One:
+    def __init__(self) -> None:
+        self.parameter = nn.Parameter(torch.ones(2))
+
+
+def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():
+    """It would count buckets; the groups are whole again."""
+    stepped: list[Any] = [One(), One()]
+    optimizer = Counting([one.parameter for one in stepped], lr=0.1)
+    with pytest.raises(RunError, match=r"optimizer-counts-steps.*Counting"):
+        step_buckets(optimizer, stepped, one_by_one, optimizer.step)
+    assert len(optimizer.param_groups[0]["params"]) == 2
