@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,6 @@ from torch import Tensor
 
 from sley_core.comm.copies import CopyStream, free, grow
 from sley_core.testing.drawn_copies import DrawnDevice, DrawnStream
-from sley_core.testing.parity import assert_same_bits
-from sley_core.testing.plans import small_plan
-from sley_core.testing.runs import Recorded, record
 
 
 class Bench:
@@ -290,26 +285,6 @@ def test_the_same_seed_draws_the_same_order() -> None:
 
     assert history(3) == history(3)
     assert len({tuple(history(seed)) for seed in range(20)}) > 3
-
-
-def trained(order: int, tables: dict[str, Any], folder: Path) -> Recorded:
-    """What a run on a drawn device sees, alone or as one of several ranks."""
-    device = DrawnDevice(order=order)
-    with device.watching():
-        return record(tables, 2, folder=folder, device=device)
-
-
-def test_a_run_trains_on_it(texts: Path) -> None:
-    """All that a step does passes the rules, and its numbers are those of a plain CPU."""
-    tables = small_plan(precision__compute="bf16")
-    assert_same_bits(record(tables, 2, folder=texts).weights, trained(1, tables, texts).weights)
-
-
-def test_ranks_train_on_one_each(ranks: Callable[..., Any], texts: Path) -> None:
-    tables = small_plan(parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
-    plain = ranks(2)(record, tables, 2, folder=texts)
-    for one, other in zip(plain, ranks(2)(trained, 2, tables, texts), strict=True):
-        assert_same_bits(one.weights, other.weights)
 
 
 def test_it_is_a_stream_like_any_other() -> None:

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sley_core.comm.copies import CopyEvent, HostMemory
 from sley_core.comm.device import Device
-from sley_core.testing.accesses import Access, MemoryWatch, extent
+from sley_core.testing.accesses import Access, MemoryWatch
 from sley_core.testing.happens_before import DEVICE, Clock, Ledger, merge
+from sley_core.testing.poison import Span, poison, poison_bytes
 from sley_core.testing.storage_guard import check_present
 
 RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
@@ -74,32 +74,10 @@ class DrawnDevice(Device):
         return self.copies.watching()
 
 
-class _Span:
-    """A tensor whose memory its owners may give back: then there is nothing to copy from or into."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-        self._dtype = tensor.dtype
-        self._place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        self._extent = extent(tensor)
-
-    def tensor(self) -> Tensor | None:
-        """Returns the tensor, unseen by autograd; None if its memory is gone."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None or storage.nbytes() < self._extent[1]:
-            return None
-        with _disable_current_modes():
-            return _as_tensor(storage, self._dtype, *self._place)
-
-    def overlaps(self, other: _Span) -> bool:
-        (first, last), (start, end) = self._extent, other._extent
-        return self._storage.cdata == other._storage.cdata and first < end and start < last
-
-
 @dataclass
 class _Copy:
-    target: _Span
-    source: _Span
+    target: Span
+    source: Span
     needs: Clock
 
 
@@ -147,13 +125,13 @@ class DrawnCopies:
         try:
             self.check(self.ledger.copies, stream, target, source)
         finally:
-            self._add(stream, _Span(target), _Span(source))
+            self._add(stream, Span(target), Span(source))
 
-    def _add(self, stream: int, target: _Span, source: _Span) -> None:
+    def _add(self, stream: int, target: Span, source: Span) -> None:
         clock = self.ledger.streams[stream]
         needs = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
         if not any(other.source.overlaps(target) for queue in self._pending.values() for other in queue):
-            _poison(target)  # else a copy that comes before this one would read it
+            poison(target)  # else a copy that comes before this one would read it
         self._pending[stream].append(_Copy(target, source, needs))
 
     def tick(self) -> None:
@@ -286,29 +264,4 @@ class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]  # torch's
         self._copies.check(self._copies.ledger.resized, storage)
         old = storage.nbytes()
 
-        def poison() -> None:
-            with _disable_current_modes():
-                _as_tensor(storage, torch.uint8, old, (num_bytes - old,), (1,)).fill_(0xFF)
-
-        return poison if num_bytes > old else lambda: None
-
-
-def _poison(span: _Span) -> None:
-    """Fills memory with what nobody can take for a number: NaN; of integers, large ones."""
-    tensor = span.tensor()
-    if tensor is None:
-        return
-    with torch.no_grad(), _disable_current_modes():
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(float("nan"))
-        elif tensor.dtype != torch.bool:
-            tensor.fill_(0xFF if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).max)
-
-
-def _as_tensor(
-    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
-) -> Tensor:
-    """Returns a tensor in `storage`, which keeps it."""
-    empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
-    found: Tensor = empty.set_(storage, offset, shape, stride)
-    return found
+        return partial(poison_bytes, storage, old, num_bytes)
