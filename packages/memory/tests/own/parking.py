@@ -52,7 +52,7 @@ def sha(run):
     for part in COPIED:
         for name, tensor in run.memory.host(part):
             found.update(name.encode())
-            found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -11,6 +11,7 @@ from sley_core.memory.leaks import Leak, find_leaks
 from sley_core.memory.state import PARTS, Moved, Part, Where
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from sley_core.memory.holdings import Holdings
@@ -28,13 +29,20 @@ COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states",
 class Move:
     """Memory that is on its way. Nothing need wait for it: the run's own methods do. `wait` is for others on the device."""
 
-    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, waits: Sequence[Callable[[], None]], leaves: torch.device | None = None) -> None:
         self._waits = waits
+        self._leaves = leaves
 
     def wait(self) -> None:
-        """Waits, on the host, until everything has left or come; only then other programs can have the memory."""
+        """Waits, on the host, until everything has left or come. Of an offload, also returns what torch's allocator keeps
+        for later to the driver: only then other programs can have the memory.
+        """
         for wait in self._waits:
             wait()
+        if self._leaves is not None and self._leaves.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
 
 
 class RunMemory:
@@ -78,7 +86,8 @@ class RunMemory:
         part that no `[[offload]]` of the plan moves.
         """
         self.settle()
-        return Move([manager.offload(part) for part, manager in reversed(self._chosen(parts))])
+        waits = [manager.offload(part) for part, manager in reversed(self._chosen(parts))]
+        return Move(waits, self.holdings.device)
 
     def onload(self, *parts: Part) -> Move:
         """Brings `parts`, or all, back to the device; those that are here stay so. Raises as `offload`."""

@@ -102,7 +102,9 @@ class BetweenSteps:
         known = {id(one.parameter) for bucket, _ in self._buckets for one in bucket}
         new = by_bytes([one for one in stepped if id(one.parameter) not in known], self._bucket_bytes)
         for bucket in new:
-            parked = Parked(self._states(bucket), self._streams, self._arena, self._bucket_bytes, self._moved)
+            states = self._states(bucket)
+            # They have been stepped: nobody need ask whether they have changed, and hold up the host for it.
+            parked = Parked(states, self._streams, self._arena, self._bucket_bytes, self._moved, compares=False)
             self._buckets.append((bucket, parked))
 
     def _states(self, bucket: Sequence[Stepped]) -> Callable[[], list[Holding]]:

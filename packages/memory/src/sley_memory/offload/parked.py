@@ -80,15 +80,26 @@ class Streams:
 class Parked:
     """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
 
-    The first offload makes places on the host in `arena`; pieces that appear later get theirs then.
+    The first offload makes places on the host in `arena`; pieces that appear later get theirs then. compares: whether to
+    look, and wait for the device, if they have changed since; else each offload copies everything.
     """
 
-    def __init__(self, pieces: Pieces, streams: Streams, arena: Arena, bucket_bytes: int, moved: Moved) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        streams: Streams,
+        arena: Arena,
+        bucket_bytes: int,
+        moved: Moved,
+        *,
+        compares: bool = True,
+    ) -> None:
         self._pieces = pieces
         self._streams = streams
         self._arena = arena
         self._bucket_bytes = bucket_bytes
         self._moved = moved
+        self._compares = compares
         self._places: dict[int, HostCopy] = {}
         self._spare: dict[int, list[Tensor]] = {}
         self._away: list[tuple[Holding, HostCopy, int]] = []
@@ -242,7 +253,7 @@ class Parked:
         changed = {id(piece): True for piece, _, _ in placed}
         asked = []
         for piece, place, _ in placed:
-            if place.is_worth_a_look(versions(piece)):
+            if self._compares and place.is_worth_a_look(versions(piece)):
                 asked.append((piece, place))
             else:
                 place.print = None  # of what the host had before
