@@ -75,7 +75,6 @@ def test_copies_are_as_fast_as_plain_ones(run):
     )
     plain_out = size / min(seconds(lambda: there.copy_(here, non_blocking=True)) for _ in range(5))
     plain_in = size / min(seconds(lambda: here.copy_(there, non_blocking=True)) for _ in range(5))
-    del here, there
     rates, hosts = [], set()
     for _ in range(5):
         run.step()
