@@ -146,7 +146,7 @@ def held(tables: Tables, folder: Path) -> tuple[int, dict[str, Any], dict[str, i
         spans = {one.name: one.span for one in states_of(run.stepper.update) if one.state == "exp_avg"}
         shared = {entry.name: run.store.num_shards(entry) for entry in run.store.entries}
         expected = sum(buffer.data.numel() // buffer.num_shards for buffer in run.store.buffers) * 4
-        assert run.memory["masters"] == expected
+        assert run.stepper.update.masters.num_bytes == expected
         return expected, spans, shared
 
 

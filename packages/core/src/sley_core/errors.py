@@ -101,6 +101,10 @@ class RunError(SleyError):
     """The run itself failed: a rank died, a wait ran out of time, a batch held an impossible token."""
 
 
+class StateError(RunError):
+    """Something was asked of a run while memory that it needs is away; the message names the part, the hint the call."""
+
+
 def closed(what: str) -> RunError:
     """The error `run-closed`, for a program that goes on using `what` after `Run.close`."""
     return RunError(

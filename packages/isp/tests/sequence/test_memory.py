@@ -34,7 +34,7 @@ def live_bytes(lengths, folder):
             with profiler, assemble(plan_from_dict(tables, OWN), world) as run:
                 for _ in range(2):
                     run.step()
-                lasting = sum(run.memory.values())
+                lasting = sum(run.memory.bytes.values())
             trace = Path(folder, f"{world.rank}.json")
             profiler.export_chrome_trace(str(trace))
             peak = peak_bytes(trace)

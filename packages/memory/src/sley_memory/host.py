@@ -25,7 +25,7 @@ from sley_core.api.model import tensors_in
 from sley_core.protocols import ActivationPolicy
 from sley_memory.chosen import chosen
 from sley_memory.host_buffers import HostBuffers
-from sley_memory.moved import Handle, Kept, Key, Moved, key_of
+from sley_memory.moved import Handle, KeptTensor, Key, MovedStorage, key_of
 from sley_memory.owners import Owners
 from sley_memory.tally import HostTally
 
@@ -42,10 +42,10 @@ class Visit:
     """
 
     def __init__(self) -> None:
-        self.moved: list[weakref.ref[Moved]] = []
+        self.moved: list[weakref.ref[MovedStorage]] = []
         self.stayed: set[Key] = set()
 
-    def alive(self) -> list[Moved]:
+    def alive(self) -> list[MovedStorage]:
         """Returns what autograd still has, the last saved first: a backward needs it in this order."""
         return [moved for each in reversed(self.moved) if (moved := each()) is not None]
 
@@ -57,8 +57,8 @@ class HostActivations(ActivationPolicy):
         self.config = config
         self.names = names
         self._parts: Parts | None = None
-        self._moved: weakref.WeakValueDictionary[Key, Moved] = weakref.WeakValueDictionary()
-        self._leaving: deque[tuple[CopyEvent, list[Moved]]] = deque()
+        self._moved: weakref.WeakValueDictionary[Key, MovedStorage] = weakref.WeakValueDictionary()
+        self._leaving: deque[tuple[CopyEvent, list[MovedStorage]]] = deque()
         self._last: dict[tuple[int, int], Visit] = {}
         self.tally = HostTally()
 
@@ -117,7 +117,7 @@ class HostActivations(ActivationPolicy):
             self._fetch_with(output, before)
         return output
 
-    def _pack(self, tensor: Tensor, visit: Visit, fixed: set[int]) -> Handle | Kept | Tensor:
+    def _pack(self, tensor: Tensor, visit: Visit, fixed: set[int]) -> Handle | KeptTensor | Tensor:
         """Returns what autograd keeps of `tensor` in its place; starts its copy to the host if it is to leave."""
         if not self._may_leave(tensor, fixed):
             return _kept(tensor)
@@ -142,7 +142,7 @@ class HostActivations(ActivationPolicy):
             return False
         return key_of(tensor) in self._moved or not self._owners.have(tensor)
 
-    def _send(self, tensor: Tensor) -> Moved | None:
+    def _send(self, tensor: Tensor) -> MovedStorage | None:
         """Starts to copy the storage of `tensor` to the host; returns None, and counts it, if that is over the budget."""
         num_bytes = tensor.untyped_storage().nbytes()
         began = time.perf_counter()
@@ -151,11 +151,11 @@ class HostActivations(ActivationPolicy):
             self.tally.over_budget(num_bytes)
             return None
         self._stream.follow()
-        moved = Moved(tensor, buffer, self.buffers, self._stream)
+        moved = MovedStorage(tensor, buffer, self.buffers, self._stream)
         self.tally.out(num_bytes, time.perf_counter() - began)
         return moved
 
-    def _unpack(self, packed: Handle | Kept | Tensor) -> Tensor:
+    def _unpack(self, packed: Handle | KeptTensor | Tensor) -> Tensor:
         """Returns what autograd saved, on the device. May be asked again, for as long as autograd keeps it."""
         if isinstance(packed, Tensor):
             return packed
@@ -175,7 +175,7 @@ class HostActivations(ActivationPolicy):
                 if tensor.requires_grad:
                     tensor.register_hook(fetch)  # type: ignore[no-untyped-call]  # torch's
 
-    def _fetch(self, moved: Moved) -> bool:
+    def _fetch(self, moved: MovedStorage) -> bool:
         began = time.perf_counter()
         is_away = moved.fetch()
         if is_away:
@@ -209,9 +209,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
-def _kept(tensor: Tensor) -> Kept | Tensor:
+def _kept(tensor: Tensor) -> KeptTensor | Tensor:
     """Returns what autograd has of a tensor that stays; a leaf has no history that could keep it alive."""
-    return tensor if tensor.is_leaf and tensor.requires_grad else Kept(tensor)
+    return tensor if tensor.is_leaf and tensor.requires_grad else KeptTensor(tensor)
 
 
 def build(config: HostConfig, layer_names: Sequence[str]) -> HostActivations:

@@ -5,7 +5,7 @@
               └──────────────────┴────────────────┴──> unpack
 
 A storage moves once, whole, however many tensors were saved of it, and in whatever geometry. Handles are all that own a
-`Moved`: autograd drops them when it drops what it saved, and with the last one the host buffer is free.
+`MovedStorage`: autograd drops them when it drops what it saved, and with the last one the host buffer is free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def key_of(tensor: Tensor) -> Key:
     return storage, tensor._version
 
 
-class Moved:
+class MovedStorage:
     """The storage of `tensor`, copied to `buffer` over `stream`; gives the buffer back to `buffers` in the end."""
 
     def __init__(self, tensor: Tensor, buffer: HostMemory, buffers: HostBuffers, stream: CopyStream) -> None:
@@ -103,7 +103,7 @@ class Handle:
 
     __slots__ = ("dtype", "moved", "offset", "shape", "stride")
 
-    def __init__(self, tensor: Tensor, moved: Moved) -> None:
+    def __init__(self, tensor: Tensor, moved: MovedStorage) -> None:
         self.moved = moved
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
@@ -117,7 +117,7 @@ class Handle:
             return made.set_(self.moved.storage(), self.offset, self.shape, self.stride)
 
 
-class Kept:
+class KeptTensor:
     """What autograd has of a tensor that stays: the tensor without its history, which would otherwise keep itself alive."""
 
     __slots__ = ("_tensor", "_version")

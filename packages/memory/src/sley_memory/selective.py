@@ -37,7 +37,7 @@ ATTENTION = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES i
 """What `F.scaled_dot_product_attention` and its callers end in. Its plain form is many operations, none of which is kept."""
 
 
-class Kept:
+class KeptAttention:
     """What attention gave in one call of a layer, first to last; None where it is computed again.
 
     It is kept as long as the layer's graph, so that the layer may run again as often as its backward does.
@@ -137,7 +137,7 @@ class KeptTally:
 class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Keeps what attention gives."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptAttention) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.kept = kept
 
@@ -151,7 +151,7 @@ class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Gives out what `_First` kept, in the same order; measures the time of the run."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptAttention) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.kept = kept
 
@@ -193,7 +193,7 @@ class SelectiveRecompute(Recompute):
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Returns what surrounds a layer's first run, and its second."""
-        kept = Kept(self.tally)
+        kept = KeptAttention(self.tally)
         return _First(kept), _Second(kept)
 
     def counts(self) -> Mapping[str, float]:

@@ -2,10 +2,9 @@
 
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow
 from sley_core.engine.masters import Stepped
-from sley_core.engine.step_events import StepEvents
 from sley_core.memory.holdings import Holding, Holdings, storage_id
-from sley_core.memory.protocols import Holds, OffloadManager, Trims
-from sley_core.memory.state import PARTS, Moved, Part, StateError, Where, is_away
+from sley_core.memory.protocols import OffloadManager
+from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
 
 __all__ = [
     "PARTS",
@@ -13,15 +12,11 @@ __all__ = [
     "CopyStream",
     "Holding",
     "Holdings",
-    "Holds",
     "HostMemory",
     "Moved",
     "OffloadManager",
     "Part",
-    "StateError",
-    "StepEvents",
     "Stepped",
-    "Trims",
     "Where",
     "free",
     "grow",

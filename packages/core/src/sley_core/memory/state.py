@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Literal, get_args
 
-from sley_core.errors import RunError
+from sley_core.errors import StateError
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
 """A kind of memory that a run holds between steps.
@@ -29,10 +29,6 @@ class Where(Enum):
     LEAVING = "leaving"
     AWAY = "away"
     COMING = "coming"
-
-
-class StateError(RunError):
-    """Something was asked of a run while memory that it needs is away; the message names the part, the hint the call."""
 
 
 def is_away(part: str, what: str) -> StateError:
