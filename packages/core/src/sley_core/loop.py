@@ -75,7 +75,7 @@ class Loop:
     def train(self) -> None:
         """Takes steps until the plan's last one, or until the ranks have agreed to stop."""
         self._clock = time.perf_counter()
-        with self._while("_is_training"):
+        with self._while("_is_training"), self.parts.weights.settled_on_error():
             self._train()
 
     def _train(self) -> None:
@@ -94,7 +94,8 @@ class Loop:
     def step(self, batch: GivenBatch | None) -> Row:
         """Takes one step and returns its row, as `Run.step` says."""
         self._clock = time.perf_counter()
-        launched = self.launch(batch)
+        with self.parts.weights.settled_on_error():
+            launched = self.launch(batch)
         self.parts.weights.settle()
         return self._emit(launched)
 

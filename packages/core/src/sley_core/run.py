@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.comm.collectives import gather_objects
 from sley_core.equipment import rows_of
-from sley_core.errors import KeyPath, UsageError, closed
+from sley_core.errors import KeyPath, StateError, UsageError, closed
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_STEP
 from sley_core.metrics.parts import counts_of
@@ -77,7 +77,7 @@ class Run(AbstractContextManager["Run"]):
         require = partial(memory.require, "a step", TO_STEP)
         self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require)
         self.memory = memory
-        memory.settle = self._settle
+        memory.settle, memory.check_free = self._settle, self._check_free
         self._load_weights = load_weights
         self._notify = Notifier(plan)
         self._is_closed = False
@@ -212,6 +212,15 @@ class Run(AbstractContextManager["Run"]):
         self._check_open()
         self.loop.settle()
         self.parts.weights.settle()
+
+    def _check_free(self) -> None:
+        """Raises StateError `step-failed` if exchanges of a failed step may still read or write memory of this run."""
+        if self.stepper.left_in_flight and self.world.size > 1:
+            raise StateError(
+                "step-failed",
+                "the last step failed, and its exchanges with other ranks may be at work on memory that is to leave",
+                hint="take a step first, which ends them, or close the run",
+            )
 
     def _any_listens(self) -> bool:
         """Returns whether any rank has listeners, where that matters: all ranks must wait alike. All ranks call it."""

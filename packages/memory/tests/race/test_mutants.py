@@ -47,8 +47,8 @@ IMPLIED: dict[Named, str] = {
 """Waits that another one brings about: without them, all orders of a training are the permitted ones."""
 
 OTHERS_RACES: dict[str, Named] = {
-    "copies do not wait for the optimizer's writes": ("offload", "follow", 0),
-    "memory is used anew while a copy reads it": ("offload", "hold_device", 0),
+    "copies do not wait for the optimizer's writes": ("_send", "follow", 0),
+    "memory is used anew while a copy reads it": ("_send", "hold_device", 0),
     "a copy writes memory in which the device still works": ("onload", "follow", 0),
 }
 """The three stream races that DeepSpeed's pull request 8186 mended, as waits that are missing here."""

@@ -44,6 +44,8 @@ class GradientViews:
 
     def part(self, entry: Entry) -> Tensor:
         """Returns what this rank gets of the gradient of `entry`, a view: all of it, or, flat, the elements of `span`."""
+        if self._are_freed:
+            raise without_gradients()
         return self._cut[entry].parts[entry] if entry in self._cut else self.gradient(entry)
 
     def span(self, entry: Entry) -> Span | None:

@@ -71,8 +71,9 @@ class _Master:
         self.seen = self.state
 
     @property
-    def state(self) -> tuple[int, int]:
-        return self.parameter._version, self.parameter.data_ptr()
+    def state(self) -> tuple[int, int, int]:
+        """Also the storage: memory that left may come back at an address that another tensor had."""
+        return self.parameter._version, self.parameter.data_ptr(), self.parameter.untyped_storage()._cdata
 
 
 class Masters:

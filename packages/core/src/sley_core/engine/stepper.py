@@ -41,6 +41,8 @@ class Stepper:
 
     undo: closed with the stepper; detaches handlers and all else from the model, the last first. compare_first:
     compares all ranks' first values before the first step. events: what else is called in a step.
+
+    left_in_flight: whether a step failed before handlers were done, so that their exchanges may be at work until the next one.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Stepper:
         self.groups = groups
         self.device = device
         self.events = events or StepEvents()
+        self.left_in_flight = False
         self.state: StepState = store.state
         self._undo = undo
         self.is_closed = False
@@ -86,6 +89,7 @@ class Stepper:
         num_micros = batch.num_micros
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)
+        self.left_in_flight = True
         self.store.begin_step()
         call(self.events.began)
         for group in self.groups.values():
@@ -102,6 +106,7 @@ class Stepper:
         loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
         for handler in self.handlers:
             handler.finish_step(self.state)
+        self.left_in_flight = False
         call(self.events.gradients_done)
         totals = self.update.step(step, loss, batch.weight, stop)
         self.state.was_taken = self.update.was_taken

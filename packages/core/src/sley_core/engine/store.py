@@ -40,6 +40,7 @@ from sley_core.engine.slot import (
 )
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
+from sley_core.memory.state import is_away
 
 Ready = Callable[[Entry], None]
 
@@ -73,6 +74,7 @@ class GradientStore(GradientViews):
         self._next = 0
         self._is_watching = False
         self._is_closed = False
+        self._is_built = True
         self._learned = False
         self._tasks: dict[Slot, tuple[Action | None, int]] = {}
         self.num_layouts = 0
@@ -122,7 +124,7 @@ class GradientStore(GradientViews):
 
     def free(self) -> None:
         """Discards all gradients, between two steps, and gives their memory back; `build` must come before the next step."""
-        self._are_freed = True
+        self._are_freed, self._is_built = True, False
         for slot in self._order:
             slot.reset()
             slot.state = State.REPORTED  # a backward by hand is refused until the next step begins
@@ -131,11 +133,14 @@ class GradientStore(GradientViews):
     def build(self) -> None:
         """Gives gradients memory again after `free`, zeroed; `gradient` has nothing to show until a step has begun."""
         self._memory.build()
+        self._is_built = True
 
     def begin_step(self) -> None:
         """Starts a step: discards the gradients of the one before, complete or not. The first contribution overwrites."""
         if self._is_closed:
             raise closed("gradient store")
+        if not self._is_built:
+            raise is_away("gradients", "a step")
         self._are_freed = False
         changed = self._trained.first_change()
         self.changed = changed if self._is_fixed else ""

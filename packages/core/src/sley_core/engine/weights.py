@@ -136,7 +136,7 @@ class WeightStore:
         """Lets a program that catches an error of the block find whole weights, as far as the other ranks still answer."""
         try:
             yield
-        except Exception:
+        except BaseException:
             for one in self._completions:
                 with suppress(RunError):
                     one.wait()

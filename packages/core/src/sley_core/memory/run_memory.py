@@ -53,8 +53,9 @@ class RunMemory:
         run.memory.onload()               # the next step gives the same numbers as if nothing had been
 
     managers: those of the plan, attached. roots: objects of the run by a readable name, from which `leaks` names what it
-    finds. settle: makes sure that no step is under way; the run sets it. No method communicates, so ranks need not do
-    alike; but a step or an evaluation of all ranks needs everything on each.
+    finds. settle: makes sure that no step is under way; check_free: that no exchange of one that failed is; the run
+    sets both. No method communicates, so ranks need not do alike; but a step or an evaluation of all ranks needs
+    everything on each.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RunMemory:
         self.managers = managers
         self.roots = roots or {}
         self.settle: Callable[[], None] = _nothing
+        self.check_free: Callable[[], None] = _nothing
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -82,10 +84,11 @@ class RunMemory:
         """Moves `parts`, or all that the plan's managers move, off the device; those that are away stay so.
 
         Copies run beside other work: `wait` of the result, if another program is to have the memory. Gradients are freed, and
-        those of the last step are gone. Raises RunError `step-running` within a step, UsageError `no-offload` for a
-        part that no `[[offload]]` of the plan moves.
+        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after one that
+        failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the plan moves.
         """
         self.settle()
+        self.check_free()
         waits = [manager.offload(part) for part, manager in reversed(self._chosen(parts))]
         return Move(waits, self.holdings.device)
 
@@ -158,7 +161,7 @@ def _nothing() -> None: ...
 
 def _on_host(tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
     copy = copies.get(storage_id(tensor))
-    return tensor.detach().cpu() if copy is None else same_place(tensor, copy)
+    return tensor.detach().to("cpu", copy=True) if copy is None else same_place(tensor, copy)
 
 
 def _not_moved(part: str) -> UsageError:

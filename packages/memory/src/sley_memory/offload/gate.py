@@ -27,12 +27,16 @@ class Gate:
             for layer in self._modules:
                 for module in layer.modules():
                     self._hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
+                    self._hooks.append(module.register_state_dict_pre_hook(self._before_reading))  # type: ignore[no-untyped-call]  # torch's
 
     def open(self) -> None:
         """Takes the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _before_reading(self, *_: Any) -> None:
+        self._check()
 
     def _before(self, _module: nn.Module, _args: Any) -> None:
         self._check()

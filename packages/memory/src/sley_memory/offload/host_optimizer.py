@@ -87,13 +87,15 @@ class HostOptimizer(OffloadManager):
         streams.out.follow()  # gradients are clipped
         streams.into.follow()  # the backward has read the weights
         arriving = [self._fetch(at) for at in range(min(RING, len(self._buckets)))]
-        for at, bucket in enumerate(self._buckets):
-            arriving[at].wait()
-            yield bucket
-            self._send(at)
-            if at + RING < len(self._buckets):
-                arriving.append(self._fetch(at + RING))
-        streams.into.record().hold_device()
+        try:
+            for at, bucket in enumerate(self._buckets):
+                arriving[at].wait()
+                yield bucket
+                self._send(at)
+                if at + RING < len(self._buckets):
+                    arriving.append(self._fetch(at + RING))
+        finally:  # an optimizer that fails leaves the buckets before stepped
+            streams.into.record().hold_device()
         for event in self._sent.values():
             event.wait()
         self._sent.clear()

@@ -42,6 +42,10 @@ class HostCopy:
         self._num_rests = 0
         self._rests_left = 0
 
+    def forget(self) -> None:
+        """Forgets what is known of the piece: the host may have something else."""
+        self.seen = self.print = None
+
     def is_worth_a_look(self, now: tuple[int, ...]) -> bool:
         """Returns whether to compare the piece's words: its versions are `now` those seen, and words that had changed all
         the same (fused optimizers count up no version) did so some time ago; or nothing is known of it.
@@ -126,6 +130,17 @@ class Parked:
         self._began = time.perf_counter()
         placed = self._placed(self._pieces())
         changed = self._changed(placed)
+        try:
+            self._send(placed, changed)
+        except BaseException:
+            self._bring_back(placed)
+            raise
+        self._away = placed
+        copied = sum(num_bytes for piece, _, num_bytes in placed if changed[id(piece)])
+        self._left(copied, sum(num_bytes for _, _, num_bytes in placed))
+
+    def _send(self, placed: Sequence[tuple[Holding, HostCopy, int]], changed: Mapping[int, bool]) -> None:
+        """Copies what has changed to the host, and frees everything, bucket by bucket."""
         # Every copy reads what the device has been given to write so far.
         self._streams.out.follow()
         for bucket in self._buckets(placed):
@@ -136,9 +151,15 @@ class Parked:
             self._streams.out.record().hold_device()
             for piece, _, _ in bucket:
                 free(piece.memory)
-        self._away = placed
-        copied = sum(num_bytes for piece, _, num_bytes in placed if changed[id(piece)])
-        self._left(copied, sum(num_bytes for _, _, num_bytes in placed))
+
+    def _bring_back(self, placed: Sequence[tuple[Holding, HostCopy, int]]) -> None:
+        """Undoes an offload that failed, or was interrupted, in the middle; forgets what was known of the host's copies."""
+        for _, place, _ in placed:
+            place.forget()
+        self._away = [one for one in placed if not one[0].memory.untyped_storage().nbytes()]
+        self._where = Where.AWAY
+        self.onload()
+        self.require()
 
     def onload(self) -> None:
         """Starts to copy everything back; of memory that is here or coming, counts the call."""

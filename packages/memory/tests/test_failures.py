@@ -1,0 +1,110 @@
+"""What fails in the middle leaves no wrong numbers: interrupted offloads, failed steps, reads while memory is away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.copies import HostStream
+from sley_core.comm.world import World
+from sley_core.errors import StateError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.plans import small_plan
+from sley_core.testing.runs import weights
+
+EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.004}]
+
+
+@pytest.fixture
+def run(texts):
+    plan = plan_from_dict(small_plan(precision__compute="bf16", offload=EVERYTHING), texts)
+    with World.join("cpu") as world, assemble(plan, world) as made:
+        made.step()
+        yield made
+
+
+@pytest.mark.parametrize("number", [0, 3, 20])
+def test_an_offload_that_is_interrupted_brings_back_what_had_left(run, monkeypatch, number):
+    """Also the second one, of which the host had older values."""
+    for _ in range(2):
+        before = {
+            name: value.clone()
+            for part in ("weights", "masters", "optimizer_states")
+            for name, value in _held(run, part)
+        }
+        calls, copy = [], HostStream.copy
+
+        def late(stream, target, source, calls=calls, copy=copy):
+            calls.append(1)
+            if len(calls) == number + 1:
+                raise KeyboardInterrupt
+            copy(stream, target, source)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostStream, "copy", late)
+            with pytest.raises(KeyboardInterrupt):
+                run.memory.offload()
+        run.memory.onload()
+        assert_same_bits(before, _held(run))
+        run.memory.offload()
+        run.memory.onload()
+        run.step()
+
+
+def _held(run):
+    parts = ("weights", "masters", "optimizer_states")
+    return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}
+
+
+def test_a_step_by_hand_while_gradients_are_away_is_refused(run):
+    run.memory.offload("gradients")
+    with pytest.raises(StateError, match="gradients, which are away"):
+        run.store.begin_step()
+    run.memory.onload()
+    run.store.begin_step()
+
+
+def test_a_state_dict_while_weights_are_away_is_refused(run):
+    layer = run.layers[1].module
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    run.memory.offload()
+    with pytest.raises(StateError, match="weights, which are away"):
+        layer.state_dict()
+    run.memory.onload()
+    assert_same_bits(before, dict(layer.state_dict()))
+
+
+def test_what_is_read_of_memory_that_is_here_is_a_copy(run):
+    first = dict(run.memory.host("weights"))
+    kept = {name: value.clone() for name, value in first.items()}
+    run.step()
+    assert_same_bits(kept, first)
+    assert any(not torch.equal(value, first[name]) for name, value in weights(run).items() if name in first)
+
+
+def fail_and_offload(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+
+        def fail(*_):
+            raise ValueError("within the backward")
+
+        hook = run.book.trainable[0].parameter.register_hook(fail)
+        with pytest.raises(ValueError, match="within the backward"):
+            run.step()
+        hook.remove()
+        with pytest.raises(StateError, match="the last step failed"):
+            run.memory.offload()
+        run.step()
+        run.memory.offload()
+        run.memory.onload()
+        run.step()
+        return weights(run)
+
+
+def test_nothing_leaves_while_exchanges_of_a_failed_step_may_be_at_work(ranks, texts):
+    tables = small_plan(offload=EVERYTHING, gradient_handlers=[{"use": "core.each"}])
+    first, second = ranks(2)(fail_and_offload, tables, texts)
+    assert_same_bits(first, second)
