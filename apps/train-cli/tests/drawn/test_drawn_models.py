@@ -170,7 +170,7 @@ def test_a_training_that_diverges_is_told_from_a_wrong_number(own, tmp_path):
     from drawn_batches import valid
     from drawn_runs import Seen, is_undetermined, plainly
 
-    for number, diverges in ((622912063, True), (4687089, True), (792422055, True), (17, False), (5, False)):
+    for number, diverges in ((622912063, True), (792422055, True), (17, False), (5, False)):
         case = valid(number, tmp_path)
         assert is_undetermined(case, [Seen(first=plainly(case).weights)], len(case.steps) - 1) == diverges
 

@@ -37,19 +37,26 @@ def trained(
     """
     if order is None:
         return _trained(tables, folder, None, random.Random(), prepare)
+    takes_more = random.Random(order).random() < 0.5  # all ranks alike
     rank = dist.get_rank() if dist.is_initialized() else 0
     draw = random.Random(f"{order} {rank}")  # ranks need not move the same
     device = DrawnDevice(order=draw.randrange(2**31), is_strict=is_strict)
     with device.watching():
         gc.freeze()  # what there is already need not be looked at
-        found = _trained(tables, folder, device, draw, prepare)
+        found = _trained(tables, folder, device, draw, prepare, takes_more=takes_more)
         gc.collect()  # the run, and with it host memory whose copies nobody may have waited for
         gc.unfreeze()
     return found
 
 
 def _trained(
-    tables: Tables, folder: Path, device: DrawnDevice | None, draw: random.Random, prepare: Prepare | None
+    tables: Tables,
+    folder: Path,
+    device: DrawnDevice | None,
+    draw: random.Random,
+    prepare: Prepare | None,
+    *,
+    takes_more: bool = False,
 ) -> str:
     plan = plan_from_dict(tables, folder)
     with World.join(device or "cpu") as world, assemble(plan, world) as run:
@@ -63,8 +70,10 @@ def _trained(
                 move(run, draw)
             run.step()
         found = digest(run)
-        if device is not None:
-            draw.choice((run.step, run.memory.offload))()  # and close while it leaves
+        if takes_more:
+            run.step()
+        elif device is not None:
+            run.memory.offload()  # and close while it leaves
         return found
 
 

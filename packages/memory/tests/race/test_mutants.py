@@ -88,7 +88,7 @@ def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
     for case, offload in CASES.items():
         training = partial(train, changed(PLAN, offload=offload), texts)
         for site, name in named(
-            chain.from_iterable(wait_sites(partial(training, order)) for order in range(2))
+            chain.from_iterable(wait_sites(partial(training, order)) for order in range(4))
         ).items():
             if name in IMPLIED or site in caught:
                 continue
