@@ -80,6 +80,7 @@ def first_caught(training: Train, plain: str, site: Site, num_orders: int) -> tu
     return None
 
 
+@pytest.mark.campaign  # every site in turn, over many orders; the races of others below are its fixed sample
 def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
     """Each wait of the package's sources that a training calls is needed in one of the cases, or implied by another."""
     plain = train(PLAN, texts)
