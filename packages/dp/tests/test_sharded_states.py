@@ -114,3 +114,14 @@ def test_no_memory_is_needed_to_see_what_a_run_would_be(small, own):
         assert all(buffer.data.is_meta for buffer in (*run.store.buffers, *run.parts.weights.buffers))
         assert run.groups["dp.shards.stage"].ranks == (4, 5, 6, 7)
         assert run.groups["dp.copies.stage"].ranks == (1, 5)
+
+
+def masters_of(tables, folder):
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        return run.memory.bytes["masters"], [one.name for one in states_of(run.stepper.update) if one.state == "master"]
+
+
+def test_parts_of_weights_that_are_stepped_themselves_are_no_masters(ranks, small, own):
+    tables = small(SHARDED, model__factory="dp_parts:odd", optimizer=ADAMW, precision={"compute": "fp32"})
+    assert ranks(2)(masters_of, tables, own) == [(0, [])] * 2

@@ -7,6 +7,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.states import states_of
 from sley_core.errors import PlanError
 from sley_core.memory.state import Where
 from sley_core.plan.check import check_plan
@@ -130,3 +131,11 @@ def test_states_that_two_managers_move_are_refused(texts):
     tables = small_plan(offload=[*ONE_BUCKET, {"use": "memory.optimizer_states"}])
     with pytest.raises(PlanError, match="both move the run's optimizer states"), World.join("cpu") as world:
         assemble(plan_from_dict(tables, texts), world)
+
+
+def test_masters_are_there_in_fp32_too(texts):
+    plan = plan_from_dict(small_plan(precision__compute="fp32", offload=ONE_BUCKET), texts)
+    with World.join("cpu") as world, assemble(plan, world) as run:
+        run.step()
+        masters = {one.name for one in states_of(run.stepper.update) if one.state == "master"}
+        assert masters == {entry.name for entry in run.book}

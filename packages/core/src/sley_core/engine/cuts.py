@@ -51,3 +51,7 @@ class Cut:
         begin, end = self.bounds(total)
         first = min(max(begin - start, 0), numel)
         return Span(first, max(first, min(end - start, numel)))
+
+
+WHOLE = Cut("", 1, 0)
+"""The part that is all of a buffer, of a group of nobody else."""

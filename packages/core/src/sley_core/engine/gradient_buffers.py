@@ -12,7 +12,7 @@ from torch import Tensor
 from sley_core.comm.copies import free, grow
 from sley_core.comm.marks import checksum
 from sley_core.engine.book import Entry
-from sley_core.engine.cuts import ALIGNMENT, Cut, Span
+from sley_core.engine.cuts import ALIGNMENT, WHOLE, Cut, Span
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
 from sley_core.engine.layout import Piece
 from sley_core.engine.slot import LooseSlot
@@ -54,7 +54,7 @@ class GradientBuffer(FlatBuffer):
     def spans(self) -> dict[Entry, Span]:
         """What this rank's part has of each entry, maybe nothing."""
         places = zip(self.entries, self.offsets, strict=True)
-        cut = self.cut or Cut("", 1, 0)
+        cut = self.cut or WHOLE
         return {entry: cut.span(start, entry.numel, self.data.numel()) for entry, start in places}
 
     @cached_property
@@ -64,7 +64,7 @@ class GradientBuffer(FlatBuffer):
 
     def views_in(self, memory: Tensor) -> dict[Entry, Tensor]:
         """Returns views of `memory` [as long as `own`]: flat, where this rank's part has each entry's elements."""
-        begin, _ = (self.cut or Cut("", 1, 0)).bounds(self.data.numel())
+        begin, _ = (self.cut or WHOLE).bounds(self.data.numel())
         found = {}
         for entry, start in zip(self.entries, self.offsets, strict=True):
             span = self.spans[entry]
@@ -89,7 +89,7 @@ class GradientBuffer(FlatBuffer):
     @cached_property
     def _gaps(self) -> list[Tensor]:
         ends = [*self.offsets[1:], self.data.numel()]
-        begin, end = (self.cut or Cut("", 1, 0)).bounds(self.data.numel())
+        begin, end = (self.cut or WHOLE).bounds(self.data.numel())
         return [
             self.data[max(start + entry.numel, begin) : min(until, end)]
             for entry, start, until in zip(self.entries, self.offsets, ends, strict=True)

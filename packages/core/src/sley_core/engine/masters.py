@@ -130,8 +130,12 @@ class Masters:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and value of each master; none where the parameters are stepped directly."""
         for stepped in self.stepped:
-            if stepped.parameter is not stepped.original:
+            if self.has_master(stepped):
                 yield stepped.name, stepped.parameter
+
+    def has_master(self, stepped: Stepped) -> bool:
+        """Returns whether what is stepped is a copy, and not the working weight or a view of it."""
+        return id(stepped.original) in self._masters
 
     def take_gradients(self, store: GradientStore) -> None:
         """Sets `grad` of each stepped parameter to what `store` has for it, a view and no copy; None while the entry is

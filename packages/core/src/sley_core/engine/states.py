@@ -30,7 +30,7 @@ class HeldState(NamedTuple):
 def states_of(update: Update) -> Iterator[HeldState]:
     """Yields masters and optimizer states of this rank, live tensors; none of an optimizer that has not made its states yet."""
     for stepped in update.masters.stepped:
-        if update.masters.wide != update.masters.dtype:
+        if update.masters.has_master(stepped):
             yield HeldState(stepped.name, stepped.span, MASTER, stepped.parameter.detach())
         for state, value in update.optimizer.state.get(stepped.parameter, {}).items():
             if isinstance(value, Tensor):

@@ -23,9 +23,8 @@ class StepEvents:
     """Lists of what a step calls, in the order of registration, on this rank alone: nothing here may communicate.
 
     began: before the first forward. gradients_done: after the handlers (`store.on_ready` has each gradient by itself).
-    before_update: when the step is known to be taken (with a fused optimizer
-    on CUDA: when it is given to the device). after_update: after the last call of any step that did not raise, taken
-    or not.
+    before_update: when the step is known to be taken (with a fused optimizer on CUDA: when it is given to the device).
+    after_update: after the update of any step that did not raise, taken or not.
 
     step_in_buckets: makes the optimizer step one bucket at a time; None steps everything at once.
     """
