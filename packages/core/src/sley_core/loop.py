@@ -131,7 +131,7 @@ class Loop:
         self.require()
         number, profiler, timeline = self.num_steps_done + 1, self.outputs.profiler, self.outputs.timeline
         parts = self.parts
-        with parts.world.device.random_state_kept(), self._while("_is_stepping"), parts.weights.settled_on_error():
+        with parts.world.device.random_state_kept(), self._while("_is_stepping"):
             batch, wait_s, samples = self._take(given)
             if profiler is not None:
                 profiler.before_step(number)
