@@ -9,7 +9,8 @@ The sender announces the contents of a boundary once per batch shape (with varia
                                     └── yes ──────────> receive posted
 
 A receive may be posted once the peer has confirmed that it walks through the same micro-batches (`walk`), so that both ends
-know the same message sizes. An output must also be announced first, a gradient's output sent: only then are its tensors known. Posts wait behind one another, because a communicator delivers in order.
+know the same message sizes. An output must also be announced first, a gradient's output sent: only then are
+its tensors known. Posts wait behind one another, because a communicator delivers in order.
 
 Between two stages each communicator has messages in one direction only, whatever the placement (docs/adr/0014 says why).
 """
