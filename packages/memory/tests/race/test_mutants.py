@@ -128,7 +128,7 @@ class Loses:
         self._kept: list[Tensor] = []
         executor = run.stepper.executor
         executor.hooks = [*executor.hooks, self]  # type: ignore[list-item]  # it has what a training calls
-        run.parts.events.before_update.append(self._update)
+        run.store.on_chunk_done.append(self._complete)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
@@ -138,7 +138,7 @@ class Loses:
         if micro.micro == self._micro:
             self._kept = [self._store.gradient(entry).clone() for entry in self._store.entries]
 
-    def _update(self) -> None:
+    def _complete(self, _chunk: int) -> None:
         for entry, kept in zip(self._store.entries, self._kept, strict=True):
             self._lose(self._store.gradient(entry), kept)
 
