@@ -131,7 +131,7 @@ def evaluate_and_offload(tables, folder, fails):
 
 
 def test_nothing_leaves_while_gathers_of_a_failed_evaluation_may_be_at_work(ranks, texts):
-    """A peer reads shards where they lie. The next evaluation or step waits until it has, and has the numbers of none that failed."""
+    """A peer reads shards where they lie. The next evaluation or step waits until it has; no number is another for it."""
     pytest.importorskip("sley_isp")
     tables = small_plan(offload=EVERYTHING, parallel={"wp": 2}, weights={"use": "isp.communicator"})
     tables |= {"evaluation": {"every": 100, "steps": 1}}

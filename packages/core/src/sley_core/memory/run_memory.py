@@ -84,8 +84,9 @@ class RunMemory:
         """Moves `parts`, or all that the plan's managers move, off the device; those that are away stay so.
 
         Copies run beside other work: `wait` of the result, if another program is to have the memory. Gradients are freed, and
-        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after a step or
-        an evaluation that failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the plan moves.
+        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after a step
+        or an evaluation that failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the
+        plan moves.
         """
         self.settle()
         self.check_free()
