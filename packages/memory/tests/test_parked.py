@@ -17,7 +17,7 @@ from sley_core.comm.device import Device
 from sley_core.memory.holdings import pieces_of
 from sley_core.memory.state import Moved, Where
 from sley_memory.offload.arena import Arena
-from sley_memory.offload.fingerprint import fingerprint
+from sley_memory.offload.fingerprint import fingerprints
 from sley_memory.offload.parked import Parked, Streams
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def test_memory_that_changes_without_a_version_is_looked_at_less_and_less(monkey
     from sley_memory.offload import parked as module
 
     looks = []
-    monkeypatch.setattr(module, "fingerprint", lambda memory: looks.append(1) or fingerprint(memory))
+    monkeypatch.setattr(module, "fingerprints", lambda memories: looks.extend(memories) or fingerprints(memories))
     tensor = torch.zeros(100)
     unit, moved, _ = parked([tensor])
     for number in range(100):
@@ -101,7 +101,7 @@ def test_any_change_of_words_rows_or_blocks_is_seen(data):
     )
     memory = memory[:size].clone()
     memory[torch.arange(0, size, 77)] ^= torch.arange(0, size, 77).to(torch.uint8)
-    before, old = fingerprint(memory), memory.clone()
+    before, old = fingerprints([memory]), memory.clone()
     kind = data.draw(st.sampled_from(["bit", "swap", "block", "sign"]))
     length = {"bit": 1, "swap": 4, "block": 4096, "sign": 4}[kind]
     places = st.integers(0, max(0, size // length - 1))
@@ -116,16 +116,16 @@ def test_any_change_of_words_rows_or_blocks_is_seen(data):
             old[second : second + length],
             old[first : first + length],
         )
-    assert bool(fingerprint(memory) == before) == torch.equal(memory, old)
+    assert (fingerprints([memory]) == before) == torch.equal(memory, old)
 
 
 def test_rows_of_equal_sums_that_change_places_are_seen():
     """Sums of rows and of columns stay the same."""
     memory = torch.zeros(4, 1024, dtype=torch.int32)
     memory[0, 0] = memory[1, 1] = 7
-    before = fingerprint(memory.view(-1).view(torch.uint8))
+    before = fingerprints([memory.view(-1).view(torch.uint8)])
     memory[[0, 1]] = memory[[1, 0]]
-    assert fingerprint(memory.view(-1).view(torch.uint8)) != before
+    assert fingerprints([memory.view(-1).view(torch.uint8)]) != before
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, storage_id
-from sley_memory.offload.fingerprint import fingerprint, versions
+from sley_memory.offload.fingerprint import fingerprints, versions
 
 if TYPE_CHECKING:
     from sley_memory.offload.arena import Arena
@@ -278,7 +278,7 @@ class Parked:
                 asked.append((piece, place))
             else:
                 place.print = None  # of what the host had before
-        prints = torch.stack([fingerprint(piece.memory) for piece, _ in asked]).tolist() if asked else []
+        prints = fingerprints([piece.memory for piece, _ in asked])
         for (piece, place), found in zip(asked, prints, strict=True):
             changed[id(piece)] = place.has_changed(found)
         return changed
