@@ -28,8 +28,9 @@ def parked(tensors, bucket_bytes=1000, make=HostStream, budget=None):
     """A unit of these tensors, and what it has counted."""
     moved = Moved()
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
-    arena = Arena(CPU.host_memory, budget)
-    return Parked(lambda: pieces_of(named), Streams(make), arena, bucket_bytes, moved), moved, arena
+    streams = Streams(make)
+    arena = Arena(CPU.host_memory, streams.wait, budget)
+    return Parked(lambda: pieces_of(named), streams, arena, bucket_bytes, moved), moved, arena
 
 
 def around(unit):
@@ -180,13 +181,32 @@ def test_host_memory_is_what_was_parked_and_stays():
 def test_tensors_that_are_made_anew_take_the_places_of_those_before():
     """As an optimizer that replaces its states does."""
     state = {"basis": torch.ones(5000)}
-    moved, arena = Moved(), Arena(CPU.host_memory)
-    unit = Parked(lambda: pieces_of(state.items()), Streams(HostStream), arena, 1000, moved)
+    moved, streams = Moved(), Streams(HostStream)
+    arena = Arena(CPU.host_memory, streams.wait)
+    unit = Parked(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
     for number in range(20):
         state["basis"] = torch.full((5000,), float(number))
         around(unit)
         assert (state["basis"] == number).all()
     assert arena.num_bytes == moved.host_bytes <= 20_480
+
+
+@pytest.mark.parametrize("sizes", [range(1000, 9000, 400), [1000, 3000] * 10], ids=["grows", "goes up and down"])
+def test_what_changes_its_size_at_each_offload_does_not_take_more_of_the_host_each_time(sizes):
+    """As a cache in a module's buffer does. A place that is too small now is freed, where nobody else lies in its block."""
+    state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
+    moved, streams = Moved(), Streams(HostStream)
+    arena = Arena(CPU.host_memory, streams.wait)
+    unit = Parked(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
+    around(unit)
+    first = arena.num_bytes
+    for size in sizes:
+        state["cache"] = torch.full((size,), float(size))
+        with poisoned():
+            around(unit)
+        assert (state["cache"] == size).all()
+        assert (state["weight"] == 1).all()
+        assert arena.num_bytes == moved.host_bytes <= first + 4 * max(sizes) + 4096
 
 
 def test_device_memory_grows_by_a_bucket_at_a_time():
@@ -214,11 +234,11 @@ def test_a_budget_of_page_locked_memory_is_kept_with_one_warning():
         made.append(num_bytes)
         return CPU.host_memory(num_bytes)
 
-    arena = Arena(make, budget=10_000)
-    arena.places([5000])
+    arena, moved = Arena(make, lambda: None, budget=10_000), Moved()
+    arena.places([5000], moved)
     with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
-        (place,) = arena.places([20_000])
-    arena.places([20_000])
+        (place,) = arena.places([20_000], moved)
+    arena.places([20_000], moved)
     assert made == [5120]
     assert place.numel() == 20_000
 

@@ -12,6 +12,7 @@ from sley_core.testing.plans import Tables, changed, small_plan
 
 PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two micro-batches, masters
 EVERYTHING = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004}]}
+SHARED_COPIES = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004, "shared": True}]}
 GROUPS = [{"match": "*.attention.*", "lr": 1e-3}]
 EACH = {
     "offload": [
@@ -26,10 +27,10 @@ BETWEEN = {
     ]
 }
 ON_HOST = {"offload": [{"use": "memory.host_optimizer", "bucket_mb": 0.01}, {"use": "memory.weights"}]}
-ACTIVATIONS_AWAY = {"activations": {"use": "memory.host", "min_bytes": 64}, **EVERYTHING}
+ACTIVATIONS_AWAY = {"activations": {"use": "memory.host", "min_bytes": 512}, **EVERYTHING}
 ATTENTION_KEPT = {"activations": {"use": "memory.selective"}, **EVERYTHING}
 
-DEEPER = changed(PLAN, model__num_layers=3, optimizer__groups=GROUPS)
+DEEPER = changed(PLAN, model__num_layers=2, optimizer__groups=GROUPS)
 SHARED = [{"use": "dp.sharded", "bucket_mb": 0.002}]
 
 ALONE: dict[str, tuple[Tables, Tables, str]] = {
@@ -56,6 +57,7 @@ SHARDS = changed(PLAN, parallel={"wp": 2}, weights={"use": "isp.communicator"}, 
 ON_TWO: dict[str, tuple[Tables, Tables, str]] = {
     "replicas": (REPLICAS, EVERYTHING, "sley_core"),
     "replicas, between steps": (REPLICAS, BETWEEN, "sley_core"),
+    "replicas that share the host's copies": (REPLICAS, SHARED_COPIES, "sley_core"),
     "shared optimizer": (PARTS, EVERYTHING, "sley_dp"),
     "shared optimizer, between steps": (PARTS, BETWEEN, "sley_dp"),
     "interleaved stages": (STAGES, EVERYTHING, "sley_pp"),
@@ -69,7 +71,7 @@ ON_TWO: dict[str, tuple[Tables, Tables, str]] = {
 SAMPLE = range(2)
 SAMPLE_ON_TWO = range(1)
 BLOCKS = [pytest.param(range(start, start + 25), marks=pytest.mark.campaign) for start in range(0, 100, 25)]
-"""The campaign: 1,700 orders in all."""
+"""The campaign: 1,800 orders in all."""
 
 
 @pytest.mark.parametrize("case", ALONE)
