@@ -38,6 +38,10 @@ LAYOUTS = {
         "sley_dp",
         {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
     ),
+    "sharded optimizer": (
+        "sley_dp",
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]},
+    ),
     "low-rank gradients": (
         "sley_dp",
         {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "rank": 1, "start_step": 2}]},

@@ -214,11 +214,15 @@ class Run(AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `step-failed` if exchanges of a failed step may still read or write memory of this run."""
-        if self.stepper.left_in_flight and self.world.size > 1:
+        """Raises StateError `step-failed` if exchanges of a step or an evaluation that failed may still read or write memory
+        of this run.
+        """
+        stepper = self.stepper
+        if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
+            what = "step" if stepper.left_in_flight else "evaluation"
             raise StateError(
                 "step-failed",
-                "the last step failed, and its exchanges with other ranks may be at work on memory that is to leave",
+                f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave",
                 hint="take a step first, which ends them, or close the run",
             )
 

@@ -39,7 +39,8 @@ class Executor:
     """Executes lists over `chunks`, this rank's layers per model chunk.
 
     crossing: brings values into chunks and out of them. fields: what the dataset declares of each batch field.
-    over_positions: checks the loss where ranks have slices of sequences.
+    over_positions: checks the loss where ranks have slices of sequences. left_in_flight: whether a list is under way, or has
+    failed, so that its messages and gathers may be at work until the next one.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Executor:
         self.queue = queue or WeightQueue()
         self.over_positions = over_positions
         self.weights = weights
+        self.left_in_flight = False
         self._clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)
@@ -112,6 +114,7 @@ class Executor:
             if last_of_micro[step.micro] == step:
                 self._micros.pop(step.micro, None)
         self.crossing.end()
+        self.left_in_flight = False
         return total
 
     @torch.no_grad()
@@ -129,6 +132,7 @@ class Executor:
                 self._forward(micro, InFlight(), batch, total)
             self._micros.pop(step.micro, None)
         self.crossing.end()
+        self.left_in_flight = False
         return total
 
     def _weights_of(self, action: Action) -> AbstractContextManager[None]:
@@ -140,6 +144,7 @@ class Executor:
         """Discards what a failed list left behind, and announces `actions` to the weights and the link. Returns the
         zero to which losses are added.
         """
+        self.left_in_flight = True
         self._clock = clock
         self._micros.clear()
         self._held.clear()

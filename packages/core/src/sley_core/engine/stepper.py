@@ -107,7 +107,6 @@ class Stepper:
         for handler in self.handlers:
             handler.finish_step(self.state)
         self.left_in_flight = False
-        call(self.events.gradients_done)
         totals = self.update.step(step, loss, batch.weight, stop)
         self.state.was_taken = self.update.was_taken
         call(self.events.after_update)

@@ -27,7 +27,7 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
-from sley_core.engine.step_events import StepEvents, call, step_buckets
+from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
 from sley_core.engine.totals import StepTotals
@@ -113,7 +113,6 @@ class Update:
             self._clip(pieces, totals.grad_norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.take_gradients(self.store)
-        call(self.events.before_update)
         take = partial(step_if, self.optimizer, totals.allow_a_step) if is_on_device else self.optimizer.step
         if self.events.step_in_buckets is None:
             take()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import UsageError
 from sley_core.memory.holdings import same_place, storage_id
 from sley_core.memory.leaks import Leak, find_leaks
-from sley_core.memory.state import PARTS, Moved, Part, Where
+from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,8 @@ class RunMemory:
 
     managers: those of the plan, attached. roots: objects of the run by a readable name, from which `leaks` names what it
     finds. settle: makes sure that no step is under way; check_free: that no exchange of one that failed is; the run
-    sets both. No method communicates, so ranks need not do alike; but a step or an evaluation of all ranks needs
-    everything on each.
+    sets both. Ranks need not do alike, unless a manager shares the host's copies among them, as `memory.everything` does
+    with `shared = true`; a step or an evaluation of all ranks needs everything on each.
     """
 
     def __init__(
@@ -84,8 +84,9 @@ class RunMemory:
         """Moves `parts`, or all that the plan's managers move, off the device; those that are away stay so.
 
         Copies run beside other work: `wait` of the result, if another program is to have the memory. Gradients are freed, and
-        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after one that
-        failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the plan moves.
+        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after a step
+        or an evaluation that failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the
+        plan moves.
         """
         self.settle()
         self.check_free()
@@ -119,7 +120,8 @@ class RunMemory:
         run whose memory is away. Names, shapes and dtypes are those of the part, scalars of the optimizer included.
 
         What is away is shown where it lies: read it before the next offload, and write nothing. Of sharded weights, the shards
-        of this rank. Waits for copies to the host. Raises UsageError `not-copied` for a part whose memory is freed, not copied.
+        of this rank. Waits for copies to the host. Raises UsageError `not-copied` for a part whose memory is freed, not copied,
+        and StateError `memory-away` where this rank's host has only a part of what is away.
         """
         self.settle()
         if part not in COPIED:
@@ -129,7 +131,7 @@ class RunMemory:
         copies = {
             key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
         }
-        return ((name, _on_host(tensor, copies)) for name, tensor in self.holdings.everything(part))
+        return ((name, _on_host(part, tensor, copies)) for name, tensor in self.holdings.everything(part))
 
     def leaks(self, min_bytes: int = 4096) -> list[Leak]:
         """Returns what has memory on the device now and belongs to no part that is here, the largest first: after an
@@ -159,8 +161,10 @@ class RunMemory:
 def _nothing() -> None: ...
 
 
-def _on_host(tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
+def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
     copy = copies.get(storage_id(tensor))
+    if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise is_away(part, "reading on the host")
     return tensor.detach().to("cpu", copy=True) if copy is None else same_place(tensor, copy)
 
 

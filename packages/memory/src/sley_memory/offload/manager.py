@@ -12,6 +12,7 @@ from sley_memory.offload.between_steps import BetweenSteps
 from sley_memory.offload.freed import Freed, Trimmed
 from sley_memory.offload.gate import Gate
 from sley_memory.offload.parked import Parked, Streams
+from sley_memory.offload.shared import Shared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +62,8 @@ class Manager(OffloadManager):
         if not device.is_real:
             return
         budget = self.config.host_budget_mb
-        arena = Arena(device.host_memory, None if budget is None else int(budget * MB))
         streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
+        arena = Arena(device.host_memory, streams.wait, None if budget is None else int(budget * MB))
         self._streams = streams
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
         for part in self.parts:
@@ -74,6 +75,10 @@ class Manager(OffloadManager):
                 self._movers[part] = Trimmed(partial(holdings.trim, part), moved)
             elif part == "optimizer_states" and self.config.steps_in_buckets:
                 self._movers[part] = BetweenSteps(holdings, parts, streams, arena, bucket, moved)
+            elif self.config.is_shared and parts.groups["wdp"].size > 1:
+                groups = parts.groups["wdp"], parts.groups["control"]
+                pieces = partial(holdings.pieces, part)
+                self._movers[part] = Shared(part, pieces, *groups, streams, arena, bucket, moved)
             else:
                 self._movers[part] = Parked(partial(holdings.pieces, part), streams, arena, bucket, moved)
         self._is_attached = True
@@ -111,9 +116,12 @@ class Manager(OffloadManager):
         if not self._is_attached:
             return
         for part in OF_LAYERS:
-            if part in self._movers:
-                self._movers[part].onload()
-                self._movers[part].wait()
+            mover = self._movers.get(part)
+            if isinstance(mover, Shared):
+                mover.close()
+            elif mover is not None:
+                mover.onload()
+                mover.wait()
         self._gate.open()
         self._streams.wait()  # what the device waits for reads host memory too, which goes with this object
 
