@@ -221,7 +221,8 @@ def _stepper(
     undo.callback(policy.detach)
     if not parts.world.is_fake:
         parts.numbers.agree()
-    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)
+    standing = parts.groups.progress.standing = parts.store.state.standing
+    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits, standing)
     fields = sliced_info(info, topology.sp).fields
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits

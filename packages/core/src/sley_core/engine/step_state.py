@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sley_core.actions.action import GRADIENT_KINDS, Action
+from sley_core.comm.progress import Standing
 
 
 class Phase(StrEnum):
@@ -44,10 +45,11 @@ class StepState:
     step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the number of
     its first one among those of all ranks. was_taken: whether the last step changed weights; not if its loss or a
     gradient was not finite, so that anything a handler kept from these gradients is useless. after_first: called once,
-    after the first action.
+    after the first action. standing: what a report of a failure says of all this.
     """
 
     def __init__(self) -> None:
+        self.standing = Standing()
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
@@ -61,6 +63,7 @@ class StepState:
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
         """Starts a new optimizer step, even if the one before failed."""
         self.step = step
+        self.standing.begin(step + 1)
         self.num_micros = num_micros
         self.first_micro = first_micro
         self.action = None

@@ -104,15 +104,18 @@ class Stepper:
         for handler in self.handlers:
             handler.begin_step(self.state)
         loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
+        self.state.standing.comes("the end of the gradients' reduction")
         for handler in self.handlers:
             handler.finish_step(self.state)
         self.left_in_flight = False
+        self.state.standing.comes("the update")
         call(self.events.gradients_done)
         totals = self.update.step(step, loss, batch.weight, stop)
         self.state.was_taken = self.update.was_taken
         call(self.events.after_update)
         for handler in self.handlers:
             handler.weights_updated(self.state)
+        self.state.standing.comes("what comes between two steps")
         return PendingTotals(totals, self.device)
 
     def _weight(self, batch: StepBatch) -> BatchWeight | None:
