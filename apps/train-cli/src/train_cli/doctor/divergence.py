@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sley_core.reports.fault_report import FaultReport, SeenExchange, SeenWait
 
@@ -44,7 +44,9 @@ def divergence(reports: Sequence[FaultReport]) -> Divergence | None:
 def is_same(one: SeenExchange, other: SeenExchange) -> bool:
     """Returns whether two ranks' exchanges of one number in one queue are one; a message has other words at either end."""
     if {one.operation, other.operation} <= _MESSAGES:
-        alike = _place_of_message(one.what) == _place_of_message(other.what)
+        # Of some messages, as of those that begin a walk, the words name no place at one end.
+        places = {place for place in map(_place_of_message, (one.what, other.what)) if place}
+        alike = len(places) <= 1
     else:
         alike = (one.operation, one.what) == (other.operation, other.what)
     return alike and one.num_bytes == other.num_bytes
@@ -170,31 +172,59 @@ def _named(started: Mapping[int, Mapping[int, SeenExchange]], number: int, kinds
     return Divergence("other", names, both, differ)
 
 
+class _Late(NamedTuple):
+    """Rank `rank` waits in `exchange`, which `started` of those that have reported have started, and not those of `late`."""
+
+    started: int
+    rank: int
+    exchange: SeenExchange
+    late: tuple[int, ...]
+
+
 def _not_started(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     """Finds an exchange that some ranks wait in and others, which wait elsewhere, have not started."""
-    found: list[tuple[int, int, FaultReport, list[int]]] = []
-    for rank, report in by_rank.items():
-        if report.wait is None:
-            continue
-        late = [one for one in late_for(report.wait, by_rank) if one in by_rank and by_rank[one].wait is not None]
-        if late:
-            members = [one for one in report.wait.exchange.ranks if one in by_rank]
-            started = len(members) - len(late)
-            # What fewest have come to: of what all wait for at last, only its followers wait.
-            found.append((started, rank, report, late))
+    found = sorted(_lates(by_rank), key=lambda one: one[:2])
     if not found:
         return None
-    started, rank, report, late = min(found, key=lambda one: one[:2])
+    # What fewest have come to: in what all wait for at last, those wait too that only follow.
+    first = found[0]
+    if len(first.late) > first.started and _is_usual(first, by_rank):
+        # It would have come for all: the rank is ahead, because it has left out what the others wait for.
+        first = next((one for one in found if one.late == (first.rank,)), first)
+    elsewhere = _wait_of(by_rank[first.late[0]]).exchange
+    both = (first.exchange, elsewhere)
+    told = (
+        f"rank {first.rank} is in the {first.exchange}, which rank {first.late[0]} has not started: that is in the "
+        f"{elsewhere}"
+    )
+    if first.started > len(first.late):
+        return Divergence("left out", first.late, both, told)
+    if len(first.late) > first.started:
+        return Divergence("too many", (first.rank,), both, told)
+    return Divergence("not started", (), both, told)
+
+
+def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
+    for rank, report in by_rank.items():
+        if report.wait is not None:
+            exchange = report.wait.exchange
+            waiting = [
+                one for one in late_for(report.wait, by_rank) if one in by_rank and by_rank[one].wait is not None
+            ]
+            if waiting:
+                members = sum(one in by_rank for one in exchange.ranks)
+                yield _Late(members - len(waiting), rank, exchange, tuple(waiting))
+
+
+def _is_usual(one: _Late, by_rank: Mapping[int, FaultReport]) -> bool:
+    """Returns whether others have made such an exchange before."""
+    others = (report.exchanges.get(one.exchange.queue, ()) for rank, report in by_rank.items() if rank != one.rank)
+    return any(seen.what == one.exchange.what for exchanges in others for seen in exchanges)
+
+
+def _wait_of(report: FaultReport) -> SeenWait:
     assert report.wait is not None, report
-    exchange, first = report.wait.exchange, by_rank[late[0]]
-    assert first.wait is not None, first
-    elsewhere = first.wait.exchange
-    told = f"rank {rank} is in the {exchange}, which rank {late[0]} has not started: that is in the {elsewhere}"
-    if started > len(late):
-        return Divergence("left out", tuple(late), (exchange, elsewhere), told)
-    if len(late) > started:
-        return Divergence("too many", (rank,), (exchange, elsewhere), told)
-    return Divergence("not started", (), (exchange, elsewhere), told)
+    return report.wait
 
 
 def _th(number: int) -> str:
