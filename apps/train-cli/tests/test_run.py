@@ -12,6 +12,7 @@ import pytest
 
 from sley_core.plan.load import load_plan
 from sley_core.testing.processes import listening_sockets
+from train_cli.run_folder import check_run_folder
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -152,7 +153,9 @@ def test_what_one_rank_raises_is_told_once_with_its_place(
     trace = [line for line in trace if not line.startswith(("2 ranks, ", "per rank "))]
     assert trace[0] == "Traceback (most recent call last):"
     assert sum(line.startswith("Traceback") for line in trace) == 1
-    assert not (folder / "runs" / "small").exists(), "it took no step"
+    left = {path.name for path in (folder / "runs" / "small").iterdir()}
+    assert left == {"plan.toml", "metrics.jsonl", "faults"}, "it took no step"
+    check_run_folder(load_plan(folder / "plan.toml"), overwrite=False)  # the next run may take it
 
 
 def test_a_token_beyond_the_vocabulary(cli: Cli, plan: Path, folder: Path) -> None:

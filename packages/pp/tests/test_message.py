@@ -65,6 +65,22 @@ def test_a_pool_leases_nothing_that_a_layer_has_by_its_storage() -> None:
     assert pool.lease(LAYOUT) is message
 
 
+def test_a_message_that_is_too_short_is_noticed() -> None:
+    """Gloo takes it, and leaves what was there before, be it the same message of the step before."""
+    size = num_bytes_of(LAYOUT, apart=False)
+    places = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    sent, came = (Message(place, LAYOUT, apart=False) for place in places)
+    for step, num_bytes, is_whole in ((1, size, True), (2, size // 2, False), (3, size - 1, False), (4, size, True)):
+        sent.write_head(step, 0, b"")
+        sent.tensors[-1].fill_(step)
+        sent.seal()
+        came.open()
+        places[1][:num_bytes] = places[0][:num_bytes]
+        assert came.read_head()[:2] == (step, 0)
+        assert came.is_whole == is_whole, step
+    assert torch.equal(came.tensors[-1], sent.tensors[-1])
+
+
 def test_lent_tensors_are_let_go_together() -> None:
     memory = torch.empty(num_bytes_of(LAYOUT, apart=False), dtype=torch.uint8)
     message = Message(memory, LAYOUT, apart=False)

@@ -19,6 +19,7 @@ COMMANDS = {
     "plugins": "List installed plugins, records and their options.",
     "needs": "Print what to pip install for a plan.",
     "schema": "Print the JSON Schema of a plan.",
+    "doctor": "Say what went wrong in a run, from the reports of its ranks.",
     "env": "Print versions and devices, for a report.",
 }
 """Our commands, in the order of `--help`; the function of each is in the module of its name."""

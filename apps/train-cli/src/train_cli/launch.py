@@ -15,16 +15,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from sley_core.comm.world import STORE
 from sley_core.errors import EXIT_OK, EXIT_TERMINATED
+from sley_core.reports.fault_report import LaunchReport, write_launch
 from train_cli import surroundings
 from train_cli.agent import Agent, send
 from train_cli.blame import blame
@@ -38,11 +40,13 @@ _ELASTICS = (signal.SIGQUIT,)
 """Left to elastic, which passes it on and waits for the ranks to end."""
 
 
-def launch(arguments: Sequence[str], num_ranks: int, *, say: Callable[[str], None], verbose: bool = False) -> Fault:
+def launch(
+    arguments: Sequence[str], num_ranks: int, run_folder: Path, *, say: Callable[[str], None], verbose: bool = False
+) -> Fault:
     """Runs `python -m train_cli` with `arguments` on `num_ranks` ranks of this machine; blocks until all have ended.
 
-    Returns what to show and the exit code, `EXIT_OK` on success. say: prints a line for the user. verbose: lets elastic
-    log.
+    Returns what to show and the exit code, `EXIT_OK` on success. run_folder: gets the report of how ranks ended, if one failed.
+    say: prints a line for the user. verbose: lets elastic log.
     """
     with (
         _scratch() as folder,
@@ -60,7 +64,18 @@ def launch(arguments: Sequence[str], num_ranks: int, *, say: Callable[[str], Non
             agent.end_sessions()
         if signals.first is not None:
             return Fault((), codes()[signals.first])
-        return blame(result.failures, num_ranks, agent.silent) if result.is_failed() else Fault((), EXIT_OK)
+        if not result.is_failed():
+            return Fault((), EXIT_OK)
+        with suppress(OSError):  # the fault itself is worth more than its report
+            write_launch(run_folder, _seen(result.failures, num_ranks, agent))
+        return blame(result.failures, num_ranks, agent.silent)
+
+
+def _seen(failures: Mapping[int, ProcessFailure], num_ranks: int, agent: Agent) -> LaunchReport:
+    """Returns how the ranks ended, for `train-cli doctor`."""
+    codes = {rank: failure.exitcode for rank, failure in failures.items()}
+    first = min(failures, key=lambda rank: (failures[rank].timestamp, rank), default=None)
+    return LaunchReport(num_ranks, codes, agent.silent, first)
 
 
 @contextmanager

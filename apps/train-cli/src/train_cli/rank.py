@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import EXIT_OK, SleyError
+from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
+from sley_core.reports.witness import report_error, report_stuck
 from train_cli import lifeline, report
 from train_cli.console import say
 from train_cli.faults import Fault
@@ -37,10 +39,12 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
     gc.enable()
     with ExitStack() as stack:
         # A launcher that is ours has told the user already, and asks why a rank does not end.
-        held = lifeline.is_held()
-        stopping = stack.enter_context(Stopping(None, report.write_late) if held else Stopping(say))
+        joined: list[World] = []
+        late = partial(_late, folder, joined)
+        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say, late))
         try:
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
+            joined.append(world)
             run = stack.enter_context(assemble(plan, world, folder=folder))
             _train(run, folder, stopping, line=line, verbose=verbose)
         except Exception as error:
@@ -50,11 +54,24 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
             fault = Fault.of(error)
             report.write(fault)
             stopping.tearing_down(fault.exit_code)
+            if (
+                joined and fault.exit_code == EXIT_RUN_FAILED
+            ):  # a plan that is refused needs no report of what ranks did
+                report_error(folder, joined[0], fault.diagnostics[0], error)
             raise
         code = stopping.exit_code
         if code is not None:
             stopping.tearing_down(code)
     return EXIT_OK if code is None else code
+
+
+def _late(folder: Path, joined: list[World]) -> None:
+    """Reports that this rank was asked to end and cannot, to the launcher and in the run's folder. joined: the world, once
+    there is one.
+    """
+    found = report.write_late()
+    for world in joined:
+        report_stuck(folder, world, found)
 
 
 def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: bool) -> None:

@@ -65,8 +65,8 @@ def write(fault: Fault) -> None:
         write_whole(Path(name), json.dumps(content))
 
 
-def write_late() -> None:
-    """Writes the report of a rank that was asked to end and cannot: the current place of its main thread."""
+def write_late() -> Diagnostic:
+    """Writes the report of a rank that was asked to end and cannot: the current place of its main thread, which it returns."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     steps = steps_of(frame)
     waits = any(step.f_globals.get("__name__", "").startswith("sley_core.comm.") for step in steps)
@@ -75,6 +75,7 @@ def write_late() -> None:
     trace = "".join(traceback.format_stack(frame)) if frame else ""
     found = Diagnostic(_WAITING if waits else _LATE, where, place=place, source_line=line)
     write(Fault((found,), EXIT_RUN_FAILED, trace))
+    return found
 
 
 def is_aftermath(fault: Fault) -> bool:

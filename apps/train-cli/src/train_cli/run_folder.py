@@ -1,6 +1,6 @@
 """The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
 
-It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces.
+It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces, and `faults` if it failed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.metrics.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
+from sley_core.reports.fault_report import FOLDER as FAULTS
+from sley_core.reports.fault_report import forget
 from train_cli.folder_lock import NAME as LOCK
-from train_cli.folder_lock import FolderLock, TakenError, check_free
+from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
 
 PLAN = "plan.toml"
 
@@ -60,10 +62,12 @@ def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
 def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
     """Makes the folder of a run of `plan` with its `plan.toml`, and locks it against other runs until the block ends.
 
-    A run that failed before its first step leaves no folder. Raises as `check_run_folder` does.
+    A run that failed before its first step leaves no folder, or one with nothing but reports of its ranks, which the next run
+    may take. Raises as `check_run_folder` does.
     """
     check_run_folder(plan, overwrite=overwrite)
     folder = run_folder(plan)
+    again = is_restart(folder)
     try:
         if folder.is_symlink():
             raise OSError(ELOOP, "it is a link", str(folder))
@@ -74,6 +78,8 @@ def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
         raise _unwritable(plan, folder, error) from error
     try:
         _fill(plan, folder, overwrite=overwrite)
+        if not again:  # else what ranks said of torchrun's first attempt stays
+            forget(folder)
         yield folder
     finally:
         drop_unused(folder)
@@ -81,11 +87,13 @@ def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
-    """Empties the folder, which this process has locked, and writes the plan."""
+    """Empties the folder, which this process has locked, of all but reports, and writes the plan."""
     if _is_taken(folder) and not (overwrite and _is_ours(folder)):
         raise _refused(plan, f"`{folder}` was made by another run just now", "choose another `run.name`")
     try:
         for path in folder.iterdir():
+            if path.name == FAULTS:
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             elif path.name != LOCK:
@@ -97,9 +105,14 @@ def _fill(plan: Plan, folder: Path, *, overwrite: bool) -> None:
 
 def drop_unused(folder: Path) -> None:
     """Removes the folder of a run that failed before its first step; it holds no results."""
-    files = {path.name: path.stat().st_size for path in folder.glob("*")}
-    if files.keys() <= {PLAN, METRICS, LOCK} and not files.get(METRICS):
+    if _is_unused(folder) and not (folder / FAULTS).exists():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_unused(folder: Path) -> bool:
+    """Returns whether `folder` has no results: nothing, or what a run has that failed before its first step."""
+    files = {path.name: path.stat().st_size for path in folder.glob("*")}
+    return files.keys() <= {PLAN, METRICS, LOCK, FAULTS} and not files.get(METRICS)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
@@ -108,7 +121,14 @@ def write_plan(plan: Plan, folder: Path) -> None:
 
 
 def _is_taken(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()))
+    """Returns whether something is there that a run must not replace unasked."""
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        return True
+    return any(path.name != LOCK for path in folder.iterdir()) and not (
+        (folder / FAULTS).is_dir() and _is_unused(folder)
+    )
 
 
 def _is_ours(folder: Path) -> bool:

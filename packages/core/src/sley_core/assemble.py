@@ -37,6 +37,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.pools import Pools
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
+from sley_core.engine.skips import Skips
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.step_numbers import StepNumbers
@@ -221,7 +222,8 @@ def _stepper(
     undo.callback(policy.detach)
     if not parts.world.is_fake:
         parts.numbers.agree()
-    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits)
+    standing = parts.groups.progress.standing = parts.store.state.standing
+    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits, standing)
     fields = sliced_info(info, topology.sp).fields
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
@@ -283,6 +285,7 @@ def _update(plan: Plan, parts: Parts) -> Update:
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
         scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
         events=parts.events,
+        skips=None if plan.run.max_skips is None else Skips(plan.run.max_skips),
     )
 
 

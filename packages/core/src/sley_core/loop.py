@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sley_core.engine.not_finite import is_refused, refusal
+from sley_core.engine.not_finite import is_no_number, is_refused, refusal
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, StepBatch
     from sley_core.engine.stepper import Stepper
-    from sley_core.engine.totals import PendingTotals
+    from sley_core.engine.totals import PendingTotals, StepResult
     from sley_core.equipment import Outputs, Samples
     from sley_core.plan.plan import Plan
 
@@ -179,13 +179,15 @@ class Loop:
             self.outputs.timeline.write(launched.number)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        if is_refused(result):
-            is_latest = launched.number == self.num_steps_done
-            raise refusal(self.parts, launched.number, result, launched.totals, launched.samples, is_latest=is_latest)
+        is_skipped = self._is_skipped(launched, result)
+        if is_refused(result) and not is_skipped:
+            raise self._refusal(launched, result)
         self.was_stopped = result.wants_stop
         row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
         if result.loss_scale is not None:
-            row |= {"loss_scale": result.loss_scale, "skipped": int(result.skipped)}
+            row["loss_scale"] = result.loss_scale
+        if result.loss_scale is not None or self.stepper.update.skips is not None:
+            row["skipped"] = int(result.skipped or is_skipped)
         row |= self.parts.numbers.row(result.numbers)
         row |= self.samples.meter.measure(launched.tokens, seconds, launched.data_wait_s)
         try:
@@ -197,6 +199,27 @@ class Loop:
                 writer.write(row)
         self.tell(row)
         return row
+
+    def _is_skipped(self, launched: Launched, result: StepResult) -> bool:
+        """Returns whether the plan says to go on although the step's loss or norm is no number; the same on all ranks."""
+        skips = self.stepper.update.skips
+        if skips is None:
+            return False
+        skips.settle(launched.totals)
+        return is_no_number(result) and not skips.are_too_many
+
+    def _refusal(self, launched: Launched, result: StepResult) -> RunError:
+        skips, is_latest = self.stepper.update.skips, launched.number == self.num_steps_done
+        before = 0 if skips is None else max(0, skips.num_in_a_row - 1)
+        return refusal(
+            self.parts,
+            launched.number,
+            result,
+            launched.totals,
+            launched.samples,
+            is_latest=is_latest,
+            num_skipped=before,
+        )
 
     def _evaluates_after(self, launched: Launched) -> bool:
         if self.samples.evaluation is None or self.plan.evaluation is None:

@@ -200,6 +200,7 @@ class Link:
         if not fault:
             for place, tensor in zip(message.tensors, tensors, strict=True):
                 place.copy_(tensor)
+        message.seal()
         self._sending.append((self._lines.send(message.pieces, transfer.peer, f"what {what}"), message))
         if fault:
             for pending in self._sending[-1][0]:
@@ -272,13 +273,14 @@ class Link:
             message, pending = None, []
             if description.leaves:
                 message = self._memory.lease(layout_of(description.leaves))
+                message.open()
                 pending = self._lines.receive(message.pieces, transfer.peer, what)
             self._posted[transfer] = _Posted(message, pending, description)
 
     def _checked(self, transfer: Transfer, message: Message) -> bytes:
         """Returns the flags of `message`.
 
-        Raises RunError if it belongs to another step or micro-batch, or reports a mismatch.
+        Raises RunError if it belongs to another step or micro-batch, is too short, or reports a mismatch.
         """
         walk, micro, flags, fault = message.read_head()
         what = self._name(transfer, "takes from")
@@ -286,6 +288,9 @@ class Link:
             raise differ(f"{what}: came micro-batch {micro} of walk {walk}, this is walk {self._walk.number}")
         if fault:
             raise mismatch(f"{what}: {fault}")
+        if not message.is_whole:
+            announced = sum(piece.nbytes for piece in message.pieces)
+            raise mismatch(f"{what}: the message is shorter than the {announced} bytes that were announced")
         return flags
 
     def _descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:

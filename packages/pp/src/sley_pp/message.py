@@ -1,12 +1,15 @@
 """One crossing of a stage boundary is one message: a head, then every tensor, each at an aligned place.
 
-    | head: walk, micro-batch, fault, flags | tensor 0 . . . | tensor 1 . . . . . |
-    0                                  1024 + flags          aligned to 256 bytes
+    | head: walk, micro-batch, fault, end, flags | tensor 0 . . . | tensor 1 . . . . . |
+    0                                       1024 + flags          aligned to 256 bytes
 
 Both ends know the size before it is sent, so a receive can be posted ahead. The head lets a receiver report an unexpected
 message; a sender that detects a mismatch sends the expected size and the error text in the head. The flags tell which of the
 tensors have a gradient and which are the same tensor. Only the flags may change from one micro-batch to the next, when layers
 are frozen or the data decide.
+
+Gloo takes a message that is shorter than its place for a whole one, and leaves the rest as it was. So a head on the host also
+has the last bytes of the message, which a receiver has overwritten beforehand: where they did not come, that is an error.
 
 The head is always on the host, so that both ends read it without a device synchronisation. With tensors on the host it
 lies in front of them, in one piece; otherwise it is a separate piece.
@@ -33,8 +36,12 @@ from sley_core.errors import RunError
 HEAD_BYTES = 1024
 """Room for the numbers and for the text of a mismatch; the flags of each tensor follow."""
 
-_NUMBERS = struct.Struct("<III")
-"""Walk, micro-batch, bytes of the fault's text."""
+END_BYTES = 8
+_NUMBERS = struct.Struct(f"<III{END_BYTES}s")
+"""Walk, micro-batch, bytes of the fault's text, the last bytes of the message."""
+
+_NOT_COME = b"not come"
+"""In place of the last bytes until they come."""
 
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -114,6 +121,8 @@ class Message:
         self.layout = layout
         self.pieces = [head, body] if self._apart else [body]
         self._head = head.numpy().data
+        # Of what lies on a device, nothing is read here.
+        self._end = body[-END_BYTES:].numpy().data if extent.body and not self._apart else memoryview(bytearray())
         self.tensors: list[Tensor] = []
         for (dtype, shape), start in zip(layout, extent.starts, strict=True):
             end = start + prod(shape) * dtype.itemsize
@@ -131,13 +140,28 @@ class Message:
     def write_head(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
         """Writes the head. fault: the text of a mismatch, cut to fit; empty if all is as expected."""
         text = fault.encode()[: HEAD_BYTES - _NUMBERS.size]
-        _NUMBERS.pack_into(self._head, 0, walk, micro, len(text))
+        _NUMBERS.pack_into(self._head, 0, walk, micro, len(text), b"")
         self._head[_NUMBERS.size : _NUMBERS.size + len(text)] = text
         self._head[HEAD_BYTES : HEAD_BYTES + len(flags)] = flags
 
+    def seal(self) -> None:
+        """Says in the head how the message ends; called when the tensors are in their places, before it is sent."""
+        at = _NUMBERS.size - END_BYTES
+        self._head[at : at + len(self._end)] = self._end
+
+    def open(self) -> None:
+        """Makes this ready to be received: its end is none that comes."""
+        self._end[:] = _NOT_COME[: len(self._end)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a received message has come up to its end."""
+        at = _NUMBERS.size - END_BYTES
+        return self._head[at : at + len(self._end)] == self._end
+
     def read_head(self) -> tuple[int, int, bytes, str]:
         """Returns walk, micro-batch, flags and fault as `write_head` wrote them."""
-        walk, micro, size = _NUMBERS.unpack_from(self._head)
+        walk, micro, size, _ = _NUMBERS.unpack_from(self._head)
         fault = bytes(self._head[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
         return walk, micro, bytes(self._head[HEAD_BYTES : HEAD_BYTES + FLAG_BYTES * len(self.layout)]), fault
 

@@ -32,6 +32,9 @@ from train_cli.options import MessageFormat, PlanArgument, SetOption
 from train_cli.progress import draws_line
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
 
+_BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
+"""Codes of faults that the reports of all ranks tell more about."""
+
 _HEAD_START_S = 3.0
 """Seconds that another rank with rank 0's error waits: a launcher ends all ranks when the first of them has ended."""
 
@@ -76,7 +79,7 @@ def run(
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
             arguments += ["--no-progress"] if no_progress else []
             arguments += ["--verbose"] if verbose else []
-            raise typer.Exit(_launch(arguments, size, settings, verbose=verbose))
+            raise typer.Exit(_launch(arguments, size, folder, settings, verbose=verbose))
         from train_cli.rank import train
 
         raise typer.Exit(train(resolved, folder, line=line, verbose=verbose > 0))
@@ -94,7 +97,7 @@ def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
         )
 
 
-def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose: int) -> int:
+def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Settings, *, verbose: int) -> int:
     """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
     from train_cli.launch import launch
 
@@ -102,8 +105,10 @@ def _launch(arguments: Sequence[str], size: int, settings: Settings, *, verbose:
         logging.basicConfig(level=logging.INFO)
     if verbose:
         console.say(f"starting {size} ranks: python -m train_cli {' '.join(arguments)}")
-    fault = launch(arguments, size, say=console.say, verbose=verbose > 1)
+    fault = launch(arguments, size, folder, say=console.say, verbose=verbose > 1)
     console.show(fault, settings)
+    if any(found.code in _BETWEEN_RANKS for found in fault.diagnostics):
+        console.say(f"what each rank did: train-cli doctor {folder}")
     return fault.exit_code
 
 

@@ -58,7 +58,7 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
     """
     if group.size == 1:
         return Pending()
-    turn = turn_of("all-reduce", group, what)
+    turn = turn_of("all-reduce", group, what, num_bytes=tensor.nbytes)
     return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
 
 
@@ -66,7 +66,7 @@ def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     """Starts a broadcast of `tensor` in place from the first rank of `group`."""
     if group.size == 1:
         return Pending()
-    turn = turn_of("broadcast", group, what)
+    turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
     first = group.ranks[0]
     return Pending(guarded(lambda: dist.broadcast(tensor, src=first, group=group.lane(), async_op=True), turn), turn)
 
@@ -79,7 +79,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    turn = turn_of("all-to-all", group, what, lane)
+    turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
     work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
 
@@ -89,7 +89,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    turn = turn_of("all-gather", group, what, lane)
+    turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
     work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
 
@@ -99,13 +99,13 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
 
     Asks the communicator itself, which numbers members as `group` does: what `dist.isend` does around that takes a fifth of it.
     """
-    turn = message_turn("send", group, what, lane, group.coord, peer)
+    turn = message_turn("send", group, what, lane, group.coord, peer, tensor.nbytes)
     return Pending(guarded(lambda: group.lane(lane).send([tensor], peer, 0), turn), turn)
 
 
 def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
     """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`."""
-    turn = message_turn("receive", group, what, lane, peer, group.coord)
+    turn = message_turn("receive", group, what, lane, peer, group.coord, tensor.nbytes)
     return Pending(guarded(lambda: group.lane(lane).recv([tensor], peer, 0), turn), turn)
 
 

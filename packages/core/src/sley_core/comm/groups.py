@@ -48,11 +48,11 @@ class Group(Members):
 
 
 class Groups(Mapping[str, Group]):
-    """`groups["dp"]` is this rank's group on axis `dp`."""
+    """`groups["dp"]` is this rank's group on axis `dp`. progress: what this rank has exchanged in all of them."""
 
     def __init__(self, groups: Mapping[str, Group], progress: Progress | None = None) -> None:
         self._groups = dict(groups)
-        self._progress = progress or Progress()
+        self.progress = progress or Progress()
 
     def __getitem__(self, axis: str) -> Group:
         return self._groups[axis]
@@ -72,7 +72,7 @@ class Groups(Mapping[str, Group]):
         for group in self._groups.values():
             group.lanes.clear()
             group.transports.clear()
-        self._progress.store = None  # keeps a communicator's, and the store of the launcher behind it
+        self.progress.store = None  # keeps a communicator's, and the store of the launcher behind it
 
 
 def make_groups(

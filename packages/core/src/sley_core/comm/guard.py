@@ -23,7 +23,8 @@ _TIMED_OUT = "Timed out"
 class Turn(NamedTuple):
     """An exchange that this rank has started; the `number`-th of `queue`, which `members` all start in one order.
 
-    what: what is exchanged. peer: the rank at the other end of a message; None where all members take part.
+    what: what is exchanged. peer: the rank at the other end of a message; None where all members take part. num_bytes: of what
+    this rank gives or gets.
     """
 
     operation: str
@@ -32,6 +33,7 @@ class Turn(NamedTuple):
     queue: str
     number: int
     peer: int | None = None
+    num_bytes: int = 0
 
     def __str__(self) -> str:
         over = f" over {self.members}"  # which some words end with
@@ -45,37 +47,46 @@ class Turn(NamedTuple):
         return Waiting(rank, f"the {self}", late, self.queue, self.number, dict(numbers))
 
 
-def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE) -> Turn:
+def turn_of(operation: str, members: Members, what: str, lane: str = DEFAULT_LANE, num_bytes: int = 0) -> Turn:
     """Counts an exchange of all `members` on `lane`, which starts now. what: what is exchanged, for errors."""
-    queue, numbers = f"{members.axis} {lane}", members.progress.numbers
-    number = numbers[queue] = numbers.get(queue, 0) + 1
-    return Turn(operation, members, what, queue, number)
+    queue, progress = f"{members.axis} {lane}", members.progress
+    turn = Turn(operation, members, what, queue, progress.numbers.get(queue, 0) + 1, None, num_bytes)
+    progress.started(turn)
+    return turn
 
 
-def message_turn(operation: str, members: Members, what: str, lane: str, sender: int, receiver: int) -> Turn:
+def message_turn(
+    operation: str, members: Members, what: str, lane: str, sender: int, receiver: int, num_bytes: int = 0
+) -> Turn:
     """Counts a message on `lane` between two coordinates of `members`, at either end of it."""
-    queue, numbers = f"{members.axis} {lane} {sender}>{receiver}", members.progress.numbers
-    number = numbers[queue] = numbers.get(queue, 0) + 1
+    queue, progress = f"{members.axis} {lane} {sender}>{receiver}", members.progress
     peer = members.ranks[receiver if members.rank == members.ranks[sender] else sender]
-    return Turn(operation, members, what, queue, number, peer)
+    turn = Turn(operation, members, what, queue, progress.numbers.get(queue, 0) + 1, peer, num_bytes)
+    progress.started(turn)
+    return turn
 
 
 def guarded(call: Callable[[], Any], turn: Turn) -> Any:
     """Returns `call()`; torch's RuntimeError becomes the error of `failed`."""
+    progress = turn.members.progress
+    progress.waits(turn)
     try:
-        return call()
+        found = call()
     except RuntimeError as error:
         why = first_line(error)
         raise failed(turn, f"{turn} failed on rank {turn.members.rank}: {why}", _TIMED_OUT in why) from error
+    progress.waited()
+    return found
 
 
-def failed(turn: Turn, message: str, ran_out_of_time: bool) -> RunError:
+def failed(turn: Turn, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
     """Returns the error of a wait in `turn` that failed: `collective-failed` with `message`, or `ranks-differ`.
 
     The latter where ranks wait for each other in a circle, and have said so. ran_out_of_time: whether this rank gave up; else a
-    peer has ended, or its connection was closed.
+    peer has ended, or its connection was closed. peer: the global rank that did not come, where that is known.
     """
     progress = turn.members.progress
+    progress.failed("late" if ran_out_of_time else "closed", peer)
     if progress.store is None:
         return RunError("collective-failed", message, hint=HINT)
     others = heard(turn.waiting, progress.store, progress.patience_s if ran_out_of_time else _RACE_S)

@@ -1,13 +1,63 @@
-"""Counts the exchanges that this rank has started, so that ranks can say after a failure which of them came to what."""
+"""What this rank has exchanged and what it waits in, so that ranks can say after a failure which of them came to what."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
+
+    from sley_core.comm.guard import Turn
 
 SHARE_OF_LIMIT, MOST_S = 1 / 8, 5.0
 """For how long a rank that has waited in vain waits for what the others say: a share of the limit of its waits, and seconds."""
+
+KEPT = 32
+"""How many exchanges of each queue are remembered: ranks that have gone apart wait for each other long before."""
+
+
+@dataclass
+class Standing:
+    """Where a rank is in its list.
+
+    step: the optimizer step, from 1; 0 before the first. finished, pending: the last entry of the list that is over, and the
+    one that is under way, as `str` shows them. layer: the one that was called last.
+    """
+
+    step: int = 0
+    finished: object = ""
+    pending: object = "the start of the run"
+    layer: str = ""
+
+    def begin(self, step: int) -> None:
+        """Notes that optimizer step `step`, from 1, begins."""
+        self.step, self.layer = step, ""
+        self.comes("the beginning of the step")
+
+    def comes(self, entry: object) -> None:
+        """Notes that the entry before is over, and `entry` begins."""
+        self.finished, self.pending = self.pending, entry
+
+
+class Wait(NamedTuple):
+    """A wait for other ranks. since: of the clock `time.perf_counter`. end: "" while it lasts, else "late" where it ran out of
+    time, "closed" where a peer has ended or closed its connection, and "differs" where that exchanges something else. peer: the
+    global rank that did not come, where that is known. until: when it failed.
+    """
+
+    turn: Turn
+    since: float
+    end: str = ""
+    peer: int | None = None
+    until: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return (time.perf_counter() if self.until is None else self.until) - self.since
 
 
 @dataclass
@@ -15,15 +65,40 @@ class Progress:
     """Of one rank in one run; all its groups share it.
 
     A queue is what the members of a group start in one order: the exchanges of one lane, or the messages from one rank to
-    another. numbers: how many exchanges of each queue this rank has started. store: in which ranks tell each other; None until
-    there is one. timeout_s: the limit of waits.
+    another. numbers: how many exchanges of each queue this rank has started. recent: the last `KEPT` of each. wait: the one
+    that this rank is in, or that has failed. store: in which ranks tell each other; None until there is one. timeout_s: the
+    limit of waits. standing: where the rank is in its list.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
+    recent: dict[str, deque[Turn]] = field(default_factory=dict)
+    wait: Wait | None = None
     store: Store | None = None
     timeout_s: float = 0.0
+    standing: Standing = field(default_factory=Standing)
 
     @property
     def patience_s(self) -> float:
         """How long to wait for the others' words after a wait has run out of time."""
         return min(SHARE_OF_LIMIT * self.timeout_s, MOST_S)
+
+    def started(self, turn: Turn) -> None:
+        """Notes that this rank has started `turn`, the last of its queue."""
+        self.numbers[turn.queue] = turn.number
+        kept = self.recent.get(turn.queue)
+        if kept is None:
+            kept = self.recent[turn.queue] = deque(maxlen=KEPT)
+        kept.append(turn)
+
+    def waits(self, turn: Turn) -> None:
+        """Notes that a wait in `turn` begins."""
+        self.wait = Wait(turn, time.perf_counter())
+
+    def waited(self) -> None:
+        """Notes that the wait is over, and did not fail."""
+        self.wait = None
+
+    def failed(self, end: str, peer: int | None = None) -> None:
+        """Notes how the wait has failed; a rank that reports its error reports it."""
+        if self.wait is not None:
+            self.wait = self.wait._replace(end=end, peer=peer, until=time.perf_counter())

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sley_core.comm.progress import Standing
 from sley_core.engine.activations import Keep
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.waits import Waits
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 class LayerCaller:
     """Calls layers, before each of which, recomputation included, it calls what is due of `waits`.
 
-    slice_index: which slice of its sequences this rank has; slices of one sample draw differently.
+    slice_index: which slice of its sequences this rank has; slices of one sample draw differently. standing: is told which
+    layer was called last.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class LayerCaller:
         hooks: Sequence[SchedulerHook] = (),
         slice_index: int = 0,
         waits: Waits | None = None,
+        standing: Standing | None = None,
     ) -> None:
         self.device = device
         self.seed = seed
         self.policy = policy
         self.hooks = hooks
         self.waits = waits or Waits()
+        self.standing = standing or Standing()
         self._keeps_all = type(policy) is Keep  # a policy derived from it may do more
         self._slice = ("slice", slice_index) if slice_index else ()
         self._place: tuple[int, int] | None = None
@@ -71,6 +75,7 @@ class LayerCaller:
         """Waits for the layer's weights, seeds the generators, and calls it; recomputation comes here again with the
         same seed.
         """
+        self.standing.layer = layer.name
         self.waits.wait_for(layer.name)
         self.device.seed(self._of_micro(micro) ^ self._of_layer(layer.name))
         try:

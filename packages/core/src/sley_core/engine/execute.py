@@ -98,6 +98,7 @@ class Executor:
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         for step in steps:
+            state.standing.comes(step)
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
@@ -124,6 +125,7 @@ class Executor:
         """
         total = self._begin(batch, Phase.EVALUATE, actions_of(steps))
         for step in steps:
+            state.standing.comes(f"{step} of the evaluation")
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue

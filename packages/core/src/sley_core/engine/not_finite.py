@@ -36,8 +36,23 @@ def is_refused(result: StepResult) -> bool:
     return result.ranks_differ or (not result.skipped and not (result.is_finite and result.weight > 0))
 
 
+def is_no_number(result: StepResult) -> bool:
+    """Returns whether the step was not taken because its loss or gradient norm is not finite, which `on_nan = "skip"` allows.
+
+    Not where a loss scale gives way, which skips by itself, and not where another error stands behind it.
+    """
+    return not result.is_finite and not (result.ranks_differ or result.skipped) and result.weight > 0
+
+
 def refusal(
-    parts: Parts, number: int, result: StepResult, totals: PendingTotals, samples: Sequence[int], *, is_latest: bool
+    parts: Parts,
+    number: int,
+    result: StepResult,
+    totals: PendingTotals,
+    samples: Sequence[int],
+    *,
+    is_latest: bool,
+    num_skipped: int = 0,
 ) -> RunError:
     """Returns the error of the refused step `number`: the same on all ranks, which all call it; a blocking collective
     on `control`.
@@ -47,6 +62,7 @@ def refusal(
     exchanged other weights or gradients than the others.
 
     samples: this rank's in that step, empty if a program brought them. is_latest: whether the store has its gradients.
+    num_skipped: how many steps just before it were skipped.
     """
     if is_latest:
         parts.store.state.was_taken = False
@@ -66,9 +82,10 @@ def refusal(
             + _samples(range(len(seen)), seen),
             hint="look at the data of this step: all of its labels are ignored",
         )
+    before = f"; the {num_skipped} before it were skipped" if num_skipped else ""
     return RunError(
         "not-finite",
-        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{_where(parts, seen)}",
+        f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{before}{_where(parts, seen)}",
         hint="lower the learning rate, add [optimizer] clip_norm, or look at the data of this step; no weight was changed",
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sley_core.actions.action import GRADIENT_KINDS, Action
+from sley_core.comm.progress import Standing
 
 
 class Phase(StrEnum):
@@ -42,16 +43,17 @@ class StepState:
          begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the number of
-    its first one among those of all ranks. was_taken: whether the last step changed weights; not if its loss or a
-    gradient was not finite, so that anything a handler kept from these gradients is useless. after_first: called once,
-    after the first action.
+    its first one among those of all ranks. after_first: called once,
+    after the first action. standing: what a report of a failure says of all this.
     """
 
     def __init__(self) -> None:
+        self.standing = Standing()
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
-        self.was_taken = True
+        self._was_taken = True
+        self._ask_taken: Callable[[], bool] | None = None
         self.action: Action | None = None
         self.after_first: Callable[[], None] | None = None
         self._last: dict[int, Action] = {}
@@ -61,6 +63,7 @@ class StepState:
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
         """Starts a new optimizer step, even if the one before failed."""
         self.step = step
+        self.standing.begin(step + 1)
         self.num_micros = num_micros
         self.first_micro = first_micro
         self.action = None
@@ -68,6 +71,25 @@ class StepState:
         self._last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
         self._done = frozenset()
         self._settled = None
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether the last step changed weights; not if its loss or a gradient was not finite, so that anything a handler kept
+        from these gradients is useless.
+        """
+        if self._ask_taken is not None:
+            self.was_taken = self._ask_taken()
+        return self._was_taken
+
+    @was_taken.setter
+    def was_taken(self, taken: bool) -> None:
+        self._was_taken, self._ask_taken = taken, None
+
+    def taken_if(self, ask: Callable[[], bool]) -> None:
+        """Makes `was_taken` what `ask` returns; called once, and only if somebody wants to know, since it may wait for the
+        device.
+        """
+        self._ask_taken = ask
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
         """Returns the chunk, micro-batch and step that `action` works on."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sley_core.actions.action import actions_of
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.loss_weight import BatchWeight
+from sley_core.engine.not_finite import is_no_number
 from sley_core.engine.step_events import StepEvents, call
 from sley_core.engine.totals import PendingTotals
 from sley_core.errors import closed
@@ -104,15 +105,25 @@ class Stepper:
         for handler in self.handlers:
             handler.begin_step(self.state)
         loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
+        self.state.standing.comes("the end of the gradients' reduction")
         for handler in self.handlers:
             handler.finish_step(self.state)
         self.left_in_flight = False
+        self.state.standing.comes("the update")
+        if (skips := self.update.skips) is not None:
+            skips.settle()
         totals = self.update.step(step, loss, batch.weight, stop)
+        pending = PendingTotals(totals, self.device)
         self.state.was_taken = self.update.was_taken
+        if skips is not None:
+            skips.follow(pending)
+            if self.device.is_async and self.update.was_taken:  # the host does not know yet
+                self.state.taken_if(lambda: not is_no_number(pending.read()))
         call(self.events.after_update)
         for handler in self.handlers:
             handler.weights_updated(self.state)
-        return PendingTotals(totals, self.device)
+        self.state.standing.comes("what comes between two steps")
+        return pending
 
     def _weight(self, batch: StepBatch) -> BatchWeight | None:
         """Returns the loss weight of the global batch, on ranks with the loss; others do not need it."""

@@ -6,7 +6,7 @@ overflow vote of fp16, and optimizers that cannot skip a step on the device. The
 taken.
 
 If the loss or the norm is not finite, or the batch has weight 0, no rank steps: weights, masters and optimizer states
-stay as they were, and the code that reads the totals raises.
+stay as they were, and the code that reads the totals raises, or counts a skipped step (`skips`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sley_core.comm.groups import Groups
 from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
+from sley_core.engine.skips import Skips
 from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
@@ -43,8 +44,9 @@ class Update:
 
     parameter_groups: makes torch.optim's groups, for entries that are unfrozen later. factor: the learning rate's
     factor at a step. clip_norm: None leaves every gradient bit as it is. norm_kind: the p of the p-norm, math.inf for
-    the largest element. scale: the loss scale of the gradients, in fp16. events: what else is
-    called. was_taken: whether the last step was taken, as far as the host knows.
+    the largest element. scale: the loss scale of the gradients, in fp16. events: what else is called. skips: counts the steps
+    that are skipped for want of numbers, where the plan allows that. was_taken: whether the last step was taken, as far as the
+    host knows.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Update:
         norm_kind: float,
         scale: LossScale | None = None,
         events: StepEvents | None = None,
+        skips: Skips | None = None,
     ) -> None:
         self.store = store
         self.masters = masters
@@ -74,6 +77,7 @@ class Update:
         self.clip_norm = clip_norm
         self.norm_kind = norm_kind
         self.scale = scale
+        self.skips = skips
         self.events = events or StepEvents()
         self._factor = 1.0
         self._has_stepped = False
@@ -97,7 +101,7 @@ class Update:
         loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; both are 0 on
         ranks without the loss. The learning rate counts only the steps that were taken.
         """
-        num_skipped = self.scale.num_skipped if self.scale else 0
+        num_skipped = sum(one.num_skipped for one in (self.scale, self.skips) if one is not None)
         self.was_taken = False
         self._factor = self.factor(step - num_skipped)
         pieces = list(self.store.pieces())
@@ -144,6 +148,8 @@ class Update:
         # One message for all of it: on a small model the latency of a second would be seen in every step.
         scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow, *self._numbers()])
         if math.isinf(self.norm_kind):
+            # The largest of two numbers, of which one is none, may be the other: backends differ, and may lose it.
+            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()

@@ -28,13 +28,14 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     """Returns all problems of `plan` with `world` ranks, sorted by place; empty if it can run. Starts no process.
 
     Codes: "layout", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused", "loss-scale-range",
-    "beyond-the-run", "optimizer-layout", and more of this module's, those of `check_handlers`
+    "beyond-the-run", "skips-unused", "optimizer-layout", and more of this module's, those of `check_handlers`
     and `check_offload`, and those of the
     plugins' `sley_check_plan`, which are called only if the sizes fit. Raises PluginError if one of these hooks fails.
     """
     problems = [
         *_precision(plan),
         *_beyond(plan),
+        *_skips(plan),
         *check_offload(plan),
         *_pipeline_is_there(plan),
         *_weights(plan),
@@ -156,6 +157,13 @@ def _loss_scale(plan: Plan) -> Iterator[Problem]:
     elif scale.min_scale > scale.init_scale:
         message = f"the loss scale would begin at {scale.init_scale:g}, below its minimum {scale.min_scale:g}"
         yield Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
+
+
+def _skips(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for a limit of skipped steps where none is skipped."""
+    if plan.run.on_nan == "stop" and plan.run.max_skips is not None:
+        message = '`max_skips` limits steps that are skipped, but `on_nan = "stop"` skips none'
+        yield Problem(("run", "max_skips"), message, 'leave it out, or write on_nan = "skip"', "skips-unused")
 
 
 def _beyond(plan: Plan) -> Iterator[Problem]:

@@ -31,6 +31,14 @@ RunName = Annotated[
 Seed = Annotated[int, Field(ge=0, lt=2**63), Words("an integer of at least 0")]
 
 
+MAX_SKIPS = 10
+"""How many steps in a row may be skipped where the plan does not say."""
+
+
+def _max_skips(chosen: dict[str, Any]) -> int | None:
+    return MAX_SKIPS if chosen.get("on_nan") == "skip" else None
+
+
 class RunTable(Table):
     """What is run, for how long, and where its results go."""
 
@@ -51,6 +59,12 @@ class RunTable(Table):
 
     log_every: Positive = 10
     """Steps between two lines of progress where no progress bar can be drawn."""
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is no number ends the run, or is skipped: no weight and no state changes."""
+
+    max_skips: Positive | None = Field(default_factory=_max_skips)
+    """How many steps in a row may be skipped; one more ends the run. Only with `on_nan = "skip"`, 10 where it is left out."""
 
     keep_freed_memory: bool = True
     """On the CPU, what the process frees stays with it, for the next step: of all its code, and for good; glibc only."""

@@ -47,8 +47,9 @@ class Backend(Transport):
         self._reduce = _reduce_coalesced if is_coalesced else _reduce_each
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        self._log.add(self._name, mark_of("gather", what, shards))
-        turn = turn_of("gather", self.members, what, self._name)
+        mark = mark_of("gather", what, shards)
+        self._log.add(self._name, mark)
+        turn = turn_of("gather", self.members, what, self._name, mark.num_bytes)
         return Works(guarded(lambda: self._gather(wholes, shards, self._lane), turn), [], turn)
 
     def reduce_scatter(
@@ -56,13 +57,14 @@ class Backend(Transport):
     ) -> Work:
         size, coord = self.members.size, self.members.coord
         own = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
-        self._log.add(self._name, mark_of("reduce", what, wholes, contents))
-        turn = turn_of("reduce", self.members, what, self._name)
+        mark = mark_of("reduce", what, wholes, contents)
+        self._log.add(self._name, mark)
+        turn = turn_of("reduce", self.members, what, self._name, mark.num_bytes)
         return Works(guarded(lambda: self._reduce(own, wholes, self._lane), turn), [], turn)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
         self._log.add(self._name, mark_of("swap", what, [sent], contents))
-        turn = turn_of("swap", self.members, what, self._name)
+        turn = turn_of("swap", self.members, what, self._name, sent.nbytes)
         work = guarded(lambda: dist.all_to_all_single(received, sent, group=self._lane, async_op=True), turn)
         return Works([work], [], turn)
 

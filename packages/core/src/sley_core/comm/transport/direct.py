@@ -101,7 +101,7 @@ class Direct(Transport):
                     sent.append(self._lane.send([part], peer, mark.number))
             return headers
 
-        turn = turn_of(operation, self.members, mark.what, self._name)
+        turn = turn_of(operation, self.members, mark.what, self._name, mark.num_bytes)
         headers = guarded(start, turn)
         return Works(received, sent, turn, finish, headers)
 

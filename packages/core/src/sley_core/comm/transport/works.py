@@ -11,6 +11,7 @@ from torch import Tensor
 from sley_core.comm.guard import Turn, guarded, turn_of
 from sley_core.comm.members import Members
 from sley_core.comm.transport.protocol import Work
+from sley_core.errors import RunError
 
 
 class Announced(Protocol):
@@ -53,7 +54,7 @@ class Works(Work):
         """
         if self._headers is not None:
             self._await(self._headers.works)
-            self._headers.compare()
+            self._compare(self._headers)
             self._headers = None
         received, self._received = self._received, ()
         self._await(received)
@@ -69,6 +70,17 @@ class Works(Work):
         sent, self._sent = self._sent, ()
         self._await(sent)
 
+    def _compare(self, headers: Announced) -> None:
+        """Raises RunError `ranks-differ` where a peer exchanges something else, and notes in which exchange."""
+        progress = self._turn.members.progress
+        progress.waits(self._turn)
+        try:
+            headers.compare()
+        except RunError:
+            progress.failed("differs")
+            raise
+        progress.waited()
+
     def _await(self, works: Sequence[Any]) -> None:
         for work in works:
             guarded(work.wait, self._turn)
@@ -76,5 +88,5 @@ class Works(Work):
 
 def all_reduced(tensor: Tensor, members: Members, name: str, lane: dist.ProcessGroup, what: str) -> Work:
     """Starts the backend's own all-reduce of `tensor`, in place, on `lane`, which is lane `name` of the group."""
-    turn = turn_of("all-reduce", members, what, name)
+    turn = turn_of("all-reduce", members, what, name, tensor.nbytes)
     return Works([guarded(lambda: dist.all_reduce(tensor, group=lane, async_op=True), turn)], [], turn)

@@ -105,6 +105,8 @@ class Connection:
         wait for each other.
         """
         began = looked = time.perf_counter()
+        progress = turn.members.progress
+        progress.waits(turn)
         while not is_true():
             now = time.perf_counter()
             if now - began < _YIELD_S:
@@ -115,10 +117,11 @@ class Connection:
                 looked = now
                 peer = late()
                 if not self._can_reach(peer):
-                    raise failed(turn, self._failure(peer, turn.what, "it has ended"), False)
+                    raise failed(turn, self._failure(peer, turn.what, "it has ended"), False, self._rank_of(peer))
                 if now - began > self.timeout_s:
                     why = f"it did not come within {self.timeout_s:g} s"
-                    raise failed(turn, self._failure(peer, turn.what, why), True)
+                    raise failed(turn, self._failure(peer, turn.what, why), True, self._rank_of(peer))
+        progress.waited()
 
     def _copied(self, num_bytes: int, spans: Sequence[MemorySpan], peer: int, what: str) -> None:
         if num_bytes != sum(span.num_bytes for span in spans):
@@ -126,8 +129,11 @@ class Connection:
             raise RunError("collective-failed", message, hint=HINT)
 
     def _failure(self, peer: int, what: str, why: str) -> str:
-        ranks = self.members.ranks
-        return f"the exchange of {what} with rank {ranks[peer]} failed on rank {self.members.rank}: {why}"
+        return f"the exchange of {what} with rank {self._rank_of(peer)} failed on rank {self.members.rank}: {why}"
+
+    def _rank_of(self, peer: int) -> int:
+        """Returns the global rank of the member at coordinate `peer`."""
+        return self.members.ranks[peer]
 
     def _watch(self) -> bool:
         """Returns whether the ends of all peers can be seen: Linux 5.3 can, if nothing forbids it."""

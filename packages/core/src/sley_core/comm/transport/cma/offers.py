@@ -29,7 +29,7 @@ class Offers:
     def __init__(self, connection: Connection, lane: str, ring: int) -> None:
         self.connection = connection
         self._queue = f"{connection.members.axis} {lane} {ring}"
-        self._numbers = connection.members.progress.numbers
+        self._progress = connection.members.progress
         self.peers = connection.peers
         self.coord = connection.coord
         self._inbox = connection.inbox
@@ -47,7 +47,10 @@ class Offers:
         complete: reads what the peers offer for this one, and returns when they are done with it. Called when the ring is full,
         to avoid a deadlock in which every rank waits for a reader.
         """
-        number = self._num_offers = self._numbers[self._queue] = self._num_offers + 1
+        number = self._num_offers = self._num_offers + 1
+        self._progress.started(
+            Turn("exchange", self.connection.members, mark.what, self._queue, number, None, mark.num_bytes)
+        )
         slot = number % RING
         if number > RING:
             completes = self._open.pop(number - RING, None)
@@ -75,6 +78,8 @@ class Offers:
         own = self._marks[slot]
         if (offer.mark, offer.num_bytes) != (own.number, own.num_bytes):
             members = self.connection.members
+            self._progress.waits(self.turn(number, own.what))
+            self._progress.failed("differs", members.ranks[peer])
             raise differs(own, members.rank, self._words_of(peer, offer), members.ranks[peer])
         addresses: _Table = (ctypes.c_int64 * offer.num_tensors)()
         here = MemorySpan(ctypes.addressof(addresses), ctypes.sizeof(addresses))
@@ -90,8 +95,8 @@ class Offers:
         word = ctypes.c_int64(number)
         at = self._inbox.read_at(self.coord, self._ring, number % RING)
         self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], at, what)
-        queue = self._read_queues[peer]
-        self._numbers[queue] = max(number, self._numbers.get(queue, 0))
+        queue, numbers = self._read_queues[peer], self._progress.numbers
+        numbers[queue] = max(number, numbers.get(queue, 0))
 
     def is_offered(self, number: int) -> bool:
         """Returns whether every peer has made its offer `number`; never blocks."""

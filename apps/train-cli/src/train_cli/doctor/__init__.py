@@ -1,0 +1,1 @@
+"""Finds the cause of a failure in what the ranks of a run have left: pure functions, without torch."""

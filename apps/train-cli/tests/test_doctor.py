@@ -1,0 +1,169 @@
+"""What is left of a run that failed, and what `doctor` says of it: nothing runs on, nothing is left in shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.reports.fault_report import FOLDER, FaultReport, LaunchReport, write, write_launch
+
+pytestmark = pytest.mark.timeout(240)
+
+Start = Callable[..., Any]
+Cli = Callable[..., Any]
+Own = Callable[[str], Path]
+
+LIMIT_S = 4.0
+GRACE_S = 10.0
+"""After the limit of waits: until then a rank that does not answer is named and ended."""
+
+LIMIT = ("--set", f"limits.collective_timeout_s={LIMIT_S}")
+
+MODEL = """
+    import os, signal, time
+    from pathlib import Path
+    from torch import nn
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(256, 256)
+            self.calls = 0
+
+        def forward(self, tokens):
+            if self.training:
+                self.calls += 1
+                rank, again = int(os.environ.get("RANK", 0)), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                if self.calls == 5 and rank == 1 and again == "0":
+                    Path("when").write_text(str(time.time()))
+                    {action}
+                if self.calls == 1 and rank == 0 and again == "1":
+                    Path("again").write_text(str(time.time()))
+            return self.embed(tokens)
+
+    def layers():
+        return [("only", Tiny())]
+"""
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+LOOPBACK = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def of_processes(names: set[str], pids: list[int]) -> set[str]:
+    return {name for name in names if set(map(int, re.findall(r"\d+", name))) & set(pids)}
+
+
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+RAISED = "raise ValueError('no good')"
+BUSY = "time.sleep(3600)"
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "told"),
+    [
+        (KILLED, "killed", "rank 1 was killed by SIGKILL"),
+        (STOPPED, "stopped", "rank 1 did not answer: it is stopped, as by SIGSTOP"),
+        (RAISED, "error", "rank 1 failed: ValueError: no good in layer `only` (Tiny)"),
+        (BUSY, "busy", "rank 1 did not come to the others: it was at "),
+    ],
+    ids=["killed", "stopped", "raised", "busy"],
+)
+def test_doctor_names_the_rank_and_nothing_is_left(
+    start: Start, own_model: Own, cli: Cli, folder: Path, action: str, kind: str, told: str
+) -> None:
+    program = start("run", own_model(MODEL.format(action=action)), *LIMIT)
+    program.wait_for("per rank ")
+    pids = [rank.pid for rank in program.ranks()]
+    result = program.finish(90)  # which fails if a process is left
+    ended = time.time()
+    assert result.code == 1
+    assert ended - float((folder / "when").read_text("utf-8")) < LIMIT_S + GRACE_S + 5, "of which 5 for a busy machine"
+    assert len(pids) == 2
+    assert of_processes(shared_memory(), pids) == set()
+    said = cli("doctor", "runs/small")
+    assert said.code == 0
+    assert f"cause     {told}" in said.out
+    assert "rank      1\nstep      3\n" in said.out
+    assert "remedy    " in said.out
+    (verdict,) = json.loads(cli("doctor", "runs/small", "--format", "json").out)
+    assert (verdict["kind"], verdict["ranks"], verdict["attempt"]) == (kind, [1], 0)
+    # Those that speak for themselves name the action; of the others their peers say in what they waited.
+    assert verdict["layer"] == "only" if kind in ("error", "busy") else verdict["exchanges"]
+
+
+def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder: Path) -> None:
+    result = start("run", own_model(MODEL.format(action="time.sleep(2.5)")), *LIMIT).finish(60)
+    assert result.code == 0, result.err
+    assert not (folder / "runs" / "small" / FOLDER).exists()
+    assert cli("doctor", "runs/small").out == "no rank has reported a failure in `runs/small`\n"
+
+
+def test_torchrun_starts_the_ranks_again_at_once_and_both_attempts_are_told_apart(
+    start: Start, own_model: Own, cli: Cli, folder: Path
+) -> None:
+    """The ranks of the second attempt do not read the addresses of the first in the agent's store."""
+    launcher = (*TORCHRUN, "--max-restarts", "1", "--monitor-interval", "0.1", *LOOPBACK)
+    result = start("run", own_model(MODEL.format(action=RAISED)), *LIMIT, launcher=launcher).finish(100)
+    assert result.code == 0, result.err
+    seconds = float((folder / "again").read_text("utf-8")) - float((folder / "when").read_text("utf-8"))
+    print(f"first step of the second attempt after {seconds:.1f} s")
+    assert seconds < 40, "a wait for addresses that nobody has takes the limit of start-up, 120 s"
+    rows = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
+    (verdict,) = json.loads(cli("doctor", "runs/small", "--format", "json").out)
+    assert (verdict["attempt"], verdict["kind"], verdict["ranks"]) == (0, "error", [1])
+
+
+def test_a_run_that_is_asked_to_end_says_where_it_was_if_it_cannot(
+    start: Start, own_model: Own, cli: Cli, folder: Path
+) -> None:
+    program = start("run", own_model(MODEL.format(action=BUSY)), "--set", "limits.collective_timeout_s=600")
+    program.wait_for("step 2/")
+    while not (folder / "when").exists():
+        time.sleep(0.05)
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.finish(60).code == 143
+    said = cli("doctor", "runs/small").out
+    assert "cause     rank 1 did not come to the others: it was at " in said
+    assert "rank 0 waited for it in the " in said
+
+
+def test_reports_are_of_the_last_run_and_do_not_keep_the_next_from_its_folder(
+    start: Start, own_model: Own, cli: Cli, folder: Path
+) -> None:
+    made = folder / "runs" / "small"
+    path = own_model(MODEL.format(action="pass"))
+    write(made, FaultReport(0, 2, "error", 1.0, "collective-failed", "it failed"))
+    (made / "plan.toml").write_text('source_folder = "."', "utf-8")
+    assert start("run", path).finish(60).code == 0
+    assert not (made / FOLDER).exists()
+    assert cli("run", path).code == 3, "now it has results"
+
+
+def test_attempts_damage_and_folders_that_are_none(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = folder / "runs" / "small"
+    assert cli("doctor", made).code == 2
+    write_launch(made, LaunchReport(2, {1: -9}, {}, 1))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    write(made, FaultReport(0, 2, "error", 1.0, "own-code", "ValueError: no"))
+    (made / FOLDER / "1" / "rank-1.json").write_text("{", "utf-8")
+    said = cli("doctor", made)
+    assert said.code == 0
+    first, second = said.out.split("\n\n")
+    assert first.startswith("attempt 0\ncause     rank 1 was killed by SIGKILL\n")
+    assert second.startswith("attempt 1\ncause     rank 0 failed: ValueError: no\n")
+    assert "could not be read: rank-1.json" in second

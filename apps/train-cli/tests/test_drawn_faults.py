@@ -1,0 +1,182 @@
+"""One thing goes wrong on one rank, and `doctor` finds what; nothing goes wrong, and it says nothing.
+
+Drawn by a printed seed: what goes wrong, in which layout, on which rank, at which exchange or action. A fault is found where
+the verdict names the exchange that was hit, or the rank and the layer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from sley_core.reports.fault_report import read
+from train_cli.doctor.verdict import Verdict, verdict
+
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
+pytestmark = pytest.mark.timeout(3600)
+
+OWN = Path(__file__).parent / "own"
+LIMIT_S = 3.0
+NUM_STEPS = 6
+
+PLAN = """\
+plan = 1
+run = {{ name = "small", steps = {steps}, device = "cpu", log_every = 100 }}
+model = {{ factory = "breaking_parts:layers" }}
+data = {{ use = "core.text", files = ["{files}"], sequence = 16 }}
+batch = {{ global_size = 8, micro_size = 1 }}
+optimizer = {{ use = "core.sgd", lr = 0.01 }}
+limits = {{ collective_timeout_s = {limit} }}
+"""
+
+BUCKETS = 'gradient_handlers = [{ use = "dp.bucketed", bucket_mb = 0.001 }]\n'
+PIPE = 'pipeline = { use = "pp.one_f_one_b" }\n'
+SHARDS = 'weights = { use = "isp.communicator" }\n'
+LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "dp 2": (2, "parallel = { dp = 2 }\n" + BUCKETS, ("sum", "action")),
+    "dp 2, sockets": (2, "parallel = { dp = 2, cross_memory_attach = false }\n" + BUCKETS, ("sum", "action")),
+    "dp 4": (4, "parallel = { dp = 4 }\n" + BUCKETS, ("sum", "action")),
+    "pp 2": (2, "parallel = { pp = 2, dp = 1 }\n" + PIPE, ("send", "action")),
+    "pp 4": (4, "parallel = { pp = 4, dp = 1 }\n" + PIPE, ("send", "action")),
+    "pp 2 x dp 2": (4, "parallel = { pp = 2, dp = 2 }\n" + PIPE + BUCKETS, ("send", "sum", "action")),
+    "wp 2": (
+        2,
+        "parallel = { dp = 2, wp = 2, cross_memory_attach = false }\n" + SHARDS,
+        ("reduce", "gather", "action"),
+    ),
+    "wp 4": (4, "parallel = { dp = 4, wp = 4 }\n" + SHARDS, ("reduce", "action")),
+}
+"""Ranks, tables, and what can go wrong."""
+
+OF_EXCHANGES = ("skipped", "extra", "wrong size", "wrong group", "slow")
+OF_ACTIONS = ("slow", "stuck", "stopped", "killed", "raised")
+CLEAN = frozenset({"slow", "none"})
+NAMED = {"stuck": "busy", "stopped": "stopped", "killed": "killed", "raised": "error"}
+
+
+class Fault(NamedTuple):
+    """What goes wrong on `rank` at the `number`-th exchange or action of the kind `of`."""
+
+    layout: str
+    kind: str
+    of: str
+    rank: int
+    number: int
+
+
+def drawn(draw: random.Random) -> Fault:
+    """A fault that can be one: the group of all ranks has no lane for gathers."""
+    while True:
+        layout = draw.choice(list(LAYOUTS))
+        world, _, of_kinds = LAYOUTS[layout]
+        of = draw.choice(of_kinds)
+        kind = draw.choice(OF_ACTIONS if of == "action" else OF_EXCHANGES)
+        rank = draw.randrange(world)
+        if kind == "wrong group" and of in ("gather", "reduce"):
+            continue
+        return Fault(layout, kind, of, rank, draw.randrange(3, 12))
+
+
+def plan_of(folder: Path, layout: str) -> Path:
+    path = folder / "plan.toml"
+    files = folder / "corpus.txt"
+    path.write_text(PLAN.format(steps=NUM_STEPS, limit=LIMIT_S, files=files) + LAYOUTS[layout][1], "utf-8")
+    return path
+
+
+def is_found(fault: Fault, told: Verdict, hit: str) -> bool:
+    """Whether the verdict is about what was hit."""
+    if fault.of == "action":
+        is_there = fault.kind in ("stopped", "killed") or told.layer == hit
+        return told.kind == NAMED[fault.kind] and told.ranks == (fault.rank,) and is_there
+    names = [one.what.removesuffix(", again") for one in told.exchanges]
+    return any(_is_one(hit, name) for name in names)
+
+
+def _is_one(hit: str, name: str) -> bool:
+    """A message has other words at either end: what it carries, of which micro-batch, over which boundary."""
+    return name.startswith(hit) or (" sends to " in hit and _message(hit) == _message(name))
+
+
+def _message(what: str) -> tuple[str, ...]:
+    words = what.replace(",", "").split()
+    stages = sorted(word for before, word in pairwise(words) if before == "stage")
+    flow = next((word for word in words if word in ("forward", "backward")), "")
+    micro = next((word for before, word in pairwise(words) if before == "micro-batch"), "")
+    return (*stages, flow, micro)
+
+
+def run(start: Callable[..., Any], folder: Path, fault: Fault) -> tuple[str, Verdict | None, float]:
+    """Runs the case; what came of it, and what doctor says."""
+    (folder / "hit.json").unlink(missing_ok=True)
+    told = {} if fault.kind == "none" else fault._asdict()
+    begin = time.monotonic()
+    result = start("run", plan_of(folder, fault.layout), "--overwrite", SLEY_TEST_FAULT=json.dumps(told)).finish(120)
+    seconds = time.monotonic() - begin
+    found = read(folder / "runs" / "small")
+    if fault.kind in CLEAN:
+        assert (result.code, found) == (0, []), (fault, result.err)
+        return "clean", None, seconds
+    assert result.code == 1, (fault, result.err)
+    assert (folder / "hit.json").exists(), (fault, result.err)
+    hit = json.loads((folder / "hit.json").read_text("utf-8"))["what"]
+    seen = verdict(found[-1])
+    return ("found" if is_found(fault, seen, hit) else f"missed {hit}"), seen, seconds
+
+
+def check_all(start: Callable[..., Any], folder: Path, faults: list[Fault]) -> None:
+    """Runs all, prints what was told of what, and fails if one was missed."""
+    matrix: Counter[tuple[str, str]] = Counter()
+    missed = []
+    for fault in faults:
+        came, seen, seconds = run(start, folder, fault)
+        matrix[fault.kind, seen.kind if seen is not None else "nothing"] += 1
+        print(f"{fault}: {came}, {seconds:.1f} s; {seen.cause if seen else 'nothing said'}", flush=True)
+        if came.startswith("missed"):
+            missed.append((fault, came, seen))
+    for (kind, told), times in sorted(matrix.items()):
+        print(f"{kind:<12} told as {told:<12} {times}")
+    assert not missed, missed
+
+
+GIVEN = [
+    Fault("dp 2", "skipped", "sum", 1, 9),
+    Fault("pp 2", "skipped", "send", 0, 5),
+    Fault("dp 4", "stuck", "action", 2, 7),
+    Fault("dp 2", "none", "action", 0, 1),
+]
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    (folder / "breaking_parts.py").write_text((OWN / "breaking_parts.py").read_text("utf-8"), "utf-8")
+    return folder
+
+
+def test_some_faults_are_found(start: Callable[..., Any], own: Path) -> None:
+    check_all(start, own, GIVEN)
+
+
+@pytest.mark.campaign
+def test_any_fault_is_found(start: Callable[..., Any], own: Path) -> None:
+    seed = int(os.environ.get("SLEY_TEST_SEED") or random.SystemRandom().randrange(10**6))
+    num = int(os.environ.get("SLEY_TEST_FAULTS") or 30)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    check_all(start, own, [drawn(draw) for _ in range(num)])
+
+
+@pytest.mark.campaign
+def test_nothing_is_found_where_nothing_is_wrong(start: Callable[..., Any], own: Path) -> None:
+    check_all(start, own, [Fault(layout, "none", "action", 0, 1) for layout in LAYOUTS for _ in range(4)][:30])

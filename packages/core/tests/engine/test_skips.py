@@ -1,0 +1,195 @@
+"""`on_nan = "skip"`: a step whose loss or gradient norm is no number never was, on all ranks, and only so many in a row."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.skips import Skips
+from sley_core.errors import RunError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_same_bits
+from sley_core.testing.runs import record, same_on_all, weights
+
+SAME = ("loss", "grad_norm", "lr", "skipped")
+
+
+def tokens(number):
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 16, (4, 13), generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def skipping(small, most=3, **changes):
+    optimizer = {"use": "core.adamw", "lr": 1e-2, "clip_norm": 0.5} | changes.pop("optimizer", {})
+    rate = {"use": "core.cosine", "warmup_steps": 2}
+    tables = small(optimizer=optimizer, learning_rate=rate, run__steps=6, **changes)
+    tables["run"] |= {"on_nan": "skip", "max_skips": most}
+    return tables
+
+
+def spoil(run, steps, rank, value=math.nan):
+    """One element of one gradient of this rank's is `value` in each of `steps`, which count from 0."""
+    if int(os.environ.get("RANK", "0")) != rank:
+        return
+    entry = next(entry for entry in run.book if entry.trainable)
+
+    def change(gradient):
+        if run.store.state.step not in steps or run.store.state.action.micro != 0:
+            return gradient
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = value
+        return gradient
+
+    entry.parameter.register_hook(change)
+
+
+def as_if_it_never_was(found, expected):
+    """`found` has the steps of `expected` and one more, the second, that was skipped."""
+    for one, other in zip(expected, found, strict=True):
+        assert_same_bits(one.weights, other.weights)
+        skipped = other.rows.pop(1)
+        assert (skipped["step"], skipped["skipped"]) == (2, 1)
+        assert not math.isfinite(skipped["grad_norm"])
+        for wanted, row in zip(one.rows, other.rows, strict=True):
+            assert {key: row[key] for key in SAME} == {key: wanted[key] for key in SAME}
+    same_on_all(found)
+
+
+LAYOUTS = {
+    "each": {},
+    "inf-norm": {"optimizer": {"clip_kind": "inf"}},
+    "momentum": {"optimizer": {"use": "core.sgd", "momentum": 0.9}},
+    "bf16": {"precision": {"compute": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_of_one_rank_skips_the_step_on_all(ranks, own, small, layout, rank, value):
+    """Weights, the optimizer's states and the learning rate go on as if the batch had not been there."""
+    batches = [tokens(number) for number in range(4)]
+    tables = skipping(small, **LAYOUTS[layout])
+    bad = partial(spoil, steps=(1,), rank=rank, value=value)
+    found = ranks(2)(record, tables, 4, folder=own, batches=batches, prepare=bad)
+    expected = ranks(2)(record, tables, 3, folder=own, batches=[batches[0], *batches[2:]])
+    as_if_it_never_was(found, expected)
+
+
+def test_one_process_skips_what_two_skip(ranks, own, small):
+    """The sample that starts with token 7 is the last of the second step, and rank 1's of two."""
+    tables = skipping(small, model={"factory": "own_models:poisoned", "options": {"token": 7}}, data__shuffle=False)
+    reference = record(tables, 5, folder=own)
+    layouts = ranks(2)(record, tables, 5, folder=own)
+    assert [row["skipped"] for row in reference.rows] == [0, 1, 0, 0, 0]
+    assert [row["step"] for row in reference.rows] == [1, 2, 3, 4, 5]
+    for other in layouts:
+        assert [row["skipped"] for row in other.rows] == [0, 1, 0, 0, 0]
+        assert [row["lr"] for row in other.rows] == [row["lr"] for row in reference.rows]
+    same_on_all(layouts)
+
+
+def attempt(tables, folder, steps, rank, num):
+    """`num` calls of `run.step`: what each came to, and the weights at the end."""
+    found = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        spoil(run, steps, rank)
+        for number in range(num):
+            try:
+                found.append(run.step(tokens(number))["skipped"])
+            except RunError as error:
+                found.append(str(error.diagnostics[0]))
+        return found, weights(run)
+
+
+def test_after_too_many_in_a_row_the_run_ends_on_all_ranks_alike(ranks, own, small):
+    """And a good step in between begins to count anew. A program that catches the error goes on as it does without skips."""
+    steps = (0, 1, 3, 4, 5)
+    (first, after), (second, other) = ranks(2)(attempt, skipping(small, most=2), own, steps, 1, 8)
+    assert first == second
+    assert first[:5] == [1, 1, 0, 1, 1]
+    assert first[5].startswith("error[not-finite]: step 6: loss ")
+    assert "gradient norm nan; the 2 before it were skipped; first in the gradient of " in first[5]
+    assert first[6:] == [0, 0]
+    assert_same_bits(after, other)
+
+
+class Late:
+    """A device whose steps are read one step later, as CUDA's are."""
+
+    is_async = True
+
+    def __init__(self, device):
+        self.device = device
+
+    def __getattr__(self, name):
+        return getattr(self.device, name)
+
+
+def trained(tables, folder, monkeypatch=None):
+    """All steps of a plan by `run.train`, read late with `monkeypatch`: rows and weights."""
+    rows = []
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        spoil(run, (1, 2), 0)
+        run.listeners.append(rows.append)
+        if monkeypatch is not None:
+            monkeypatch.setattr(run.world, "device", Late(world.device))
+        assert run.train() == "finished"
+        return [[row[key] for key in SAME[1:]] for row in rows], weights(run)
+
+
+def test_a_step_that_is_read_while_the_next_one_runs_does_not_count_for_its_learning_rate(own, small, monkeypatch):
+    tables = skipping(small)
+    (rows, after), (late, other) = trained(tables, own), trained(tables, own, monkeypatch)
+    assert str(rows) == str(late)  # nan is not itself
+    assert [row[-1] for row in rows] == [0, 1, 1, 0, 0, 0]
+    assert rows[1][1] == rows[2][1] == rows[3][1], "what was skipped does not count"
+    assert_same_bits(after, other)
+
+
+def test_a_batch_of_which_nothing_counts_is_still_an_error(alone, small):
+    with alone(skipping(small)) as run:
+        batch = tokens(0)
+        batch["labels"][:] = -100
+        with pytest.raises(RunError, match="nothing-counts"):
+            run.step(batch)
+        assert run.step(tokens(1))["skipped"] == 0
+
+
+def test_a_handler_asks_the_device_only_if_it_wants_to_know(alone, small, monkeypatch):
+    """Whether the last step was taken; on a device that is ahead of the host that is a wait."""
+    asked = []
+    with alone(skipping(small)) as run:
+        state = run.store.state
+        run.step(tokens(0))
+        state.taken_if(lambda: bool(asked.append(1)))
+        assert asked == []
+        assert (state.was_taken, state.was_taken, asked) == (False, False, [1])
+        run.step(tokens(1))
+        assert state.was_taken
+
+
+def test_counts_are_gone_on_from():
+    skips = Skips(2)
+    skips.restore({"num_skipped": 5, "num_in_a_row": 3})
+    assert skips.are_too_many
+    assert skips.state() == {"num_skipped": 5, "num_in_a_row": 3}
+
+
+def test_a_limit_where_nothing_is_skipped_is_refused(own, small):
+    tables = small()
+    tables["run"]["max_skips"] = 3
+    (problem,) = check_plan(plan_from_dict(tables, own), 1)
+    assert problem.code == "skips-unused"
+    tables["run"]["on_nan"] = "skip"
+    assert check_plan(plan_from_dict(tables, own), 1) == []
+    del tables["run"]["max_skips"]
+    assert plan_from_dict(tables, own).run.max_skips == 10
