@@ -19,7 +19,7 @@ from train_cli.console import say
 from train_cli.faults import Fault
 from train_cli.opening import opening
 from train_cli.progress import Reporter, closing
-from train_cli.run_folder import write_plan
+from train_cli.run_folder import WEIGHTS, write_plan
 from train_cli.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
+        _keep_weights(run, folder)
         return
     # The plan now has what only the data could tell.
     write_plan(run.resolved_plan, folder)
@@ -79,7 +80,18 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
         with suppress(OSError):  # what ended the run is worth more than why its summary cannot be written
             _summarize(run, folder, outcome, totals, reporter)
         raise
-    say(closing(_summarize(run, folder, outcome, totals, reporter), folder, verbose=verbose))
+    content = _summarize(run, folder, outcome, totals, reporter)
+    weights = _keep_weights(run, folder)  # after the summary, which a full disk may still have room for
+    say(closing(content, folder, weights, verbose=verbose))
+
+
+def _keep_weights(run: Run, folder: Path) -> Path | None:
+    """Saves the final weights in the run's folder, and returns where; None if the plan wants none, or no step was taken."""
+    precision = run.plan.run.final_weights
+    if precision == "none" or run.num_steps_done == 0:
+        return None
+    run.save_weights(folder / WEIGHTS, precision=precision)
+    return folder / WEIGHTS
 
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:

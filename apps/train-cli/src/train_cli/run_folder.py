@@ -1,6 +1,6 @@
 """The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
 
-It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces.
+It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces, the final weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free
 
 PLAN = "plan.toml"
+WEIGHTS = "weights"
 
 
 def run_folder(plan: Plan) -> Path:

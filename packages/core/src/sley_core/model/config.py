@@ -127,7 +127,7 @@ class LlamaConfig(ModelConfig):
     @field_validator("*")
     @classmethod
     def _agrees_with_weights(cls, value: Any, info: ValidationInfo) -> Any:
-        folder, key = info.data.get("weights"), info.field_name
+        folder, key = info.data.get("weights"), info.field_name or ""
         if folder is None or not (folder / CONFIG).exists():
             return value
         known = read_config(folder)

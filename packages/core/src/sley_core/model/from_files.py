@@ -21,7 +21,7 @@ from sley_core.weight_files.read import WeightFiles, read_tensor
 if TYPE_CHECKING:
     from sley_core.model.config import LlamaConfig
 
-_LIBRARY = torch.library.Library("sley_core", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("sley_core", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 _LIBRARY.define("read_(Tensor(a!) self, str file, str name) -> Tensor(a!)")
 
 

@@ -52,6 +52,9 @@ class RunTable(Table):
     log_every: Positive = 10
     """Steps between two lines of progress where no progress bar can be drawn."""
 
+    final_weights: Literal["working", "full", "none"] = "working"
+    """What `weights/` of the run folder holds at its end: weights as they compute, in full precision, or nothing."""
+
     keep_freed_memory: bool = True
     """On the CPU, what the process frees stays with it, for the next step: of all its code, and for good; glibc only."""
 
