@@ -13,13 +13,14 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, SleyError
+from sley_core.export.run_weights import WEIGHTS
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from train_cli import lifeline, report
 from train_cli.console import say
 from train_cli.faults import Fault
 from train_cli.opening import opening
 from train_cli.progress import Reporter, closing
-from train_cli.run_folder import WEIGHTS, write_plan
+from train_cli.run_folder import write_plan
 from train_cli.stopping import Stopping
 
 if TYPE_CHECKING:

@@ -15,14 +15,12 @@ from pathlib import Path
 import tomli
 
 from sley_core.errors import PlanError, SleyError
+from sley_core.export.run_weights import PLAN
 from sley_core.metrics.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free
-
-PLAN = "plan.toml"
-WEIGHTS = "weights"
 
 
 def run_folder(plan: Plan) -> Path:

@@ -188,7 +188,7 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         require = partial(self.memory.require, "saving weights", TO_SAVE[precision])
         save = WeightSaver(self.parts, self.stepper.update.masters)
-        save(Path(folder), precision, max_file_bytes, require)
+        save(Path(folder).absolute(), precision, max_file_bytes, require)
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
         """Calls `wait` before every use of the weights of layer `name`, recomputation included, if `is_due` says so."""

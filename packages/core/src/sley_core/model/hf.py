@@ -6,8 +6,8 @@ as in the files that `save_pretrained` writes. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from sley_core.errors import RunError
 from sley_core.model.config import LlamaConfig
@@ -34,6 +34,7 @@ _IN_BLOCK = {
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
 _BIASES = {f"attention.{ours}.bias": f"self_attn.{theirs}.bias" for ours, theirs in _PROJECTIONS.items()}
 _NORMS = {f"attention.{ours}_norm.weight": f"self_attn.{ours[0]}_norm.weight" for ours in ("query", "key")}
+EMBEDDING = "embed.tokens.weight"
 HEAD = "head.output.weight"
 THEIR_HEAD = _OUTER[HEAD]
 
@@ -57,7 +58,7 @@ def to_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[st
     RunError "weights-mismatch" if a weight is missing or unknown.
     """
     known = dict(names(config))
-    _check(state, known, optional={HEAD} if config.tie_embeddings else set())
+    check_names(state, known, optional={HEAD} if config.tie_embeddings else set())
     return {theirs: state[ours] for ours, theirs in known.items() if ours in state and not _is_tied(ours, config)}
 
 
@@ -69,8 +70,8 @@ def from_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[
     """
     known = dict(names(config))
     repeated = {_OUTER[HEAD]} if config.tie_embeddings else set()
-    _check(
-        {name: None for name in state if name not in repeated}, {theirs: ours for ours, theirs in known.items()}, set()
+    check_names(
+        [name for name in state if name not in repeated], {theirs: ours for ours, theirs in known.items()}, set()
     )
     return {ours: state[theirs] for ours, theirs in known.items()}
 
@@ -104,7 +105,7 @@ def _is_tied(name: str, config: LlamaConfig) -> bool:
     return config.tie_embeddings and name == HEAD
 
 
-def _check(state: Mapping[str, Any], known: Mapping[str, str], optional: set[str]) -> None:
+def check_names(state: Collection[str], known: Mapping[str, str], optional: set[str]) -> None:
     """Raises RunError "weights-mismatch" if names of `known` are missing from `state` or it has others."""
     missing = [name for name in known if name not in state and name not in optional]
     unknown = [name for name in state if name not in known]

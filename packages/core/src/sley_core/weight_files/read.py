@@ -27,19 +27,29 @@ _MOST_INDEX_BYTES = 1 << 27
 _SHOWN = 4
 
 
+class Kind(NamedTuple):
+    """What a tensor is like. dtype: as safetensors calls it (`F32`)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Tensors(Protocol):
-    """Where whole tensors come from, one at a time."""
+    """Where whole tensors come from, one at a time: a folder of files, a checkpoint."""
 
     @property
     def names(self) -> Sequence[str]:
         """Names of all tensors."""
+
+    def kind(self, name: str) -> Kind:
+        """Returns what the tensor `name` is like, without reading it."""
 
     def tensor(self, name: str) -> Tensor:
         """Returns the whole tensor `name`, on the host, in memory of its own."""
 
 
 class Stored(NamedTuple):
-    """A tensor in a file. dtype: as safetensors calls it (`F32`)."""
+    """A tensor in a file."""
 
     file: Path
     dtype: str
@@ -70,6 +80,10 @@ class WeightFiles:
     def names(self) -> Sequence[str]:
         """Names of all tensors."""
         return list(self.stored)
+
+    def kind(self, name: str) -> Kind:
+        """Returns what the tensor `name` is like, without reading it."""
+        return Kind(*self.stored[name][1:])
 
     def tensor(self, name: str) -> Tensor:
         """Returns the whole tensor `name`, on the host, in memory of its own."""
