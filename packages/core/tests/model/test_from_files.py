@@ -200,8 +200,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"k_proj.weight' is \[3, 3\] and not \[32, 32\]",
     ),
     "type": (
-        lambda folder: (_without(folder, KEY), _with(folder, KEY, torch.ones(32, 32, dtype=torch.int8))),
-        "k_proj.weight' is I8, none of F64",
+        lambda folder: (_without(folder, KEY), _with(folder, KEY, torch.ones(32, 32, dtype=torch.uint8))),
+        "k_proj.weight' is U8, none of F64",
     ),
 }
 

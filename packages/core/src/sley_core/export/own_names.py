@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 
-class OwnNames(NamedTuple):
+class ModuleNames(NamedTuple):
     """names: by name of the book, of parameters and buffers, those of the factory's own module. module: its class; empty if the
     model is no part of one module, so that names are those of the book. missing: what its state has and the model does not.
     """
@@ -35,7 +35,7 @@ class OwnNames(NamedTuple):
     missing: list[str]
 
 
-def own_names(plan: Plan) -> OwnNames:
+def own_names(plan: Plan) -> ModuleNames:
     """Returns what the model of `plan` is called by its own module. Imports and calls the factory, without memory for weights.
 
     Raises what the data and the factory raise.
@@ -62,7 +62,7 @@ def _noted() -> Iterator[dict[int, nn.Module]]:
         handle.remove()
 
 
-def _names(model: Model, holders: Mapping[int, nn.Module]) -> OwnNames:
+def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
     """Returns the names in the one module among `holders` that has all parameters and is in no other such one."""
     parameters = {id(one): name for name, one in _parameters(model).items()}
     layers = {id(layer.module) for layer in model.layers}
@@ -77,7 +77,7 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> OwnNames:
     if len(outermost) != 1:
         book = ParameterBook([model.layers])
         names = {entry.name: [entry.name, *entry.aliases] for entry in book}
-        return OwnNames(names | {name: [name] for name, _ in _buffers_of(model)}, "", [])
+        return ModuleNames(names | {name: [name] for name, _ in _buffers_of(model)}, "", [])
     (root,) = outermost
     places = {place: name for name, place in _buffers_of(model)}
     names |= {name: [] for name in places.values()}
@@ -89,7 +89,7 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> OwnNames:
             if (id(module), attribute) in places:
                 names[places[id(module), attribute]].append(f"{prefix}.{attribute}".lstrip("."))
     given = {name for several in names.values() for name in several}
-    return OwnNames(names, type(root).__name__, [name for name in root.state_dict() if name not in given])
+    return ModuleNames(names, type(root).__name__, [name for name in root.state_dict() if name not in given])
 
 
 def _parameters(model: Model) -> dict[str, torch.Tensor]:

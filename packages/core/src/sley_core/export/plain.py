@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.errors import RunError
-from sley_core.export.own_names import OwnNames, own_names
+from sley_core.export.own_names import ModuleNames, own_names
 from sley_core.export.write import write_tensors
 
 if TYPE_CHECKING:
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from sley_core.weight_files.read import Tensors
 
 
-def export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> tuple[list[str], OwnNames]:
+def export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: int) -> tuple[list[str], ModuleNames]:
     """Writes the weights in `source` into the new folder `out`; returns its files, and how names were found.
 
     A tied weight stands under each of its names, as in a state. Raises RunError "weights-mismatch" if the factory makes another
     model now.
     """
     if plan.model.record is not None:
-        found = OwnNames({name: [name] for name in source.names}, "", [])
+        found = ModuleNames({name: [name] for name in source.names}, "", [])
     else:
         found = own_names(plan)
         if odd := sorted(found.names.keys() ^ set(source.names)):

@@ -27,7 +27,7 @@ _MOST_INDEX_BYTES = 1 << 27
 _SHOWN = 4
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """What a tensor is like. dtype: as safetensors calls it (`F32`)."""
 
     dtype: str
@@ -41,7 +41,7 @@ class Tensors(Protocol):
     def names(self) -> Sequence[str]:
         """Names of all tensors."""
 
-    def kind(self, name: str) -> Kind:
+    def kind(self, name: str) -> TensorKind:
         """Returns what the tensor `name` is like, without reading it."""
 
     def tensor(self, name: str) -> Tensor:
@@ -81,9 +81,9 @@ class WeightFiles:
         """Names of all tensors."""
         return list(self.stored)
 
-    def kind(self, name: str) -> Kind:
+    def kind(self, name: str) -> TensorKind:
         """Returns what the tensor `name` is like, without reading it."""
-        return Kind(*self.stored[name][1:])
+        return TensorKind(*self.stored[name][1:])
 
     def tensor(self, name: str) -> Tensor:
         """Returns the whole tensor `name`, on the host, in memory of its own."""

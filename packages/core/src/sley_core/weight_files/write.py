@@ -30,13 +30,9 @@ _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-}
+} | {whole: f"I{8 * whole.itemsize}" for whole in (torch.int64, torch.int32, torch.int16, torch.int8)}
 _BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
 
