@@ -14,6 +14,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
+from sley_core.export.run_weights import WEIGHTS
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.reports.witness import report_error, report_stuck
 from train_cli import lifeline, report
@@ -79,6 +80,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
+        _keep_weights(run, folder)
         return
     # The plan now has what only the data could tell.
     write_plan(run.resolved_plan, folder)
@@ -96,7 +98,18 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
         with suppress(OSError):  # what ended the run is worth more than why its summary cannot be written
             _summarize(run, folder, outcome, totals, reporter)
         raise
-    say(closing(_summarize(run, folder, outcome, totals, reporter), folder, verbose=verbose))
+    content = _summarize(run, folder, outcome, totals, reporter)
+    weights = _keep_weights(run, folder)  # after the summary, which a full disk may still have room for
+    say(closing(content, folder, weights, verbose=verbose))
+
+
+def _keep_weights(run: Run, folder: Path) -> Path | None:
+    """Saves the final weights in the run's folder, and returns where; None if the plan wants none, or no step was taken."""
+    precision = run.plan.run.final_weights
+    if precision == "none" or run.num_steps_done == 0:
+        return None
+    run.save_weights(folder / WEIGHTS, precision=precision)
+    return folder / WEIGHTS
 
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
 
-It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces, and `faults` if it failed.
+It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces, the final weights, and `faults` if
+it failed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import tomli
 
 from sley_core.errors import PlanError, SleyError
+from sley_core.export.run_weights import PLAN
 from sley_core.metrics.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
@@ -22,8 +24,6 @@ from sley_core.reports.fault_report import FOLDER as FAULTS
 from sley_core.reports.fault_report import forget
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
-
-PLAN = "plan.toml"
 
 
 def run_folder(plan: Plan) -> Path:

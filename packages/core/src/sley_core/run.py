@@ -5,6 +5,7 @@ with assemble(plan, world) as run:
     row = run.step(batch)            # or one step, on your own samples
     loss = run.evaluate()            # held-out loss
     run.load_weights(state)          # other weights, between two steps
+    run.save_weights("weights")      # safetensors files
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.comm.collectives import gather_objects
+from sley_core.engine.save import WeightSaver
 from sley_core.equipment import rows_of
 from sley_core.errors import KeyPath, StateError, UsageError, closed
 from sley_core.loop import Loop, Row
-from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_STEP
+from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_SAVE, TO_STEP
 from sley_core.metrics.parts import counts_of
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
+from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
+    from sley_core.engine.save import Precision
     from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.waits import IsDue, Wait
@@ -165,6 +170,25 @@ class Run(AbstractContextManager["Run"]):
         found = self._load_weights(state, strict=strict)
         self.loop.weights_loaded()
         return found
+
+    def save_weights(
+        self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES
+    ) -> None:
+        """Saves the model's weights in `folder`, as safetensors files under names that no layout changes, with an index if
+        there are several. All ranks call it, between two steps, and see one `folder`.
+
+        A tied weight is there once, under the name of the book; buffers that belong to the model's state are there too, of the
+        first replica. precision: "working" for `precision.compute`, "full" for what the optimizer steps (fp32 masters).
+        max_file_bytes: of a file; a larger tensor has one for itself. Files are written beside `folder`, which they replace
+        when all of them are on the disk: it is the former one or the new one, never a part.
+
+        Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if
+        memory is away.
+        """
+        self._settle()
+        require = partial(self.memory.require, "saving weights", TO_SAVE[precision])
+        save = WeightSaver(self.parts, self.stepper.update.masters)
+        save(Path(folder).absolute(), precision, max_file_bytes, require)
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
         """Calls `wait` before every use of the weights of layer `name`, recomputation included, if `is_due` says so."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 TO_STEP = PARTS
 TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools", "messages")
 TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
-"""What must be there for a step, an evaluation, and for loading weights."""
+TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
+"""What must be there for a step, an evaluation, and for loading and saving weights."""
 
 COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
 """What an offload keeps on the host; the others are freed."""

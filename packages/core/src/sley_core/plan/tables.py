@@ -66,6 +66,9 @@ class RunTable(Table):
     max_skips: Positive | None = Field(default_factory=_max_skips)
     """How many steps in a row may be skipped; one more ends the run. Only with `on_nan = "skip"`, 10 where it is left out."""
 
+    final_weights: Literal["working", "full", "none"] = "working"
+    """What `weights/` of the run folder holds at its end: weights as they compute, in full precision, or nothing."""
+
     keep_freed_memory: bool = True
     """On the CPU, what the process frees stays with it, for the next step: of all its code, and for good; glibc only."""
 
