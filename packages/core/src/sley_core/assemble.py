@@ -22,9 +22,11 @@ from sley_core.draft import DTYPES, draft_model, dtypes, layer_costs_of
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
+from sley_core.engine.canonical.order import CanonicalOrder
 from sley_core.engine.compiled import compile_layers
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
+from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
 from sley_core.engine.gradient_hooks import check_hooks
@@ -167,6 +169,8 @@ def make_parts(
     """Returns what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     device = world.device.torch_device
+    state = StepState()
+    canonical = CanonicalOrder(state, groups) if plan.parallel.reduction == "canonical" else None
     return Parts(
         plan.run,
         plan.batch,
@@ -177,7 +181,7 @@ def make_parts(
         groups,
         layers,
         book,
-        GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
+        GradientStore(book, DTYPES[plan.precision.gradients], device, state, planner, canonical),
         WeightStore(dtypes(plan)[0]),
         Waits(),
         WeightQueue(),
@@ -227,17 +231,30 @@ def _stepper(
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     )  # core's own: a sum over positions
     over_positions = OverPositions(loss, fields) if topology.sp > 1 and not is_additive else None
+    is_canonical = parts.store.canonical is not None
     executor = Executor(
-        stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator, over_positions
+        stage.chunks,
+        crossing,
+        caller,
+        loss,
+        fields,
+        device,
+        hooks,
+        parts.queue,
+        communicator,
+        over_positions,
+        keeps_apart=is_canonical,
     )
     compare = None if parts.world.is_fake else partial(check_first_values, parts, model.per_rank_buffers)
     stepper = Stepper(
         executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
     )
     splits = stage.lists.splits_backward(plan.num_micros(topology))
-    if splits or _accumulates_directly(plan, device):
-        direct = accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=splits)
-        undo.callback(direct)
+    if splits or is_canonical or _accumulates_directly(plan, device):
+        all_types = splits or is_canonical  # the same products in every layout
+        undo.callback(accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=all_types))
+    if is_canonical:
+        undo.callback(add_rows_directly(parts.layers, parts.book, parts.store, parts.queue))
     parts.store.watch()
     return stepper
 

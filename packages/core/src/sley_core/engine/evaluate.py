@@ -85,7 +85,7 @@ class Evaluation:
             first_micro = self.groups["dp"].coord * self.num_micros
             state.begin(number, actions_of(self.steps), self.num_micros, first_micro)
             loss = self.executor.evaluate(self.steps, batch.micros, state)
-            totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
+            totals += torch.tensor([float(loss.sum()), batch.weight], dtype=torch.float64)
         self.feed.close()
         differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
         totals = self.device.move(torch.cat([totals, differs]))

@@ -1,0 +1,51 @@
+"""`reduction = "canonical"`: one hash of weights, masters, optimizer states, losses and norms, whatever the layout."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.testing.bits import Bits, differing, digest, trained
+from sley_core.testing.plans import Tables, changed, small_plan
+
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
+PLAN = small_plan(
+    model__num_layers=4,
+    model__heads=2,
+    model__kv_heads=None,
+    model__ffn_hidden=27,
+    model__vocab_size=257,
+    model__tie_embeddings=True,
+    data__sequence=16,
+    batch__micro_size=1,
+    optimizer__weight_decay=0.1,
+    precision__compute="fp32",
+    parallel={"reduction": "canonical"},
+)
+
+DP = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
+LAYOUTS: dict[str, tuple[int, Tables]] = {
+    "dp2 each": (2, {"parallel__dp": 2}),
+    "dp4 each": (4, {"parallel__dp": 4}),
+    "dp2 bucketed": (2, {"parallel__dp": 2, **DP}),
+}
+
+
+@cache
+def alone(folder: Path, precision: str) -> Bits:
+    return trained(changed(PLAN, precision__compute=precision), 3, folder=folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
+    size, changes = LAYOUTS[layout]
+    tables = changed(PLAN, precision__compute=precision, **changes)
+    found = ranks(size, 180)(trained, tables, 3, folder=texts)
+    assert differing([alone(texts, precision)], found) == []
+    assert digest([alone(texts, precision)]) == digest(found)
