@@ -29,10 +29,26 @@ PLAN = small_plan(
 )
 
 DP = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
+DP_PP = {"gradient_handlers": [*DP["gradient_handlers"], {"use": "pp.shared_modules"}]}
+SHARDED = {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.01}]}
+WP = {"parallel__wp": 2, "weights": {"use": "isp.communicator"}}
 LAYOUTS: dict[str, tuple[int, Tables]] = {
     "dp2 each": (2, {"parallel__dp": 2}),
     "dp4 each": (4, {"parallel__dp": 4}),
     "dp2 bucketed": (2, {"parallel__dp": 2, **DP}),
+    "dp2 sharded": (2, {"parallel__dp": 2, **SHARDED}),
+    "dp4 sharded": (4, {"parallel__dp": 4, **SHARDED}),
+    "wp2": (2, {"parallel__dp": 2, **WP}),
+    "wp4": (4, {"parallel__dp": 4, "parallel__wp": 4, "weights": {"use": "isp.communicator"}}),
+    "wp2 wdp2 sharded": (4, {"parallel__dp": 4, **WP, **SHARDED}),
+    "wp2 wdp2 each": (4, {"parallel__dp": 4, **WP}),
+    "wp2 pp2": (4, {"parallel__dp": 2, "parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_h1"}, **WP}),
+    "pp2": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.one_f_one_b"}}),
+    "pp2 dp2": (4, {"parallel__pp": 2, "parallel__dp": 2, "pipeline": {"use": "pp.one_f_one_b"}, **DP_PP}),
+    "interleaved": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.interleaved"}}),
+    "zero bubble": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_h1"}}),
+    "zero bubble v": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_v"}}),
+    "zero bubble v dp2": (4, {"parallel__pp": 2, "parallel__dp": 2, "pipeline": {"use": "pp.zero_bubble_v"}, **DP_PP}),
 }
 
 

@@ -57,7 +57,7 @@ from sley_core.losses.parameters import check_no_parameters
 from sley_core.memory.assemble import memory_of, move_numbers
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
-from sley_core.optim.groups import parameter_groups
+from sley_core.optim.groups import EVERYWHERE_ALIKE, parameter_groups
 from sley_core.plan.check import check_plan
 from sley_core.records import GradientHandlerRecord, LossRecord, OffloadManagerRecord
 from sley_core.run import Run
@@ -286,12 +286,16 @@ def _update(plan: Plan, parts: Parts) -> Update:
     for entry in parts.book:
         if not entry.trainable:
             parts.weights.adopt(entry)
-    optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), home or parts.world.device.torch_device)
+    device = home or parts.world.device.torch_device
+    # A shard ends elsewhere than the tensor that it is of.
+    is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and device.type == "cpu"
+    groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
+    optimizer = plan.optimizer.build(groups_of(masters.stepped), device)
     return Update(
         parts.store,
         masters,
         optimizer,
-        partial(parameter_groups, config=config),
+        groups_of,
         plan.learning_rate.build(plan.run.steps),
         parts.groups,
         parts.world.device,

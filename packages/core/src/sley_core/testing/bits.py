@@ -3,7 +3,7 @@
     bits = ranks(4)(trained, tables, 3, folder=texts)           # on each rank, what it holds, whole
     assert digest(bits) == digest([trained(tables, 3, folder=texts)])
 
-Parts are joined as integers, so that no bit is lost, not even the sign of a zero.
+Parts are joined byte by byte, so that no bit is lost, not even the sign of a zero.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from sley_core.topology import DEFAULT_LANE
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_core.run import Run
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Bits = dict[str, bytes]
 """Of each tensor and number, by a name that no layout changes."""
@@ -122,8 +120,8 @@ def _unsharded(run: Run, entry: Entry, own: Tensor) -> Tensor:
 
 
 def _join(run: Run, whole: Tensor, axis: str) -> None:
-    """Adds what ranks of the group have, as integers: one has an element's bits, the others zeros."""
-    group, own = run.groups[axis], whole.view(_INTEGERS[whole.itemsize])
+    """Adds what ranks of the group have, byte by byte: one has an element's bits, the others zeros."""
+    group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
     every = own.new_empty(group.size, *own.shape)
     # All ranks of the group walk the book in one order.
     all_gather(every, own[None], group, what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()

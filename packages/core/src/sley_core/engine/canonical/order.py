@@ -49,6 +49,14 @@ class CanonicalOrder:
         assert layer or len(entry.layers) == 1, f"{entry.name} is used by {entry.layers}: which of them?"
         return Leaf(entry.layers.index(layer) if layer else 0, self.micro)
 
+    def micros_beside(self, group: Members) -> range:
+        """Returns the number of the micro-batch that each rank of `group` runs while this one runs its own: of neighbours
+        along `dp`, that take the same actions.
+        """
+        step = max(1, self.state.num_micros)
+        begin = self.micro - group.coord * step
+        return range(begin, begin + group.size * step, step)
+
     def first(self, reduce_group: str) -> int:
         """Returns the first micro-batch of which this rank has gradients that are reduced over the group."""
         group = self.groups[reduce_group]

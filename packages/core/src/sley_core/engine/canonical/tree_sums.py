@@ -95,7 +95,7 @@ class _TreeSum:
         sent.add(self._out, group, passes=1)
 
     def join(self) -> None:
-        """Waits for the exchange and joins the rows in the order of the tree; starts the all-gather, unless the buffer is cut."""
+        """Waits for the exchange and joins the rows in the order of the tree; gathers the sum, unless the buffer is cut."""
         if self._is_joined:
             return
         self._is_joined = True
