@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from sley_core.engine.canonical import slot, tree_sums
+from sley_core.engine.canonical.partial_sums import PartialSums
+from sley_core.engine.canonical.tree import Node
 from sley_core.testing.bits import Bits, differing, digest, trained
 from sley_core.testing.plans import Tables, changed, small_plan
 
@@ -26,6 +31,7 @@ PLAN = small_plan(
     optimizer__weight_decay=0.1,
     precision__compute="fp32",
     parallel={"reduction": "canonical"},
+    evaluation={"every": 2, "steps": 2},
 )
 
 DP = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
@@ -65,3 +71,36 @@ def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layou
     found = ranks(size, 180)(trained, tables, 3, folder=texts)
     assert differing([alone(texts, precision)], found) == []
     assert digest([alone(texts, precision)]) == digest(found)
+
+
+class LeftToRight(PartialSums):
+    """What the tree is instead of: adds whatever comes, as it comes."""
+
+    def put(self, use: int, node: Node, value: Tensor) -> None:
+        there = self._sums().pop(use, None)
+        if there is not None:
+            home = value is self.home
+            there, value = (value, there) if home else (there, value)
+            there.add_(value)
+        self._sums()[use] = value if there is None else there
+
+    def take(self, use: int, node: Node, like: Tensor) -> Tensor:
+        found = self._sums().pop(use, None)
+        return torch.zeros_like(like) if found is None else found
+
+    def _sums(self) -> dict[int, Tensor]:
+        return self.__dict__.setdefault("sums", {})
+
+
+def trained_left_to_right(tables: Tables, num_steps: int, *, folder: Path) -> Bits:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot, "PartialSums", LeftToRight)
+        patch.setattr(tree_sums, "PartialSums", LeftToRight)
+        return trained(tables, num_steps, folder=folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_the_tree_the_hash_is_another(ranks: Any, texts: Path, layout: str):
+    size, changes = LAYOUTS[layout]
+    found = ranks(size, 180)(trained_left_to_right, changed(PLAN, **changes), 3, folder=texts)
+    assert differing([alone(texts, "fp32")], found)

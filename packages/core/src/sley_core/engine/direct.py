@@ -154,7 +154,7 @@ def accumulate_directly(
     queue.on_last = store.passed
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if not _is_plain(module) or has_shards(book, name, module):
+            if not is_plain_linear(module) or has_shards(book, name, module):
                 continue
             if all_types or module.weight.dtype == store.dtype:
                 entry = book[f"{name}.weight"]
@@ -174,7 +174,8 @@ def _bias_sink(store: GradientStore, entry: Entry, layer: str) -> BiasSink:
     return lambda rows: store.put(entry, rows.sum(0, dtype=store.dtype), layer)
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Returns whether `module` is torch's linear, with a weight of its own and its own forward."""
     is_own = type(module) is nn.Linear and "forward" not in module.__dict__
     return is_own and module._parameters.get("weight") is not None
 

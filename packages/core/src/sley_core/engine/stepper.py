@@ -108,7 +108,10 @@ class Stepper:
             handler.finish_step(self.state)
         self.left_in_flight = False
         call(self.events.gradients_done)
-        totals = self.update.step(step, loss, batch.weight, stop)
+        weight_here = batch.weight
+        if self.store.canonical is not None:  # what all ranks know already, added once
+            weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+        totals = self.update.step(step, loss, weight_here, stop)
         self.state.was_taken = self.update.was_taken
         call(self.events.after_update)
         for handler in self.handlers:
