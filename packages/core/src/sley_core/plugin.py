@@ -83,7 +83,9 @@ def sley_lr_schedules() -> list[LRScheduleRecord]:
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
     home = "sley_core.engine"
     return [
-        GradientHandlerRecord(name="each", config=EachConfig, build=f"{home}.each:Each", role="reducer"),
+        GradientHandlerRecord(
+            name="each", config=EachConfig, build=f"{home}.each:Each", role="reducer", canonical=True
+        ),
         GradientHandlerRecord(
             name="gradient_norms",
             config=GradientNormsConfig,

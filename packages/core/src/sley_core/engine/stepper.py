@@ -112,7 +112,10 @@ class Stepper:
         self.state.standing.comes("the update")
         if (skips := self.update.skips) is not None:
             skips.settle()
-        totals = self.update.step(step, loss, batch.weight, stop)
+        weight_here = batch.weight
+        if self.store.canonical is not None:  # what all ranks know already, added once
+            weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+        totals = self.update.step(step, loss, weight_here, stop)
         pending = PendingTotals(totals, self.device)
         self.state.was_taken = self.update.was_taken
         if skips is not None:

@@ -24,6 +24,7 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.compare import exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
+from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
@@ -98,8 +99,8 @@ class Update:
         """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks
         call it: it all-reduces the totals.
 
-        loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; both are 0 on
-        ranks without the loss. The learning rate counts only the steps that were taken.
+        loss: this rank's sum, a float64 scalar on the device; where sums are canonical, its terms. weight: this rank's share of
+        the batch's; both are 0 on ranks without the loss. The learning rate counts only the steps that were taken.
         """
         num_skipped = sum(one.num_skipped for one in (self.scale, self.skips) if one is not None)
         self.was_taken = False
@@ -142,22 +143,32 @@ class Update:
         """Returns norm, loss, votes and plugins' numbers, from one all-reduce over all ranks (two for the inf-norm)."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
-        norm = self._local_norm(pieces)  # each rank adds what it alone owns, so the sum counts every gradient once
+        order = self.store.canonical
+        exact = None if order is None else ExactTotals(order, self.groups, pieces, loss, self.norm_kind)
+        own_loss = loss if exact is None else loss.sum()
+        # Each rank adds what it alone owns, so the sum counts every gradient once.
+        norm = self._local_norm(pieces) if exact is None else torch.zeros_like(own_loss)
         differs = exchanges_differ(self._exchanging)
         host = torch.tensor([weight, float(stop), differs], dtype=torch.float64)
         # One message for all of it: on a small model the latency of a second would be seen in every step.
-        scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow, *self._numbers()])
-        if math.isinf(self.norm_kind):
+        every = [torch.stack([own_loss, norm]), self.device.move(host), *overflow, *self._numbers()]
+        num_scalars = sum(some.numel() for some in every)
+        scalars = torch.cat(every if exact is None else [*every, exact.terms()])
+        if math.isinf(self.norm_kind) and exact is None:
             # The largest of two numbers, of which one is none, may be the other: backends differ, and may lose it.
             norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
-        if not math.isinf(self.norm_kind):
+        sum_of_losses = scalars[0]
+        if exact is not None:
+            sum_of_losses, norm = exact.result(scalars[num_scalars:])
+        elif not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
         exchanges = exchanges_of(self._exchanging)
         first = 6 if self.scale else 5
-        totals = StepTotals(scalars[0], scalars[2], norm, scalars[3], loss, scalars[4], exchanges, scalars[first:])
+        numbers = scalars[first:num_scalars]
+        totals = StepTotals(sum_of_losses, scalars[2], norm, scalars[3], own_loss, scalars[4], exchanges, numbers)
         return replace(totals, loss_scale=self.scale.value, overflows=scalars[5]) if self.scale else totals
 
     def _numbers(self) -> list[Tensor]:
@@ -189,7 +200,7 @@ class Update:
         without any.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for tensors, reduce_group, num_holders, num_shards in pieces:
+        for tensors, reduce_group, num_holders, num_shards, _ in pieces:
             # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
             norms = torch.stack(torch._foreach_norm(tensors, self.norm_kind))
             norm = torch.linalg.vector_norm(norms, self.norm_kind, dtype=torch.float64)

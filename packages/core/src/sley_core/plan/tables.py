@@ -141,6 +141,10 @@ class ParallelTable(Table):
     wp: Positive = 1
     """Ranks that split each weight."""
 
+    reduction: Literal["fast", "canonical"] = "fast"
+    """In which order gradients are summed: the fastest of the layout; or the one tree over all micro-batches, which gives the
+    same bits in every layout with the same `micro_size`, for more memory and time."""
+
     cross_memory_attach: bool = True
     """Ranks on one host's CPUs read each other's weights and gradients, where the system lets them; false: gloo's sockets."""
 
