@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 TO_STEP = PARTS
 TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools", "messages")
 TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
-"""What must be there for a step, an evaluation, and for loading weights."""
+TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
+"""What must be there for a step, an evaluation, for loading weights, and for loading a checkpoint."""
 
 COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
 """What an offload keeps on the host; the others are freed."""
@@ -125,11 +126,15 @@ class RunMemory:
         if part not in COPIED:
             hint = f"these have a copy: {', '.join(COPIED)}"
             raise UsageError("not-copied", f"an offload keeps nothing of a run's {part.replace('_', ' ')}", hint=hint)
-        # of all parts: a storage that two parts have moves with the first
-        copies = {
-            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
-        }
+        copies = self._copies()
         return ((name, _on_host(tensor, copies)) for name, tensor in self.holdings.everything(part))
+
+    def at_rest(self) -> Callable[[Tensor], Tensor]:
+        """Returns a function that gives each tensor of the run where it lies: itself, or while its memory is away, or not back
+        yet, the host's copy. Nothing is copied or brought. Waits for copies to the host.
+        """
+        copies = self._copies()
+        return lambda tensor: same_place(tensor, copies[key]) if (key := storage_id(tensor)) in copies else tensor
 
     def leaks(self, min_bytes: int = 4096) -> list[Leak]:
         """Returns what has memory on the device now and belongs to no part that is here, the largest first: after an
@@ -142,6 +147,12 @@ class RunMemory:
         here = [part for part, where in self.where.items() if where in (Where.HERE, Where.COMING)]
         known = {storage_id(tensor) for part in here for _, tensor in self.holdings.everything(part)}
         return find_leaks(self.holdings.device, known, self.roots, min_bytes)
+
+    def _copies(self) -> dict[int, Tensor]:
+        """Of all parts, by storage: one that two parts have moves with the first."""
+        return {
+            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
+        }
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
         """The wanted parts with their managers, in the order in which they come back."""
