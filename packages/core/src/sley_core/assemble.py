@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sley_core.checkpoint.checkpoints import Checkpoints
+from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.comm.groups import Groups
 from sley_core.comm.malloc import keep_freed_memory
 from sley_core.data.dataset import DataContext
@@ -80,6 +82,10 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
 
 
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's folder that has its checkpoints, where the plan names no other."""
+
+
 def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     """Returns the run of `plan` on this rank of `world`; every rank calls it, and it communicates.
 
@@ -137,6 +143,12 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
         outputs_of(plan, world, stepper, topology, folder),
         memory,
         WeightLoader(names, parts, stepper.update.masters),
+        Checkpoints(
+            plan,
+            RunTensors(parts, stepper.update, memory, model.per_rank_buffers),
+            samples.feed,
+            None if folder is None else str(folder / CHECKPOINTS),
+        ),
         AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
     )
 

@@ -22,15 +22,18 @@ from sley_core.engine.save import WeightSaver
 from sley_core.equipment import rows_of
 from sley_core.errors import KeyPath, StateError, UsageError, closed
 from sley_core.loop import Loop, Row
-from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_SAVE, TO_STEP
+from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
 from sley_core.metrics.parts import counts_of
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
 from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
+    from sley_core.checkpoint.checkpoints import Checkpoints, Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
     from sley_core.engine.save import Precision
@@ -63,6 +66,7 @@ class Run(AbstractContextManager["Run"]):
         outputs: Outputs,
         memory: RunMemory,
         load_weights: WeightLoader,
+        checkpoints: Checkpoints,
         facts: AssemblyFacts,
     ) -> None:
         self.plan = plan
@@ -84,6 +88,8 @@ class Run(AbstractContextManager["Run"]):
         self.memory = memory
         memory.settle, memory.check_free = self._settle, self._check_free
         self._load_weights = load_weights
+        self._checkpoints = checkpoints
+        checkpoints.resolved = lambda: self.resolved_plan.to_toml()
         self._notify = Notifier(plan)
         self._is_closed = False
 
@@ -189,6 +195,32 @@ class Run(AbstractContextManager["Run"]):
         require = partial(self.memory.require, "saving weights", TO_SAVE[precision])
         save = WeightSaver(self.parts, self.stepper.update.masters)
         save(Path(folder).absolute(), precision, max_file_bytes, require)
+
+    def save_checkpoint(self, path: str | Path | None = None) -> str:
+        """Writes a checkpoint and returns its folder. All ranks call it, between two steps; it is there when this returns.
+
+        path: the folder to make; left out, the next one in the run's folder of checkpoints. What is away is read on the host.
+        Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: it is not there then, and the run can go
+        on.
+        """
+        self._settle()
+        return self._checkpoints.save(path, self.num_steps_done)
+
+    def load_checkpoint(self, path: str | Path) -> Restored | None:
+        """Goes on where a checkpoint was written, in this layout or another: weights, masters, optimizer states, buffers, loss
+        scale, position in the data, steps done. All ranks call it, between two steps.
+
+        path: of a checkpoint; or of a folder of several, or "auto" for the run's own, of which the newest whole one is taken.
+        Returns what was loaded; None for "auto" where there is none yet. Raises RunError on all ranks alike: `no-checkpoint`,
+        `checkpoint-damaged`, and `checkpoint-mismatch` for another model's or optimizer's; then nothing has changed.
+        """
+        self._settle()
+        self.memory.require("loading a checkpoint", TO_RESTORE)
+        found, steps = self._checkpoints.load(path)
+        if found is not None:
+            self.loop.num_steps_done = steps
+            self.loop.weights_loaded()
+        return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
         """Calls `wait` before every use of the weights of layer `name`, recomputation included, if `is_due` says so."""

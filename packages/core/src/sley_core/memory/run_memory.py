@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sley_core.errors import UsageError
@@ -21,7 +22,8 @@ TO_STEP = PARTS
 TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools", "messages")
 TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
 TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
-"""What must be there for a step, an evaluation, and for loading and saving weights."""
+TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
+"""What must be there for a step, an evaluation, for loading and saving weights, and for loading a checkpoint."""
 
 COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
 """What an offload keeps on the host; the others are freed."""
@@ -128,11 +130,15 @@ class RunMemory:
         if part not in COPIED:
             hint = f"these have a copy: {', '.join(COPIED)}"
             raise UsageError("not-copied", f"an offload keeps nothing of a run's {part.replace('_', ' ')}", hint=hint)
-        # of all parts: a storage that two parts have moves with the first
-        copies = {
-            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
-        }
+        copies = self._copies()
         return ((name, _on_host(part, tensor, copies)) for name, tensor in self.holdings.everything(part))
+
+    def at_rest(self) -> Callable[[Tensor], Tensor]:
+        """Returns a function that gives each tensor of the run where it lies: itself, or while its memory is away, or not back
+        yet, the host's copy. Nothing is copied or brought. Waits for copies to the host. The function raises StateError
+        `memory-away` where this rank's host has only a part of what is away.
+        """
+        return partial(_where_it_lies, self._copies())
 
     def leaks(self, min_bytes: int = 4096) -> list[Leak]:
         """Returns what has memory on the device now and belongs to no part that is here, the largest first: after an
@@ -145,6 +151,12 @@ class RunMemory:
         here = [part for part, where in self.where.items() if where in (Where.HERE, Where.COMING)]
         known = {storage_id(tensor) for part in here for _, tensor in self.holdings.everything(part)}
         return find_leaks(self.holdings.device, known, self.roots, min_bytes)
+
+    def _copies(self) -> dict[int, Tensor]:
+        """Of all parts, by storage: one that two parts have moves with the first."""
+        return {
+            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
+        }
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
         """The wanted parts with their managers, in the order in which they come back."""
@@ -163,10 +175,15 @@ def _nothing() -> None: ...
 
 
 def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
+    found = _where_it_lies(copies, tensor, part)
+    return found.detach().to("cpu", copy=True) if found is tensor else found
+
+
+def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise is_away(part, "reading on the host")
-    return tensor.detach().to("cpu", copy=True) if copy is None else same_place(tensor, copy)
+    return tensor if copy is None else same_place(tensor, copy)
 
 
 def _not_moved(part: str) -> UsageError:
