@@ -1,7 +1,7 @@
 """The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
 
-It holds `plan.toml` as resolved, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final weights, and `faults`
-if it failed.
+It holds `plan.toml` as resolved, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final weights, and
+`faults` if it failed.
 """
 
 from __future__ import annotations
