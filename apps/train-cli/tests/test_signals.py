@@ -44,6 +44,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dp", "number", "code"),
     [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (1, signal.SIGHUP, 129), (2, signal.SIGHUP, 129)],
@@ -96,6 +97,7 @@ def test_terminated_in_a_step_that_never_ends(start: Start, own_model: Callable[
     assert program.finish(40).code == 143
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path, folder: Path, killed: int) -> None:
     program = start("run", plan, *LONG)

@@ -61,6 +61,7 @@ def test_one_process_has_the_same_bits(changes, offload, texts):
     assert str([row["grad_norm"] for row in wanted.rows]) == str([row["grad_norm"] for row in found.rows])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "plugin"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_two_ranks_have_the_same_bits(ranks, layout, plugin, texts):
     """In bf16: with masters that are not the weights, an alias that is lost would be seen."""

@@ -51,11 +51,13 @@ def assert_same(plain, *others):
         assert other[2] > 0, f"{name}: nothing was moved"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("changes", ALONE.values(), ids=ALONE.keys())
 def test_on_one_rank(changes, texts):
     assert_same(*three_ways(small_plan(**changes), texts))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_on_two_ranks(ranks, layout, compute, texts):

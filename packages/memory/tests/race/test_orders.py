@@ -50,6 +50,7 @@ SAMPLE_ON_TWO = range(1)
 BLOCKS = [range(start, start + 100) for start in range(0, 1000, 100)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("orders", [SAMPLE, *(pytest.param(block, marks=pytest.mark.campaign) for block in BLOCKS)])
 def test_every_order_gives_the_same_bits(case: str, orders: range, train: Callable[..., str], texts: Path) -> None:
@@ -58,6 +59,7 @@ def test_every_order_gives_the_same_bits(case: str, orders: range, train: Callab
     assert found == {train(tables, texts)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ON_TWO)
 @pytest.mark.parametrize(
     "orders", [SAMPLE_ON_TWO, *(pytest.param(block, marks=pytest.mark.campaign) for block in BLOCKS)]
