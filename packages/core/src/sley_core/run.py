@@ -23,6 +23,7 @@ from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_STE
 from sley_core.metrics.parts import counts_of
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
+from sley_core.protocols import Rewinds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -187,8 +188,9 @@ class Run(AbstractContextManager["Run"]):
         scale, position in the data, steps done. All ranks call it, between two steps.
 
         path: of a checkpoint; or of a folder of several, or "auto" for the run's own, of which the newest whole one is taken.
-        Returns what was loaded; None for "auto" where there is none yet. Raises RunError on all ranks alike: `no-checkpoint`,
-        `checkpoint-damaged`, and `checkpoint-mismatch` for another model's or optimizer's; then nothing has changed.
+        Returns what was loaded; None for "auto" where there is none yet. Rows of later steps leave the metrics. Raises RunError
+        on all ranks alike: `no-checkpoint`, `checkpoint-damaged`, and `checkpoint-mismatch` for another model's or optimizer's;
+        PlanError `resume-differs` for a run of other data, loss or seed. Then nothing has changed.
         """
         self._settle()
         self.memory.require("loading a checkpoint", TO_RESTORE)
@@ -196,6 +198,9 @@ class Run(AbstractContextManager["Run"]):
         if found is not None:
             self.loop.num_steps_done = steps
             self.loop.weights_loaded()
+        for writer in self.outputs.writers:
+            if isinstance(writer, Rewinds):
+                writer.rewind(self.num_steps_done)
         return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
