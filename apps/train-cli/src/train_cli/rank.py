@@ -22,6 +22,8 @@ from train_cli.console import say
 from train_cli.faults import Fault
 from train_cli.opening import opening
 from train_cli.progress import Reporter, closing
+from train_cli.resume import load
+from train_cli.resume import totals as done
 from train_cli.run_folder import write_plan
 from train_cli.stopping import Stopping
 
@@ -30,11 +32,11 @@ if TYPE_CHECKING:
     from sley_core.run import Outcome, Run
 
 
-def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int:
+def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, verbose: bool = False) -> int:
     """Joins the world, trains and leaves; blocks until the run has ended. Returns the exit code, or raises the error.
 
-    line: whether rank 0 redraws one line of progress. verbose: whether it prints the counts of the run's parts at the
-    end.
+    resume: from which checkpoint to go on; None begins at the first step. line: whether rank 0 redraws one line of progress.
+    verbose: whether it prints the counts of the run's parts at the end.
     """
     gc.freeze()  # the modules: to look through them takes half a second, each time
     gc.enable()
@@ -47,7 +49,8 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             joined.append(world)
             run = stack.enter_context(assemble(plan, world, folder=folder))
-            _train(run, folder, stopping, line=line, verbose=verbose)
+            run.notes.extend(load(run, resume))
+            _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.located(error)
@@ -75,7 +78,7 @@ def _late(folder: Path, joined: list[World]) -> None:
         report_stuck(folder, world, found)
 
 
-def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: bool) -> None:
+def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, line: bool, verbose: bool) -> None:
     """Runs the training; on rank 0 also writes plan and summary, and shows progress."""
     if run.world.rank != 0:
         stopping.working(run.stop)
@@ -84,7 +87,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
         return
     # The plan now has what only the data could tell.
     write_plan(run.resolved_plan, folder)
-    totals = RunTotals()
+    totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)

@@ -297,3 +297,11 @@ class MetricsWriter(Protocol):
 
     def write(self, row: Mapping[str, float | int]) -> None: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Rewinds(Protocol):
+    """A metrics writer whose output a run can go on from."""
+
+    def rewind(self, step: int) -> None:
+        """Drops the rows of steps after `step`, which are taken again."""

@@ -211,8 +211,9 @@ class Run(AbstractContextManager["Run"]):
         scale, position in the data, steps done. All ranks call it, between two steps.
 
         path: of a checkpoint; or of a folder of several, or "auto" for the run's own, of which the newest whole one is taken.
-        Returns what was loaded; None for "auto" where there is none yet. Raises RunError on all ranks alike: `no-checkpoint`,
-        `checkpoint-damaged`, and `checkpoint-mismatch` for another model's or optimizer's; then nothing has changed.
+        Returns what was loaded; None for "auto" where there is none yet. Rows of later steps leave the metrics. Raises RunError
+        on all ranks alike: `no-checkpoint`, `checkpoint-damaged`, and `checkpoint-mismatch` for another model's or optimizer's;
+        PlanError `resume-differs` for a run of other data, loss or seed. Then nothing has changed.
         """
         self._settle()
         self.memory.require("loading a checkpoint", TO_RESTORE)
@@ -220,6 +221,7 @@ class Run(AbstractContextManager["Run"]):
         if found is not None:
             self.loop.num_steps_done = steps
             self.loop.weights_loaded()
+        self.outputs.rewind(self.num_steps_done)
         return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:

@@ -17,6 +17,7 @@ from sley_core.checkpoint.verify import Damage, damages, ready
 from sley_core.comm.collectives import gather_objects
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import RunError, SleyError, UsageError
+from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
@@ -81,9 +82,12 @@ class Checkpoints:
                 return None, 0
             raise RunError("no-checkpoint", f"there is no checkpoint in {source}")
         found = Checkpoint(chosen, read_index(chosen))
+        different = changes(found.index.plan, self.resolved())
+        refuse_changes(different)
         topology = self.tensors.parts.topology
         layout = {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
         restoring = Restoring(self.tensors, found, is_same_layout=found.index.layout == layout)
+        restoring.notes += (f"the plan has changed since: {one}" for one in different)
         self._check(restoring)
         self._alike(restoring.restore, "load the checkpoint")
         self._restore_state(found, restoring.notes)
