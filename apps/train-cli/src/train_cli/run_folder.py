@@ -62,8 +62,8 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Makes the folder of a run of `plan` with its `plan.toml`, and locks it against other runs until the block ends.
 
-    resume: what is in it stays. A run that failed before its first step leaves no folder, or one with nothing but reports of its
-    ranks, which the next run may take. Raises as `check_run_folder` does.
+    resume: what is in it stays. A run that failed before its first step leaves no folder, or one with nothing but reports of
+    its ranks, which the next run may take. Raises as `check_run_folder` does.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
