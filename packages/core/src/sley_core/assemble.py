@@ -143,7 +143,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
             plan,
             RunTensors(parts, stepper.update, memory, model.per_rank_buffers),
             samples.feed,
-            None if folder is None else str(folder / CHECKPOINTS),
+            _checkpoint_folder(plan, folder),
         ),
         AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
     )
@@ -301,6 +301,12 @@ def _update(plan: Plan, parts: Parts) -> Update:
 def _steps_on_host(plan: Plan) -> bool:
     records = (component.record for component in plan.offload)
     return any(isinstance(record, OffloadManagerRecord) and record.steps_on_host for record in records)
+
+
+def _checkpoint_folder(plan: Plan, folder: Path | None) -> str | None:
+    if plan.checkpoint is not None and plan.checkpoint.folder is not None:
+        return plan.checkpoint.folder
+    return None if folder is None else str(folder / CHECKPOINTS)
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:

@@ -15,7 +15,7 @@ from sley_core.actions.action import actions_of
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.loss_weight import BatchWeight
 from sley_core.engine.step_events import StepEvents, call
-from sley_core.engine.totals import PendingTotals
+from sley_core.engine.totals import PendingTotals, Votes
 from sley_core.errors import closed
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sley_core.engine.update import Update
     from sley_core.protocols import GradientHandler
 
+
+NO_VOTES = Votes()
 
 STARTING_STEPS = 2
 """Before these, handlers may agree on something of their own as they begin, such as an order that the first step showed."""
@@ -77,11 +79,11 @@ class Stepper:
             store.on_chunk_done.append(self._chunk_done)
 
     def step(
-        self, step: int, batch: StepBatch, *, stop: bool = False, clock: ActionClock | None = None
+        self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, clock: ActionClock | None = None
     ) -> PendingTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        step: counts from 0. stop: this rank's vote to stop after the step. clock: notes when actions run. On CUDA it
+        step: counts from 0. votes: this rank's, of what comes after the step. clock: notes when actions run. On CUDA it
         returns before the device is done; `read` of the result waits. After an exception the next call starts clean.
         """
         if self.is_closed:
@@ -108,7 +110,7 @@ class Stepper:
             handler.finish_step(self.state)
         self.left_in_flight = False
         call(self.events.gradients_done)
-        totals = self.update.step(step, loss, batch.weight, stop)
+        totals = self.update.step(step, loss, batch.weight, votes)
         self.state.was_taken = self.update.was_taken
         call(self.events.after_update)
         for handler in self.handlers:
