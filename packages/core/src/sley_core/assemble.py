@@ -147,7 +147,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
             plan,
             RunTensors(parts, stepper.update, memory, model.per_rank_buffers),
             samples.feed,
-            None if folder is None else str(folder / CHECKPOINTS),
+            _checkpoint_folder(plan, folder),
         ),
         AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
     )
@@ -290,6 +290,12 @@ def _link(plan: Plan, parts: Parts) -> StageLink | None:
 def _accumulates_directly(plan: Plan, device: Device) -> bool:
     wanted = plan.precision.accumulation
     return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
+
+
+def _checkpoint_folder(plan: Plan, folder: Path | None) -> str | None:
+    if plan.checkpoint is not None and plan.checkpoint.folder is not None:
+        return plan.checkpoint.folder
+    return None if folder is None else str(folder / CHECKPOINTS)
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:

@@ -84,11 +84,12 @@ class Run(AbstractContextManager["Run"]):
         self.readers: list[Callable[[Row], None]] = []
         self._looks = False
         require = partial(memory.require, "a step", TO_STEP)
-        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require)
+        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require, checkpoints)
         self.memory = memory
         memory.settle, memory.check_free = self._settle, self._check_free
         self._load_weights = load_weights
         self._checkpoints = checkpoints
+        checkpoints.notes = self.notes
         checkpoints.resolved = lambda: self.resolved_plan.to_toml()
         self._notify = Notifier(plan)
         self._is_closed = False
@@ -173,6 +174,7 @@ class Run(AbstractContextManager["Run"]):
         """
         self._settle()
         self.memory.require("loading weights", TO_LOAD)
+        self._checkpoints.secure()
         found = self._load_weights(state, strict=strict)
         self.loop.weights_loaded()
         return found
@@ -238,7 +240,8 @@ class Run(AbstractContextManager["Run"]):
         """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
         `protocols.Counts`, and offload managers.
         """
-        return counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
+        counts = counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
+        return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpoints.counts)})
 
     def close(self) -> None:
         """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does
@@ -251,7 +254,7 @@ class Run(AbstractContextManager["Run"]):
             return
         self._is_closed = True
         feeds = (self.feed, self.evaluation.feed if self.evaluation else None)
-        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds]
+        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds, self._checkpoints]
         with ExitStack() as stack:  # the last first
             for part in parts:
                 if part is not None:
@@ -283,6 +286,7 @@ class Run(AbstractContextManager["Run"]):
                 f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave",
                 hint="take a step first, which ends them, or close the run",
             )
+        self._checkpoints.secure()
 
     def _any_listens(self) -> bool:
         """Returns whether any rank has listeners, where that matters: all ranks must wait alike. All ranks call it."""

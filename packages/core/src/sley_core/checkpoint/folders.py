@@ -48,6 +48,10 @@ class Folder(Protocol):
         """Returns how long a file is."""
         ...
 
+    def crc(self, name: str) -> int:
+        """Reads a file, and returns the CRC-32 of its bytes."""
+        ...
+
     def staging(self, token: str) -> Folder:
         """Returns the folder in which this one is made ready; `publish` of that gives it this one's name."""
         ...
@@ -124,6 +128,13 @@ class LocalFolder:
     def num_bytes(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
+    def crc(self, name: str) -> int:
+        memory, crc, done = memoryview(bytearray(_STEP_BYTES)), 0, 0
+        while got := self.read_into(name, done, memory):
+            crc = crc32(memory[:got], crc)
+            done += got
+        return crc
+
     def staging(self, token: str) -> LocalFolder:
         return LocalFolder(self.path.parent / f"{STAGING}{self.path.name}-{token}")
 
@@ -134,7 +145,11 @@ class LocalFolder:
         _sync(target.path.parent)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self.path.is_dir():
+            gone = self.path.with_name(f"{STAGING}{self.path.name.removeprefix(STAGING)}-gone")
+            with suppress(OSError):  # of what is deleted half, nobody takes the rest for a checkpoint
+                self.path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def open_folder(path: str | Path) -> Folder:

@@ -11,7 +11,7 @@ from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
 from sley_core.checkpoint.regions import Region, region_of
 from sley_core.checkpoint.run_tensors import OPTIONS, RunTensors, state_name
 from sley_core.checkpoint.tensor_file import BY_NAME
-from sley_core.checkpoint.trees import Leaf, joined, leaves
+from sley_core.checkpoint.trees import StateLeaf, joined, leaves
 from sley_core.checkpoint.values import from_json
 from sley_core.errors import RunError
 
@@ -85,7 +85,7 @@ class Restoring:
 
     def _state(self, stepped: Stepped) -> Any:
         found = self._states.get(stepped.name, [])
-        return joined(Leaf(path, self._leaf(stepped, name)) for name, path in found)
+        return joined(StateLeaf(path, self._leaf(stepped, name)) for name, path in found)
 
     def _keep_types(self, stepped: Stepped) -> None:
         """Gives states that were of another type than their parameter that type again: torch casts all to the parameter's."""
@@ -95,7 +95,7 @@ class Restoring:
         if any(one.value is not other.value for one, other in zip(kept, found, strict=True)):
             state[stepped.parameter] = joined(kept)
 
-    def _in_own_type(self, stepped: Stepped, leaf: Leaf) -> Any:
+    def _in_own_type(self, stepped: Stepped, leaf: StateLeaf) -> Any:
         name = state_name(stepped.name, leaf.name)
         if not isinstance(leaf.value, Tensor) or name not in self.found:
             return leaf.value

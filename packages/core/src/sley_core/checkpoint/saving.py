@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sley_core.checkpoint.folders import STAGING, Folder, open_folder
-from sley_core.checkpoint.index import CheckpointIndex
+from sley_core.checkpoint.index import CheckpointIndex, read_index
 from sley_core.checkpoint.run_tensors import RunTensors, generators
 from sley_core.checkpoint.shares import Listed, Shares, from_lists, listed, share_out
-from sley_core.checkpoint.verify import step_name
+from sley_core.checkpoint.tensor_file import chunks_of
+from sley_core.checkpoint.verify import ready, step_name
 from sley_core.checkpoint.writing import Writing
 from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError, SleyError
@@ -24,8 +27,8 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 
-class Where(NamedTuple):
-    """Where a checkpoint goes. path: its own folder, or one of several checkpoints."""
+class Destination(NamedTuple):
+    """Destination a checkpoint goes. path: its own folder, or one of several checkpoints."""
 
     path: str
     is_of_several: bool
@@ -42,9 +45,11 @@ class Preparation:
         self.tensors = tensors
         self._shares: tuple[list[str], Shares] | None = None
 
-    def prepare(self, where: Where, step: int, state: dict[str, Any], resolved: str) -> Writing:
-        """Returns what this rank has to write. All ranks call it: one blocking exchange over `control`, and a second where some
-        rank holds other tensors than before. Raises RunError on all ranks alike.
+    def prepare(self, where: Destination, step: int, state: dict[str, Any], resolved: str, keep: int | None) -> Writing:
+        """Returns what this rank has to write. keep: how many checkpoints stay in a folder of several; None for all.
+
+        All ranks call it: one blocking exchange over `control`, and a second where some rank holds other tensors than before.
+        Raises RunError on all ranks alike.
         """
         world, control = self.tensors.parts.world, self.tensors.parts.groups["control"]
         pieces, own, why = self._held()
@@ -71,6 +76,8 @@ class Preparation:
             own,
             self._index(step, token, resolved, shares, state),
             self.plan.limits.collective_timeout_s,
+            lambda piece: chunks_of(piece.tensor),
+            partial(_prune, open_folder(where.path), keep) if keep and where.is_of_several else _nothing,
         )
 
     def _held(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
@@ -85,7 +92,7 @@ class Preparation:
         except SleyError as error:
             return [], {}, str(error.diagnostics[0].message)
 
-    def _target(self, where: Where, step: int) -> list[str]:
+    def _target(self, where: Destination, step: int) -> list[str]:
         """Returns the folder, a token for this save, and words for why it cannot be; removes what is left of earlier saves."""
         try:
             folder = open_folder(where.path)
@@ -94,6 +101,8 @@ class Preparation:
                 problem = f"there is something in {folder.text} already" if names else ""
                 return [folder.text, secrets.token_hex(8), problem]
             remove_unfinished(folder)
+            if names and (problem := of_another_run(folder, self.plan.run.name)):
+                return ["", "", problem]
             return [folder.child(step_name(step, names)).text, secrets.token_hex(8), ""]
         except OSError as error:
             return ["", "", f"the folder {where.path} cannot be read: {error}"]
@@ -129,6 +138,26 @@ def remove_unfinished(folder: Folder) -> None:
     for name in folder.names():
         if name.startswith(STAGING):
             folder.child(name).remove()
+
+
+def of_another_run(folder: Folder, run: str) -> str:
+    """Returns words for why the newest readable checkpoint of a folder is none of the run's; nothing if it is one."""
+    for name in ready(folder):
+        with suppress(RunError):
+            if (found := read_index(folder.child(name)).run) != run:
+                return f"the folder {folder.text} has checkpoints of the run {found!r}, and this one is {run!r}"
+            return ""
+    return ""
+
+
+def _prune(folder: Folder, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints of a folder; the newest has just been verified."""
+    with suppress(OSError):
+        for name in ready(folder)[keep:]:
+            folder.child(name).remove()
+
+
+def _nothing() -> None: ...
 
 
 def absolute(path: str | Path) -> str:

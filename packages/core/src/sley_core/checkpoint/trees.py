@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sley_core.errors import RunError
 
 
-class Leaf(NamedTuple):
+class StateLeaf(NamedTuple):
     """A value in a state. path: through which containers, each its kind and the key or number in it."""
 
     path: tuple[tuple[str, str | int], ...]
@@ -19,7 +19,7 @@ class Leaf(NamedTuple):
         return ".".join(str(key) for _, key in self.path)
 
 
-def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[Leaf]:
+def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
     """Yields what is in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that is no string."""
     if isinstance(state, Mapping):
         for key, value in state.items():
@@ -30,10 +30,10 @@ def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator
         for number, value in enumerate(state):
             yield from leaves(value, (*path, (type(state).__name__, number)))
     else:
-        yield Leaf(path, state)
+        yield StateLeaf(path, state)
 
 
-def joined(found: Iterable[Leaf]) -> Any:
+def joined(found: Iterable[StateLeaf]) -> Any:
     """Returns the state whose leaves these are, in their order."""
     root: dict[str | int, Any] = {}
     kinds: dict[tuple[str | int, ...], str] = {}

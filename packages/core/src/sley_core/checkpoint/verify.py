@@ -6,14 +6,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 from sley_core.checkpoint.folders import Folder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts, read_index
 from sley_core.checkpoint.reader import read_header
 from sley_core.errors import RunError
 
-CHUNK_BYTES = 8 << 20
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
@@ -91,7 +89,7 @@ def _damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
     facts = index.files[name]
     try:
         num_bytes = folder.num_bytes(name)
-        if num_bytes == facts.num_bytes and _crc(folder, name, num_bytes) == facts.crc:
+        if num_bytes == facts.num_bytes and folder.crc(name) == facts.crc:
             return None
         return Damage(name, _whose(folder, name, index, facts) or _how(num_bytes, facts))
     except FileNotFoundError:
@@ -121,18 +119,6 @@ def _whose(folder: Folder, name: str, index: CheckpointIndex, facts: FileFacts) 
     if found.get("rank") != facts.rank:
         return f"is the file of rank {found.get('rank')}"
     return ""
-
-
-def _crc(folder: Folder, name: str, num_bytes: int) -> int:
-    memory = memoryview(bytearray(min(CHUNK_BYTES, num_bytes)))
-    crc = done = 0
-    while done < num_bytes:
-        got = folder.read_into(name, done, memory[: num_bytes - done])
-        if not got:
-            break
-        crc = crc32(memory[:got], crc)
-        done += got
-    return crc
 
 
 def _age(match: re.Match[str]) -> tuple[int, int]:

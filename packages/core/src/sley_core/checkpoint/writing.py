@@ -12,13 +12,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sley_core.checkpoint.folders import Folder, Written
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts
 from sley_core.checkpoint.shares import file_name
-from sley_core.checkpoint.tensor_file import TensorPiece, chunks_of, header_of
+from sley_core.checkpoint.tensor_file import TensorPiece, header_of
 from sley_core.errors import RunError
 
 _POLL_S = 0.005
@@ -28,9 +28,12 @@ _SLOWEST_POLL_S = 0.1
 @dataclass
 class Writing:
     """What one rank has to write. staging: where; target: what that becomes. files: the pieces of each of its files. facts: of
-    all files, in their headers. own: JSON that this rank keeps for itself, and values and paths of the optimizer.
+    all files, in their headers. own: JSON that this rank keeps for itself, and values and paths of the optimizer. index: of all
+    ranks, but for what their notes say. timeout_s: how long rank 0 waits for the others. chunks: yields the bytes of a piece.
+    published: called on rank 0 when the checkpoint is there.
 
-    index: of all ranks, but for what their notes say. timeout_s: how long rank 0 waits for the others.
+    is_cancelled: set it, and the writing ends soon, without a checkpoint. waits_since: since when, by the monotonic clock, rank
+    0 has been waiting without another rank that came to its end.
     """
 
     rank: int
@@ -42,9 +45,10 @@ class Writing:
     own: dict[str, Any]
     index: CheckpointIndex
     timeout_s: float
-    num_bytes: int = 0
+    chunks: Callable[[TensorPiece], Iterator[memoryview]]
+    published: Callable[[], None]
     is_cancelled: bool = False
-    _reads: Callable[[TensorPiece], Iterator[memoryview]] = field(default=lambda piece: chunks_of(piece.tensor))
+    waits_since: float | None = None
 
     def run(self) -> None:
         """Writes this rank's files, and on rank 0 waits for the others and publishes. Raises RunError `checkpoint-failed`; then
@@ -56,25 +60,27 @@ class Writing:
                 self._publish()
         except (OSError, RunError) as error:
             self._fail(error)
-            raise _failed(self.target, self.rank, str(error)) from error
+            raise _failed(self.target, self.rank, said(error)) from error
 
     def _write(self) -> None:
         written: dict[str, Written] = {}
         for number, pieces in enumerate(self.files):
-            written[file_name(self.rank, number)] = self.staging.write(
-                file_name(self.rank, number), self._content(number, pieces)
-            )
+            name = file_name(self.rank, number)
+            written[name] = self.staging.write(name, self._content(number, pieces))
+            if (found := self.staging.crc(name)) != written[name].crc:
+                raise RunError("checkpoint-failed", f"{name} reads other than it was written: {found:x}")
         note = json.dumps({"files": written, "own": self.own}).encode()
         self.staging.write(_note(self.rank), [note])
 
     def _content(self, number: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
         yield header_of(pieces, {**self.facts, "rank": self.rank, "file": number})
         for piece in pieces:
-            for chunk in self._reads(piece):
-                if self.is_cancelled:
-                    raise RunError("checkpoint-failed", "the run ended while it was written")
-                self.num_bytes += len(chunk)
-                yield chunk
+            self._check_wanted()
+            yield from self.chunks(piece)
+
+    def _check_wanted(self) -> None:
+        if self.is_cancelled:
+            raise RunError("checkpoint-failed", "the run ended while it was written")
 
     def _publish(self) -> None:
         """Waits for all notes, looks whether the files are as long as they say, writes the index, and names the folder."""
@@ -96,6 +102,7 @@ class Writing:
         )
         self.staging.write(INDEX, [index.to_bytes()])
         self.staging.publish(self.target)
+        self.published()
 
     def _notes(self) -> list[dict[str, Any]]:
         """Returns what all ranks have noted. Raises RunError if one failed, or does not come to its end."""
@@ -107,13 +114,14 @@ class Writing:
                 if _failure(rank) in names:
                     why = bytes(self.staging.read(_failure(rank))).decode() or "the disk is full"
                     raise RunError("checkpoint-failed", f"rank {rank}: {why}")
-            missing = {rank for rank in missing if _note(rank) not in names}
+            left = {rank for rank in missing if _note(rank) not in names}
+            if left != missing or self.waits_since is None:
+                missing, self.waits_since = left, time.monotonic()
             if not missing:
                 return [json.loads(self.staging.read(_note(rank))) for rank in range(self.num_ranks)]
             if not names:
                 raise RunError("checkpoint-failed", f"{self.staging.text} is gone")
-            if self.is_cancelled:
-                raise RunError("checkpoint-failed", "the run ended while it was written")
+            self._check_wanted()
             if time.monotonic() > deadline:
                 raise RunError("checkpoint-failed", f"rank {min(missing)} did not finish in {self.timeout_s:g} s")
             time.sleep(pause)
@@ -125,10 +133,15 @@ class Writing:
             if self.rank == 0:
                 self.staging.remove()
             elif self.staging.names():
-                for chunks in ([str(error).encode()], []):  # a full disk may have room for a name at least
+                for chunks in ([said(error).encode()], []):  # a full disk may have room for a name at least
                     with suppress(OSError):
                         self.staging.write(_failure(self.rank), chunks)
                         break
+
+
+def said(error: Exception) -> str:
+    """Returns an error in words, on one line."""
+    return error.diagnostics[0].message if isinstance(error, RunError) else str(error)
 
 
 def _note(rank: int) -> str:

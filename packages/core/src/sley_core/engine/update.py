@@ -32,7 +32,7 @@ from sley_core.engine.skips import Skips
 from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
-from sley_core.engine.totals import StepTotals
+from sley_core.engine.totals import StepTotals, Votes
 from sley_core.optim.groups import scale_learning_rate
 from sley_core.optim.skip import skips_on_device, step_if
 
@@ -95,7 +95,7 @@ class Update:
         """
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
-    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> StepTotals:
+    def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks
         call it: it all-reduces the totals.
 
@@ -106,7 +106,7 @@ class Update:
         self.was_taken = False
         self._factor = self.factor(step - num_skipped)
         pieces = list(self.store.pieces())
-        totals = self._totals(pieces, loss, weight, stop)
+        totals = self._totals(pieces, loss, weight, votes)
         if self.scale is not None and self._overflowed(step, totals, self.scale):
             return totals
         self._follow()
@@ -139,7 +139,7 @@ class Update:
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
-    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, stop: bool) -> StepTotals:
+    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         """Returns norm, loss, votes and plugins' numbers, from one all-reduce over all ranks (two for the inf-norm)."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
@@ -149,7 +149,7 @@ class Update:
         # Each rank adds what it alone owns, so the sum counts every gradient once.
         norm = self._local_norm(pieces) if exact is None else torch.zeros_like(own_loss)
         differs = exchanges_differ(self._exchanging)
-        host = torch.tensor([weight, float(stop), differs], dtype=torch.float64)
+        host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message for all of it: on a small model the latency of a second would be seen in every step.
         every = [torch.stack([own_loss, norm]), self.device.move(host), *overflow, *self._numbers()]
         num_scalars = sum(some.numel() for some in every)
@@ -166,10 +166,10 @@ class Update:
         elif not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
         exchanges = exchanges_of(self._exchanging)
-        first = 6 if self.scale else 5
-        numbers = scalars[first:num_scalars]
-        totals = StepTotals(sum_of_losses, scalars[2], norm, scalars[3], own_loss, scalars[4], exchanges, numbers)
-        return replace(totals, loss_scale=self.scale.value, overflows=scalars[5]) if self.scale else totals
+        first = 7 if self.scale else 6
+        votes_of_all, numbers = (scalars[3], scalars[4]), scalars[first:num_scalars]
+        totals = StepTotals(sum_of_losses, scalars[2], norm, *votes_of_all, own_loss, scalars[5], exchanges, numbers)
+        return replace(totals, loss_scale=self.scale.value, overflows=scalars[6]) if self.scale else totals
 
     def _numbers(self) -> list[Tensor]:
         """Returns this rank's shares of the numbers that plugins add to the row."""

@@ -159,6 +159,28 @@ class EvaluationTable(Table):
     """Batches of `global_size` samples that an evaluation sees."""
 
 
+class CheckpointTable(Table):
+    """When a run saves itself, and where; left out, only when a program asks for it."""
+
+    every_steps: Positive | None = None
+    """Optimizer steps from one checkpoint to the next."""
+
+    every_minutes: PositiveFloat | None = None
+    """Minutes from one checkpoint to the next; with `every_steps`, whichever comes first."""
+
+    keep: Positive = 2
+    """How many stay; older ones are deleted once a newer one is verified."""
+
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """Path or URL (fsspec's) of the folder that has them, of this run alone; left out, `checkpoints` in the run's folder."""
+
+    on_interrupt: bool = True
+    """Whether a run that is asked to stop saves itself first."""
+
+    mode: Literal["async", "sync"] = "async"
+    """Whether the next step goes on while a checkpoint is written."""
+
+
 class ProfileTable(Table):
     """Records a Chrome trace per rank; left out, none."""
 
@@ -215,6 +237,7 @@ TABLES: dict[str, type[Table]] = {
 
 OPTIONAL: dict[str, type[Table]] = {
     "evaluation": EvaluationTable,
+    "checkpoint": CheckpointTable,
     "profile": ProfileTable,
     "timeline": TimelineTable,
 }
