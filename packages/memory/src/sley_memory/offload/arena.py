@@ -18,6 +18,11 @@ ALIGNMENT = 256
 """Bytes; where each place starts."""
 
 
+def aligned(size: int) -> int:
+    """Returns the bytes that a place of `size` takes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass
 class _Block:
     """memory: page-locked as long as it is referred to. moved: of the part that needed it. spare: places that nobody has."""
@@ -81,7 +86,7 @@ class Arena:
         starts, end = [], 0
         for size in sizes:
             starts.append(end)
-            end += -(-size // ALIGNMENT) * ALIGNMENT
+            end += aligned(size)
         block = _Block(self._memory(end), moved, len(sizes))
         self._blocks.append(block)
         moved.host_bytes += block.memory.num_bytes

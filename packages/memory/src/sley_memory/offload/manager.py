@@ -11,7 +11,8 @@ from sley_memory.offload.arena import Arena
 from sley_memory.offload.between_steps import BetweenSteps
 from sley_memory.offload.freed import Freed, Trimmed
 from sley_memory.offload.gate import Gate
-from sley_memory.offload.parked import Parked, Streams
+from sley_memory.offload.packed import packed
+from sley_memory.offload.parked import Parked, Pieces, Streams
 from sley_memory.offload.shared import Shared
 
 if TYPE_CHECKING:
@@ -77,10 +78,11 @@ class Manager(OffloadManager):
                 self._movers[part] = BetweenSteps(holdings, parts, streams, arena, bucket, moved)
             elif self.config.is_shared and parts.groups["wdp"].size > 1:
                 groups = parts.groups["wdp"], parts.groups["control"]
-                pieces = partial(holdings.pieces, part)
-                self._movers[part] = Shared(part, pieces, *groups, streams, arena, bucket, moved)
+                self._movers[part] = Shared(
+                    part, _pieces(holdings, part, bucket), *groups, streams, arena, bucket, moved
+                )
             else:
-                self._movers[part] = Parked(partial(holdings.pieces, part), streams, arena, bucket, moved)
+                self._movers[part] = Parked(_pieces(holdings, part, bucket), streams, arena, bucket, moved)
         self._is_attached = True
 
     def offload(self, part: Part) -> Callable[[], None]:
@@ -135,3 +137,10 @@ class Manager(OffloadManager):
         for part in OF_LAYERS:
             if part in self._movers:
                 self.require(part, "a layer's forward")
+
+
+def _pieces(holdings: Holdings, part: Part, bucket_bytes: int) -> Pieces:
+    """Returns what lists the storages of `part`."""
+    if part == "optimizer_states":
+        return lambda: packed(holdings.pieces(part), bucket_bytes)
+    return partial(holdings.pieces, part)

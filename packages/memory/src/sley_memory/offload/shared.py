@@ -21,7 +21,7 @@ from torch import Tensor
 from sley_core.api.comm import all_gather, gather_objects
 from sley_core.api.memory import Holding, Moved, Part, Where, free, grow
 from sley_core.errors import RunError
-from sley_memory.offload.arena import ALIGNMENT, Arena
+from sley_memory.offload.arena import ALIGNMENT, Arena, aligned
 from sley_memory.offload.fingerprint import fingerprints
 from sley_memory.offload.parked import Parked, Pieces, Streams, can_leave
 
@@ -239,8 +239,8 @@ class Shared:
 
     def _share(self) -> int:
         """Returns how many bytes of what is alike each rank keeps: an even part of all pieces end to end, each aligned."""
-        total = sum(_aligned(size) for size in self._sizes())
-        return _aligned(-(-total // self._group.size))
+        total = sum(aligned(size) for size in self._sizes())
+        return aligned(-(-total // self._group.size))
 
     def _within(self, first: int, length: int) -> Iterator[tuple[Tensor, int]]:
         """Yields the parts of pieces in `length` bytes from `first` on, of all pieces end to end, and where each starts."""
@@ -249,7 +249,7 @@ class Shared:
             begin, end = max(first, start), min(first + length, start + size)
             if begin < end:
                 yield piece.memory[begin - start : end - start], begin - first
-            start += _aligned(size)
+            start += aligned(size)
 
 
 def _by_name(pieces: Iterable[Holding]) -> dict[str, Holding]:
@@ -259,10 +259,6 @@ def _by_name(pieces: Iterable[Holding]) -> dict[str, Holding]:
         name = next(iter(piece.tensors))
         found[f"{name} {len(found)}" if name in found else name] = piece
     return found
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _said(call: str, part: str, is_away: bool) -> str:
