@@ -168,3 +168,29 @@ def test_all_ranks_hear_that_one_could_not_write(ranks: Any, texts: Path, tmp_pa
     assert (tmp_path / "strange" / "thesis.tex").read_text() == "years of work"
     assert read(tmp_path / "disk").keys(), "the next save succeeds"
     assert not list(tmp_path.glob(".*"))
+
+
+def grown(tables: dict[str, Any], texts: Path, to: Path) -> tuple[int, int]:
+    """By how many bytes memory grows at most while this rank saves, and the bytes that it saves of all ranks."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        run.save_weights(to / "first")  # so that what is imported late is there
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
+        before = status("VmRSS")
+        run.save_weights(to / "w")
+        return status("VmHWM") - before, run.facts.num_parameters * 4
+
+
+def test_no_rank_gathers_more_than_a_weight(ranks: Any, texts: Path, tmp_path: Path) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the system does not say how much memory a process had at most")
+    model = {"use": "core.llama", "num_layers": 4, "hidden": 512, "heads": 8, "ffn_hidden": 2048}
+    tables = changed(PLAN, model=model, precision__compute="fp32", run__keep_freed_memory=False)
+    tables = changed(tables, parallel={"wp": 2}, weights={"use": "isp.communicator"})
+    for peak, total in ranks(2, timeout_s=100)(grown, tables, texts, tmp_path):
+        assert total > 64e6
+        assert peak < 24e6, f"{peak / 1e6:.0f} MB, where the largest weight has 4"
