@@ -129,6 +129,31 @@ def test_a_killed_launcher_leaves_nothing(start: Start, plan: Path) -> None:
     assert program.finish(40).code == -signal.SIGKILL
 
 
+def test_a_rank_that_is_ended_in_a_factory_does_not_tell_that_the_factory_failed(
+    start: Start, own_model: Callable[[str], Path]
+) -> None:
+    source = """
+        import os, sys, time
+        from torch import nn
+
+        class Embed(nn.Embedding):
+            def forward(self, tokens):
+                return super().forward(tokens)
+
+        def layers():
+            if "RANK" in os.environ:
+                print("in the factory", flush=True, file=sys.stderr)
+                time.sleep(3600)
+            return [Embed(256, 256)]
+    """
+    program = start("run", own_model(source))
+    program.wait_for("in the factory")
+    os.kill(program.process.pid, signal.SIGTERM)
+    result = program.finish(40)
+    assert result.code == 143
+    assert "error[" not in result.err
+
+
 @pytest.mark.campaign
 def test_interrupted_before_the_first_step(start: Start, plan: Path, folder: Path) -> None:
     program = start("run", plan, *LONG, "-v")

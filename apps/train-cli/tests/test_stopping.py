@@ -159,7 +159,7 @@ def test_before_there_is_work_a_signal_raises(number: int, code: int) -> None:
     try:
         print("ready")
         time.sleep(3600)
-    except (KeyboardInterrupt, SystemExit) as error:
+    except (KeyboardInterrupt, stopping.Terminated) as error:
         print(type(error).__name__)
         sys.exit({code})
     """

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED
+from train_cli.stopping import Terminated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Terminated as stop:
+        return stop.code
 
 
 def _main(arguments: list[str]) -> int:

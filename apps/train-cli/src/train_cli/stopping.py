@@ -38,8 +38,15 @@ _SHOW_CURSOR = b"\x1b[?25h"
 """A progress line may have hidden it."""
 
 
-class Terminated(SystemExit):
-    """Raised by SIGTERM while there was no step to finish."""
+class Terminated(BaseException):
+    """Raised by SIGTERM while there was no step to finish; ends the process with exit code `code`.
+
+    No SystemExit, which a factory of the user's may raise, and which is told as its failure.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def codes() -> dict[int, int]:
