@@ -58,6 +58,9 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
 }
 
 
+OWN = Path(__file__).parent / "own"
+
+
 @cache
 def alone(folder: Path, precision: str) -> Bits:
     return trained(changed(PLAN, precision__compute=precision), 3, folder=folder)
@@ -71,6 +74,34 @@ def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layou
     found = ranks(size, 180)(trained, tables, 3, folder=texts)
     assert differing([alone(texts, precision)], found) == []
     assert digest([alone(texts, precision)]) == digest(found)
+
+
+@pytest.mark.parametrize("layout", ["dp2 each", "dp3 sharded", "wp2", "pp2"])
+def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: Path, layout: str):
+    """Six micro-batches: a rank of two has three, which are two sums of the tree, and hands over both."""
+    size, changes = {"dp3 sharded": (3, {"parallel__dp": 3, **SHARDED}), **LAYOUTS}[layout]
+    six = changed(PLAN, batch__global_size=6)
+    found = ranks(size, 180)(trained, changed(six, **changes), 2, folder=texts)
+    assert differing([trained(six, 2, folder=texts)], found) == []
+
+
+@pytest.mark.parametrize("optimizer", ["core.sgd", "core.adamw"])
+@pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2", "wp2 wdp2 sharded", "zero bubble", "wp2 pp2", "recomputed"])
+def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, layout: str, optimizer: str):
+    """Biases, an embedding with padding, dropout, and weights that autograd alone knows, in bf16 with masters."""
+    monkeypatch.syspath_prepend(OWN)
+    tables = changed(
+        PLAN,
+        model={"factory": "canonical_parts:layers"},
+        data={"factory": "canonical_parts:Rows"},
+        optimizer={"use": optimizer, "lr": 1e-2, "clip_norm": 0.1}
+        | ({"momentum": 0.9} if optimizer == "core.sgd" else {}),
+        precision__compute="bf16",
+        evaluation=None,
+    )
+    size, changes = {"recomputed": (1, {"activations": {"use": "core.recompute"}}), **LAYOUTS}[layout]
+    found = ranks(size, 180)(trained, changed(tables, **changes), 2, folder=OWN)
+    assert differing([trained(tables, 2, folder=OWN)], found) == []
 
 
 class LeftToRight(PartialSums):

@@ -158,6 +158,9 @@ class Slot:
     def enter(self, leaf: Leaf) -> None:
         """Says of which micro-batch the next contribution is; for slots to which that matters."""
 
+    def leave(self) -> None:
+        """Says that the running action adds nothing more to it."""
+
     def settle(self) -> None:
         """Called once per step, when the gradient is complete for good and before anybody is told."""
 

@@ -216,7 +216,9 @@ class GradientStore(Contributions):
         self._passed(slot)
 
     def _passed(self, slot: Slot) -> None:
-        """Counts one final pass if the running action is the last for this gradient; reports it if it is next in the order."""
+        """Ends what the action adds; counts one final pass if that was the last for this gradient; reports it if it is next."""
+        if self.canonical is not None and self.state.action is not None:
+            slot.leave()  # as soon as that is known, so that sums are joined and their memory is used again
         if slot.autograd is Autograd.UNWATCHED or not self.state.gradients_final(slot.chunks):
             return
         slot.passed(learning=not self._learned)

@@ -36,7 +36,7 @@ def cost_note(parts: Parts, num_micros: int) -> str:
     )
     return (
         f"canonical sums of {num_leaves} micro-batches: up to {copies} sums of a gradient besides it during a step, "
-        f"{num_bytes / 2**20:.1f} MiB; between ranks travels {travels}"
+        f"{num_bytes / 2**20:.2f} MiB; between ranks travels {travels}"
     )
 
 

@@ -45,13 +45,14 @@ class CanonicalSlot(Slot):
         """Says of which micro-batch and use the next contribution is. Raises RunError `canonical-again` if that one is over."""
         if leaf == self._leaf:
             return
-        self._close()
+        self.leave()
         if leaf in self._closed:
             raise RunError(
                 "canonical-again",
                 f"the gradient of {self.entry.name!r} comes in pieces from micro-batch {leaf.micro}, others between them: "
                 "their sum has no fixed order",
-                hint='use [parallel] reduction = "fast", or of a weight communicator `unit = "layer"` and `fused = true`',
+                hint='use [parallel] reduction = "fast"; or torch.utils.checkpoint with `use_reentrant=False`, and of a weight '
+                'communicator `unit = "layer"` and `fused = true`',
             )
         self._leaf, self._fresh = leaf, True
         self._sum = self.view
@@ -87,7 +88,7 @@ class CanonicalSlot(Slot):
 
     def settle(self) -> None:
         """Makes `rows` of what has come. No contribution may follow."""
-        self._close()
+        self.leave()
         sums = self._sums or self._new()
         order = self.order
         is_alone = order.is_alone(self.entry)
@@ -115,8 +116,8 @@ class CanonicalSlot(Slot):
         self._sum = self.view if self._is_first else self.order.spares.lend(self.view)
         return self._sum
 
-    def _close(self) -> None:
-        """Puts the leaf, if one is open, to the sums."""
+    def leave(self) -> None:
+        """Puts the leaf, if one is open, to the sums: nothing more may come of it."""
         leaf, self._leaf = self._leaf, None
         if leaf is None or self._fresh:
             return
