@@ -25,7 +25,7 @@ from train_cli.progress import Reporter, closing
 from train_cli.resume import load
 from train_cli.resume import totals as done
 from train_cli.run_folder import write_plan
-from train_cli.stopping import Stopping
+from train_cli.stopping import Stopping, terminated_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -44,7 +44,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
         # A launcher that is ours has told the user already, and asks why a rank does not end.
         joined: list[World] = []
         late = partial(_late, folder, joined)
-        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say, late))
+        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say, late, terminated_s(plan)))
         try:
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             joined.append(world)

@@ -32,6 +32,7 @@ from train_cli.options import MessageFormat, PlanArgument, SetOption
 from train_cli.progress import draws_line
 from train_cli.resume import AUTO, goes_on
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
+from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
 """Codes of faults that the reports of all ranks tell more about."""
@@ -96,7 +97,7 @@ def run(
             arguments += ["--resume", resume] if resume else []
             arguments += ["--no-progress"] if no_progress else []
             arguments += ["--verbose"] if verbose else []
-            raise typer.Exit(_launch(arguments, size, folder, settings, verbose=verbose))
+            raise typer.Exit(_launch(arguments, size, folder, settings, terminated_s(resolved), verbose=verbose))
         from train_cli.rank import train
 
         raise typer.Exit(train(resolved, folder, resume=resume, line=line, verbose=verbose > 0))
@@ -122,7 +123,9 @@ def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
         )
 
 
-def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Settings, *, verbose: int) -> int:
+def _launch(
+    arguments: Sequence[str], size: int, folder: Path, settings: Settings, ended_s: float, *, verbose: int
+) -> int:
     """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
     from train_cli.launch import launch
 
@@ -130,7 +133,7 @@ def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Setting
         logging.basicConfig(level=logging.INFO)
     if verbose:
         console.say(f"starting {size} ranks: python -m train_cli {' '.join(arguments)}")
-    fault = launch(arguments, size, folder, say=console.say, verbose=verbose > 1)
+    fault = launch(arguments, size, folder, say=console.say, terminated_s=ended_s, verbose=verbose > 1)
     console.show(fault, settings)
     if any(found.code in _BETWEEN_RANKS for found in fault.diagnostics):
         console.say(f"what each rank did: train-cli doctor {folder}")
