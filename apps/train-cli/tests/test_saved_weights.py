@@ -38,6 +38,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
         "sharded": {"parallel": {"dp": 2}, "gradient_handlers": SHARDED},
         "pp": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
+        "interleaved": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}},
         "wp": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
         "wp by columns": {
             "model__tie_embeddings": False,
@@ -168,6 +169,29 @@ def test_all_ranks_hear_that_one_could_not_write(ranks: Any, texts: Path, tmp_pa
     assert (tmp_path / "strange" / "thesis.tex").read_text() == "years of work"
     assert read(tmp_path / "disk").keys(), "the next save succeeds"
     assert not list(tmp_path.glob(".*"))
+
+
+def away(tables: dict[str, Any], texts: Path, to: Path) -> list[str]:
+    """What this rank is told when the weights of rank 1 alone are away, and the names that it saves once they are back."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        run.step()
+        if world.rank == 1:
+            run.memory.offload("weights").wait()
+        with pytest.raises(RunError) as raised:
+            run.save_weights(to)
+        run.memory.onload()
+        run.save_weights(to, precision="full")
+        return [raised.value.diagnostics[0].message, *sorted(WeightFiles(to).names)]
+
+
+def test_memory_that_is_away_on_one_rank_is_told_on_all(ranks: Any, texts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sley_memory")
+    tables = changed(PLAN, parallel={"dp": 2}, offload=[{"use": "memory.everything"}])
+    (first, *names), second = ranks(2, timeout_s=100)(away, tables, texts, tmp_path / "w")
+    assert second == [first, *names]
+    assert "rank 1: " in first
+    assert "saving weights" in first
+    assert "embed.tokens.weight" in names
 
 
 def grown(tables: dict[str, Any], texts: Path, to: Path) -> tuple[int, int]:

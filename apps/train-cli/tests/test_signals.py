@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sley_core.weight_files.read import WeightFiles
+
 pytestmark = pytest.mark.timeout(180)
 
 Start = Callable[..., Any]
@@ -60,6 +62,8 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert "error" not in result.err
     steps = summary(folder)["steps"]
     assert summary(folder)["outcome"] == "interrupted"
+    assert "  weights        runs/small/weights\n" in result.err
+    assert "head.norm.weight" in WeightFiles(folder / "runs" / "small" / "weights").names
     lines = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
 

@@ -118,7 +118,8 @@ def test_check_and_show_read_the_sizes_without_torch(saved: dict[str, Path], fol
 
     shown = run("show", "plan.toml")
     assert shown.returncode == 0, shown.stderr
-    assert "head_dim = 8 " in shown.stdout
+    (line,) = (line for line in shown.stdout.splitlines() if line.startswith("head_dim = 8 "))
+    assert line.endswith("base/config.json"), "where the value comes from"
     assert "qk_norm = true " in shown.stdout
     assert run("check", "plan.toml").returncode == 0
     wrong = run("check", "plan.toml", "--set", "model.hidden=32")

@@ -120,6 +120,8 @@ def test_files_of_another_type_are_converted(real: Real, tmp_path: Path, dtype: 
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "does not say low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}, "differ by layer"),
+        ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling = 'linear' is no table"),
         ({"hidden_size": None}, "does not say hidden_size"),
         ({"model_type": "qwen3", "head_dim": None}, "does not say head_dim"),
     ],

@@ -63,6 +63,9 @@ class WeightSaver:
         self._control = parts.groups["control"]
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
         self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
+        self._stepped = {one.entry: one for one in masters.stepped}
+        # by what is cut, and not by what this rank steps, which may be nothing: all ranks take the same way
+        self._cuts = {entry: buffer.cut for buffer in parts.store.buffers if buffer.cut for entry in buffer.entries}
 
     def __call__(self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None]) -> None:
         """Saves as `Run.save_weights` says. require: raises if memory that is read here is away.
@@ -165,18 +168,16 @@ class WeightSaver:
 
     def _full(self, entry: Entry) -> Tensor:
         """Returns what is stepped of this rank's shard of `entry`; where ranks step parts of it, after a sum over them."""
-        store, masters, parameter = self._parts.store, self._masters, entry.parameter
-        stepped = {one.entry: one for one in masters.stepped}.get(entry)
-        span = store.span(entry) if entry in store else None
-        if span is None:
+        parameter, wide = entry.parameter, self._masters.wide
+        stepped, cut = self._stepped.get(entry), self._cuts.get(entry)
+        if cut is None:
             value = parameter.detach() if stepped is None else stepped.parameter.detach()
-            return value.to(device=parameter.device, dtype=masters.wide)
-        flat = torch.zeros(parameter.numel(), dtype=masters.wide, device=parameter.device)
-        cut = next(buffer.cut for buffer in store.buffers if entry in buffer.entries)
+            return value.to(device=parameter.device, dtype=wide)
+        flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
         group = self._parts.groups[entry.reduce_group]
         # copies of the parts lie on other ranks of the reduce group: the first one is taken
-        if stepped is not None and cut is not None and group.ranks[0] in self._parts.groups[cut.axis].ranks:
-            flat[span.first : span.last] = stepped.parameter.detach()
+        if stepped is not None and stepped.span is not None and group.ranks[0] in self._parts.groups[cut.axis].ranks:
+            flat[stepped.span.first : stepped.span.last] = stepped.parameter.detach()
         # over the reduce group, all of whose ranks save the same entries in the order of the book
         bits = flat.view(_BITS[flat.element_size()])
         all_reduce(bits, group, what=f"the master of {entry.name}").wait()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import RunError
 from sley_core.export.own_names import ModuleNames, own_names
 from sley_core.export.write import write_tensors
+from sley_core.model.config import LlamaConfig
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -20,7 +21,7 @@ def export_safetensors(plan: Plan, source: Tensors, out: Path, max_file_bytes: i
     A tied weight stands under each of its names, as in a state. Raises RunError "weights-mismatch" if the factory makes another
     model now.
     """
-    if plan.model.record is not None:
+    if isinstance(plan.model.config, LlamaConfig):
         found = ModuleNames({name: [name] for name in source.names}, "", [])
     else:
         found = own_names(plan)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import RunError
 from sley_core.weight_files.write import (
     Spec,
     TensorFile,
@@ -54,10 +54,10 @@ def write_tensors(
         if more is not None:
             more(scratch)
         finish(out)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C too
         discard(out)
-        raise RunError("weight-files", f"cannot write `{error.filename or out}`: {error.strerror or error}") from None
-    except SleyError:
-        discard(out)
+        if isinstance(error, OSError):
+            message = f"cannot write `{error.filename or out}`: {error.strerror or error}"
+            raise RunError("weight-files", message) from None
         raise
     return list(files)

@@ -124,6 +124,13 @@ class LlamaConfig(ModelConfig):
         found = read_config(folder).keys
         return {**{key: value for key, value in found.items() if value is not None}, **given}
 
+    def decided_by(self, key: str) -> str | None:
+        """Returns the `config.json` of `weights` for a key that it decides."""
+        file = None if self.weights is None else self.weights / CONFIG
+        if file is None or not file.exists() or key not in read_config(file.parent).keys:
+            return None
+        return str(file)
+
     @field_validator("*")
     @classmethod
     def _agrees_with_weights(cls, value: Any, info: ValidationInfo) -> Any:

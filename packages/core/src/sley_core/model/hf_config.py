@@ -49,7 +49,8 @@ def read_config(folder: Path) -> HFConfig:
     try:
         state = path.stat()
     except OSError as error:
-        raise ValueError(f"cannot read `{path}`: {error.strerror}") from None
+        why = f"{error.strerror} (nothing is downloaded: `weights` is a folder, and no name on a hub)"
+        raise ValueError(f"cannot read `{path}`: {why}") from None
     return _read(path, state.st_mtime_ns, state.st_size)
 
 
@@ -123,6 +124,8 @@ def _rope_table(given: Mapping[str, Any]) -> Mapping[str, Any]:
     found = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"rope_scaling = {found!r} is no table")
+    if any(isinstance(inner, Mapping) for inner in found.values()):
+        raise ValueError(f"`core.llama` cannot keep rotary positions that differ by layer: {', '.join(found)}")
     return found
 
 
