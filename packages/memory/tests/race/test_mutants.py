@@ -28,6 +28,9 @@ CASES: dict[str, Tables] = {
     "between steps": {"offload": [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}]},
     "optimizer on the host": {"offload": [{"use": "memory.host_optimizer", "bucket_mb": 0.01}]},
     "everything": {"offload": [{"use": "memory.everything", "bucket_mb": 0.004}]},
+    "masters, and nothing that a program needs after the run": {
+        "offload": [{"use": "memory.masters", "bucket_mb": 0.004}]
+    },
     "activations on the host": {
         "activations": {"use": "memory.host", "min_bytes": 512},
         "model": {**PLAN["model"], "num_layers": 2},

@@ -32,7 +32,7 @@ Told = list[tuple[str, int, int]]
 """Name, bytes and fingerprint of each piece, as a rank tells the others."""
 
 
-class Shared:
+class SharedCopies:
     """Moves what `pieces` returns when an offload begins, one `part` of a run.
 
     group: the ranks that may hold the same. control: all ranks, which say what they are about to do before anything is freed.
@@ -181,6 +181,7 @@ class Shared:
                     memory.copy_(all_parts[rank * length + at : rank * length + at + memory.numel()])
             self._moved.copied_in += length
             self._moved.gathered += (count - 1) * length
+        into.record().wait()  # so that the seconds are those of the copies
 
     def require(self) -> None:
         """Makes the device's work wait for memory that is coming."""
