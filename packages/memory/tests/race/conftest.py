@@ -21,7 +21,7 @@ from sley_core.testing.drawn_copies import DrawnDevice
 from sley_core.testing.plans import Tables
 from sley_memory.offload.between_steps import BetweenSteps
 from sley_memory.offload.parked import Parked
-from sley_memory.offload.shared import Shared
+from sley_memory.offload.shared import SharedCopies
 
 NUM_STEPS = 3
 TO_COMPARE = ("weights", "buffers", "masters", "optimizer_states")
@@ -101,7 +101,7 @@ def read_on_host(run: Run) -> None:
             if isinstance(mover, Parked) and run.memory.where[part] is Where.AWAY:
                 for place in mover._places.values():
                     place.host.sum()
-            if isinstance(mover, Shared) and mover._host is not None and run.memory.where[part] is Where.AWAY:
+            if isinstance(mover, SharedCopies) and mover._host is not None and run.memory.where[part] is Where.AWAY:
                 mover._host.sum()
 
 

@@ -24,7 +24,7 @@ def aligned(size: int) -> int:
 
 
 @dataclass
-class _Block:
+class _ArenaBlock:
     """memory: page-locked as long as it is referred to. moved: of the part that needed it. spare: places that nobody has."""
 
     memory: HostMemory
@@ -45,8 +45,8 @@ class Arena:
         self._wait = wait
         self._budget = budget
         self._has_warned = False
-        self._blocks: list[_Block] = []
-        self._taken: dict[int, tuple[_Block, Tensor]] = {}  # by address
+        self._blocks: list[_ArenaBlock] = []
+        self._taken: dict[int, tuple[_ArenaBlock, Tensor]] = {}  # by address
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Arena:
         for size in sizes:
             starts.append(end)
             end += aligned(size)
-        block = _Block(self._memory(end), moved, len(sizes))
+        block = _ArenaBlock(self._memory(end), moved, len(sizes))
         self._blocks.append(block)
         moved.host_bytes += block.memory.num_bytes
         places = [block.memory.data[start : start + size] for start, size in zip(starts, sizes, strict=True)]

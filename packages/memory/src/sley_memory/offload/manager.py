@@ -13,7 +13,7 @@ from sley_memory.offload.freed import Freed, Trimmed
 from sley_memory.offload.gate import Gate
 from sley_memory.offload.packed import packed
 from sley_memory.offload.parked import Parked, Pieces, Streams
-from sley_memory.offload.shared import Shared
+from sley_memory.offload.shared import SharedCopies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class Manager(OffloadManager):
                 self._movers[part] = BetweenSteps(holdings, parts, streams, arena, bucket, moved)
             elif self.config.is_shared and parts.groups["wdp"].size > 1:
                 groups = parts.groups["wdp"], parts.groups["control"]
-                self._movers[part] = Shared(
+                self._movers[part] = SharedCopies(
                     part, _pieces(holdings, part, bucket), *groups, streams, arena, bucket, moved
                 )
             else:
@@ -119,7 +119,7 @@ class Manager(OffloadManager):
             return
         for part in OF_LAYERS:
             mover = self._movers.get(part)
-            if isinstance(mover, Shared):
+            if isinstance(mover, SharedCopies):
                 mover.close()
             elif mover is not None:
                 mover.onload()

@@ -32,7 +32,7 @@ Told = list[tuple[str, int, int]]
 """Name, bytes and fingerprint of each piece, as a rank tells the others."""
 
 
-class Shared:
+class SharedCopies:
     """Moves what `pieces` returns when an offload begins, one `part` of a run.
 
     group: the ranks that may hold the same. control: all ranks, which say what they are about to do before anything is freed.
@@ -102,10 +102,10 @@ class Shared:
             self._prints = []  # what the host has now is unknown
             self._rest.onload()
             raise
-        self._is_away = True
+        self._free()
 
     def _send(self, pieces: list[Holding], prints: Told) -> None:
-        """Copies this rank's part of `pieces` to the host, unless it is there from before; frees them."""
+        """Copies this rank's part of `pieces` to the host, unless it is there from before."""
         self._alike = pieces
         size = self._share()
         is_known = self._host is not None and self._prints == prints
@@ -126,7 +126,11 @@ class Shared:
             self._leaving = event, began, size
         self._moved.copied_out += 0 if is_known else size
         self._moved.skipped += size if is_known else 0
-        freed = sum(free(piece.memory) for piece in pieces)
+
+    def _free(self) -> None:
+        """Frees what is alike; from then on it is away."""
+        self._is_away = True
+        freed = sum(free(piece.memory) for piece in self._alike)
         # The rest counts in the same place; each adds what its own last offload freed.
         self._moved.given_back += freed - self._given_back
         self._given_back = freed
@@ -181,6 +185,7 @@ class Shared:
                     memory.copy_(all_parts[rank * length + at : rank * length + at + memory.numel()])
             self._moved.copied_in += length
             self._moved.gathered += (count - 1) * length
+        into.record().wait()  # so that the seconds are those of the copies
 
     def require(self) -> None:
         """Makes the device's work wait for memory that is coming."""
@@ -202,11 +207,15 @@ class Shared:
 
     def close(self) -> None:
         """Brings the memory back for whoever uses it after the run, as far as other ranks still answer; else it is NaN."""
-        if not self._is_away:
-            return
-        with suppress(RunError):
-            self.onload()
-            return
+        if self._is_away:
+            with suppress(RunError):
+                self.onload()
+        if self._is_away:
+            self._lose()
+        self._rest.wait()
+
+    def _lose(self) -> None:
+        """Gives the memory back without what was in it, and says so."""
         for piece, size in zip(self._alike, self._sizes(), strict=True):
             grow(piece.memory, size)
             piece.memory.fill_(255)
