@@ -118,7 +118,14 @@ def test_an_error_carries_its_own_code(monkeypatch: pytest.MonkeyPatch, plan: Pa
 
 # -- what is imported, and how long it takes ---------------------------------------------------------------------------
 
-LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["needs", "plan.toml"]]
+LIGHT = [
+    ["--help"],
+    ["check", "plan.toml"],
+    ["plugins"],
+    ["show", "plan.toml"],
+    ["needs", "plan.toml"],
+    ["doctor", "."],
+]
 
 
 @pytest.mark.parametrize("arguments", LIGHT, ids=lambda arguments: arguments[0])

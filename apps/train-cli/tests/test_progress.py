@@ -96,6 +96,7 @@ def test_numbers_as_people_read_them() -> None:
 SUMMARY = {
     "outcome": "finished",
     "steps": 200,
+    "skipped_steps": 0,
     "seconds": 58.4,
     "final_loss": 2.41,
     "mean_loss_last_20": 2.43,
@@ -108,6 +109,7 @@ SUMMARY = {
 def test_the_closing_lines() -> None:
     first, *lines = closing(SUMMARY, "runs/small").splitlines()
     assert first == "finished: 200 steps in 58s"
+    assert closing({**SUMMARY, "skipped_steps": 2}, "x").startswith("finished: 200 steps, 2 of them skipped in 58s\n")
     assert [line.split("  ")[1].strip() for line in lines] == ["loss", "held-out loss", "speed", "run folder"]
     assert "2.4100  (mean of the last 20: 2.4300)" in lines[0]
     *_, counted, kept, sent = closing(SUMMARY, "runs/small", verbose=True).splitlines()

@@ -106,6 +106,11 @@ def test_both_ends_of_a_message_are_one() -> None:
     skipped = message(2, 3, "send", peer=1)
     told = found(report(0, sent[0], skipped), report(1, *taken, wait=taken[1]))
     assert (told.kind, told.ranks) == ("other", ())
+    short = message(2, 2, "send", peer=1, num_bytes=32)
+    told = found(report(0, sent[0], short), report(1, *taken, wait=taken[1]))
+    assert (told.kind, told.ranks) == ("size", ())
+    assert "has 64 bytes" in told.cause
+    assert "has 32" in told.cause
 
 
 def test_who_raised_is_the_cause_of_all_else() -> None:

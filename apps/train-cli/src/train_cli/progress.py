@@ -67,6 +67,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         """Returns a row as a line of text."""
         step = int(row["step"])
         parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
+        if row.get("skipped"):
+            parts.append("skipped")
         if "held_out_loss" in row:
             parts.append(f"held-out {row['held_out_loss']:.3f}")
         parts += [rate(row["tokens_per_s"]), memory(row["memory_mb"])]
@@ -129,7 +131,8 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
     of its parts.
     """
     steps, seconds = summary["steps"], summary["seconds"]
-    lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
+    skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
+    lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'}{skipped} in {duration(seconds)}"]
     if summary["final_loss"] is not None:
         mean, last = summary[f"mean_loss_last_{NUM_LAST}"], min(steps, NUM_LAST)
         more = f"  (mean of the last {last}: {mean:.4f})" if last > 1 else ""

@@ -31,6 +31,7 @@ def test_a_finished_run() -> None:
         "name": "quickstart",
         "outcome": "finished",
         "steps": 40,
+        "skipped_steps": 0,
         "final_loss": 1.0,
         "mean_loss_last_20": sum(6.0 - step / 8 for step in range(21, 41)) / 20,
         "held_out_loss": 1.5,
@@ -49,6 +50,14 @@ def test_a_finished_run() -> None:
         "counts": counts,
         "notes": [],
     }
+
+
+def test_a_step_that_was_skipped_for_its_loss_has_no_part_in_the_mean() -> None:
+    of = rows(4)
+    of[3] |= {"loss": math.nan, "skipped": 1}
+    content = summary(FACTS, "finished", RunTotals(of))
+    assert (content["steps"], content["skipped_steps"]) == (4, 1)
+    assert (content["final_loss"], content["mean_loss_last_20"]) == (of[2]["loss"], 5.75)
 
 
 def test_a_run_shorter_than_twenty_steps_has_the_mean_of_all() -> None:

@@ -42,14 +42,17 @@ def divergence(reports: Sequence[FaultReport]) -> Divergence | None:
 
 
 def is_same(one: SeenExchange, other: SeenExchange) -> bool:
-    """Returns whether two ranks' exchanges of one number in one queue are one; a message has other words at either end."""
-    if {one.operation, other.operation} <= _MESSAGES:
-        # Of some messages, as of those that begin a walk, the words name no place at one end.
-        places = {place for place in map(_place_of_message, (one.what, other.what)) if place}
-        alike = len(places) <= 1
-    else:
-        alike = (one.operation, one.what) == (other.operation, other.what)
-    return alike and one.num_bytes == other.num_bytes
+    """Returns whether two ranks' exchanges of one number in one queue are one."""
+    return _has_same_words(one, other) and one.num_bytes == other.num_bytes
+
+
+def _has_same_words(one: SeenExchange, other: SeenExchange) -> bool:
+    """Returns whether they are called the same; a message has other words at either end."""
+    if not {one.operation, other.operation} <= _MESSAGES:
+        return (one.operation, one.what) == (other.operation, other.what)
+    # Of some messages, as of those that begin a walk, the words name no place at one end.
+    places = {place for place in map(_place_of_message, (one.what, other.what)) if place}
+    return len(places) <= 1
 
 
 def late_for(wait: SeenWait, by_rank: Mapping[int, FaultReport]) -> list[int]:
@@ -77,8 +80,8 @@ def _count(report: FaultReport, queue: str) -> int:
 
 
 def _place_of_message(what: str) -> tuple[str, ...]:
-    """Returns flow and micro-batch of a message of a stage link, as far as its words name them."""
-    found = re.search(r"(forward|backward), .* of micro-batch (\d+)", what)
+    """Returns what a message of a stage link is, with flow and micro-batch, as far as its words name them."""
+    found = re.search(r"(announcement|what stage).* (forward|backward), .* of micro-batch (\d+)", what)
     return found.groups() if found else ()
 
 
@@ -154,7 +157,7 @@ def _named(started: Mapping[int, Mapping[int, SeenExchange]], number: int, kinds
     names = tuple(rank for kind in kinds[1:] for rank in kind) if is_clear else ()
     here, there = own[number], usual[number]
     both = (there, here)
-    if (here.operation, here.what) == (there.operation, there.what) and here.num_bytes != there.num_bytes:
+    if _has_same_words(here, there):
         told = f"rank {odd} has {here.num_bytes} bytes for the {here}, where rank {most} has {there.num_bytes}"
         return Divergence("size", names, both, told)
     differ = f"rank {odd} makes the {here} where rank {most} makes the {there}, the {_th(number)} of that queue"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -50,15 +51,18 @@ class RunTotals:
         self.seconds = 0.0
         self.held_out_loss: float | None = None
         self.losses: deque[float] = deque(maxlen=NUM_LAST)
+        self.skipped = 0
         for row in rows:
             self.add(row)
 
     def add(self, row: Mapping[str, float | int]) -> None:
-        """Counts one step's row; the last `held_out_loss` of any row stays."""
+        """Counts one step's row; the last `held_out_loss` of any row stays, and of losses those that are numbers."""
         self.steps += 1
         self.tokens += int(row["tokens"])
         self.seconds += row["seconds"]
-        self.losses.append(row["loss"])
+        self.skipped += int(row.get("skipped", 0))
+        if math.isfinite(row["loss"]):  # else the step was skipped, and its loss says nothing of the model
+            self.losses.append(row["loss"])
         if "held_out_loss" in row:
             self.held_out_loss = row["held_out_loss"]
 
@@ -83,6 +87,7 @@ def summary(
         "name": facts.name,
         "outcome": outcome,
         "steps": totals.steps,
+        "skipped_steps": totals.skipped,
         "final_loss": losses[-1] if losses else None,
         f"mean_loss_last_{NUM_LAST}": sum(losses) / len(losses) if losses else None,
         "held_out_loss": totals.held_out_loss,

@@ -144,7 +144,7 @@ def _folder(run_folder: Path) -> Path:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, to_json({"format": FORMAT, **content}, indent=1) + "\n")
+    write_whole(path, to_json({"format": FORMAT, **content}) + "\n")
 
 
 def _attempt(folder: Path, attempt: int) -> FoundReports:
