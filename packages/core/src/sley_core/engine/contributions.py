@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sley_core.engine.book import Entry
-from sley_core.engine.canonical.order import CanonicalOrder, Leaf
+from sley_core.engine.canonical.order import Arrival, CanonicalOrder
 from sley_core.engine.gradient_views import GradientViews
 from sley_core.engine.slot import Autograd, Slot
 from sley_core.engine.slot_faults import by_autograd
@@ -51,7 +51,7 @@ class Contributions(GradientViews):
         slot = self._slots[entry]
         slot.check_open(self.state)
         for micro, gradient in gradients.items():
-            slot.enter(Leaf(entry.layers.index(layer), micro))
+            slot.enter(Arrival(entry.layers.index(layer), micro))
             slot.take(gradient)
             slot.contributions += 1
         self._passed(slot)
@@ -93,13 +93,13 @@ class Contributions(GradientViews):
         slot = self._slots[entry]
         slot.check_open(self.state)
         if self.canonical is not None:
-            slot.enter(self.canonical.leaf(entry, layer))
+            slot.enter(self.canonical.arrival(entry, layer))
         return slot
 
     def _enter_autograd(self, slot: Slot, order: CanonicalOrder) -> None:
         if slot.entry in self._products:
             raise by_autograd(slot.entry)
-        slot.enter(order.leaf(slot.entry))
+        slot.enter(order.arrival(slot.entry))
 
     def _passed(self, slot: Slot) -> None:
         """Counts a pass; may report entries ready."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry
-from sley_core.engine.canonical.order import CanonicalOrder, Leaf
+from sley_core.engine.canonical.order import Arrival, CanonicalOrder
 from sley_core.engine.canonical.partial_sums import PartialSums
 from sley_core.engine.canonical.tree import Node
 from sley_core.engine.canonical.tree import leaf as leaf_node
@@ -34,14 +34,14 @@ class CanonicalSlot(Slot):
 
     def reset(self) -> None:
         super().reset()
-        self._leaf: Leaf | None = None
+        self._leaf: Arrival | None = None
         self._fresh = True
         self._sum = self.view
         self._sums: PartialSums | None = None
-        self._closed: set[Leaf] = set()
+        self._closed: set[Arrival] = set()
         self.rows: list[Tensor] = []
 
-    def enter(self, leaf: Leaf) -> None:
+    def enter(self, leaf: Arrival) -> None:
         """Says of which micro-batch and use the next contribution is. Raises RunError `canonical-again` if that one is over."""
         if leaf == self._leaf:
             return
