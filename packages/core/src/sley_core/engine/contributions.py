@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -25,6 +25,17 @@ class Contributions(GradientViews):
         self.state = state
         self.canonical = canonical
         self._products: set[Entry] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients, and of the partial sums that there are during a step."""
+        return super().num_bytes + (self.canonical.spares.num_bytes if self.canonical is not None else 0)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields what is held for gradients, by name: as `GradientViews.held`, and partial sums."""
+        yield from super().held()
+        if self.canonical is not None:
+            yield from ((f"partial sum {at}", one) for at, one in enumerate(self.canonical.spares.made))
 
     def check_open(self, entry: Entry) -> None:
         """Raises RunError `gradient-complete` if no step runs and the gradient of `entry` is that of the step before."""

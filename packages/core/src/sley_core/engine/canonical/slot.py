@@ -63,13 +63,6 @@ class CanonicalSlot(Slot):
         else:
             self._sum.add_(gradient)
 
-    def adopt(self, gradient: Tensor) -> None:
-        if self._fresh and not self._is_first and gradient.dtype == self.view.dtype and gradient.is_contiguous():
-            self._fresh, self._sum = False, gradient
-            self.order.spares.count(gradient)
-        else:
-            self.take(gradient)
-
     def take_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, multiplied in the factors' dtype and then added: `addmm` would round otherwise than `mm`."""
         if self._fresh and left.dtype == self.view.dtype:
@@ -93,7 +86,7 @@ class CanonicalSlot(Slot):
         order = self.order
         is_alone = order.is_alone(self.entry)
         nodes = [Node(0, order.num_leaves)] if is_alone else order.nodes(self.entry.reduce_group)
-        uses = range(len(self.entry.layers))
+        uses = range(self.entry.num_sums)
         rows = [sums.take(use, node, self.view) for use in uses for node in nodes]
         assert not len(sums), f"{self.entry.name}: micro-batches of other ranks, {sums.nodes}"
         if rows[0] is not self.view:
