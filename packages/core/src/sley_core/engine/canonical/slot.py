@@ -82,7 +82,7 @@ class CanonicalSlot(Slot):
     def settle(self) -> None:
         """Makes `rows` of what has come. No contribution may follow."""
         self.leave()
-        sums = self._sums or self._new()
+        sums = self._new() if self._sums is None else self._sums
         order = self.order
         is_alone = order.is_alone(self.entry)
         nodes = [Node(0, order.num_leaves)] if is_alone else order.nodes(self.entry.reduce_group)
