@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,18 @@ def trained_left_to_right(tables: Tables, num_steps: int, *, folder: Path) -> Bi
         return trained(tables, num_steps, folder=folder)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_the_tree_the_hash_is_another(ranks: Any, texts: Path, layout: str):
+SAMPLE = ["dp2 bucketed", "dp2 sharded", "wp2", "pp2", "zero bubble v dp2"]
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS]
+)
+def test_sums_from_left_to_right_have_another_hash(ranks: Any, texts: Path, layout: str):
+    """Of numbers that are as good: so the tests above see the tree, and nothing else."""
     size, changes = LAYOUTS[layout]
     found = ranks(size, 180)(trained_left_to_right, changed(PLAN, **changes), 3, folder=texts)
-    assert differing([alone(texts, "fp32")], found)
+    one = alone(texts, "fp32")
+    assert [name for name in differing([one], found) if name.endswith("weight")]
+    for name in ("step 3: loss", "step 3: grad_norm"):
+        wanted, other = (float.fromhex(bits[name].decode()) for bits in (one, found[0]))
+        assert math.isclose(wanted, other, rel_tol=1e-4), (name, wanted, other)

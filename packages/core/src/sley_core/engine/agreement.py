@@ -45,7 +45,8 @@ _SEEN_BYTES = 1 << 12
 _HINTS = {
     NEXT: "all ranks call the same methods of a run in the same order; was an error caught on some of them?",
     TRAINED: "freeze and unfreeze parameters on all ranks alike, between two steps",
-    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other",
+    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other; with "
+    'reduction = "canonical" all ranks do',
     BATCH: "all stages of a pipeline, and all ranks that share a sequence, get the same samples: rows `run.rows` of a batch",
 }
 
@@ -93,7 +94,8 @@ class Agreement:
         self._facts = [
             {"all": (what, checksum([what]))},
             self._entries(),
-            dict.fromkeys(("model", "sp"), (num_micros, num_micros)),
+            # One tree has all ranks' micro-batches, by their numbers.
+            dict.fromkeys(("model", "sp", *(("dp",) if self._has_digits else ())), (num_micros, num_micros)),
             {} if batch is None else self._samples(batch),
         ]
         self._sum = torch.zeros(_SIZE + len(digits), dtype=torch.float64)

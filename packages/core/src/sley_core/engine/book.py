@@ -51,8 +51,8 @@ class Entry:
     decays: whether weight decay applies (matrices do; norms, biases and other vectors do not).
 
     reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: which part of it this rank
-    holds; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_layers: how many of
-    the whole model do.
+    holds; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many sums
+    there are of its gradient until it is reduced: where sums are canonical, one for each of `layers`.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Entry:
     stages: tuple[int, ...] = (0,)
     index: int = 0
     layers: tuple[str, ...] = ()
-    num_layers: int = 1
+    num_sums: int = 1
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -88,9 +88,9 @@ class Entry:
     @property
     def family(self) -> tuple[str, tuple[int, ...], int]:
         """Key of the buffer that the entry may share: entries with the same reduce group and, if tied across stages,
-        the same stages; and entries that as many of this rank's layers hold, since canonical sums keep those apart.
+        the same stages; and entries with as many sums.
         """
-        return self.reduce_group, self.stages if len(self.stages) > 1 else (), len(self.layers)
+        return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property
     def tie_group(self) -> str | None:
@@ -148,7 +148,6 @@ class ParameterBook:
                         entry.shard = (shards or {}).get(id(parameter))
                         entry.reduce_group = "stage" if entry.shard is None else REDUCE_GROUP
                         entry.layers = tuple(name for name in uses[id(parameter)] if name in own)
-                        entry.num_layers = len(uses[id(parameter)])
                         self.entries.append(entry)
                     else:
                         entry.aliases.append(name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from sley_core.engine.book import Entry
-from sley_core.engine.canonical.order import CanonicalOrder, Leaf
+from sley_core.engine.canonical.order import Arrival, CanonicalOrder
 from sley_core.engine.gradient_views import GradientViews
 from sley_core.engine.slot import Autograd, Slot
 from sley_core.engine.slot_faults import by_autograd
@@ -25,6 +25,17 @@ class Contributions(GradientViews):
         self.state = state
         self.canonical = canonical
         self._products: set[Entry] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients, and of the partial sums that there are during a step."""
+        return super().num_bytes + (self.canonical.spares.num_bytes if self.canonical is not None else 0)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields what is held for gradients, by name: as `GradientViews.held`, and partial sums."""
+        yield from super().held()
+        if self.canonical is not None:
+            yield from ((f"partial sum {at}", one) for at, one in enumerate(self.canonical.spares.made))
 
     def check_open(self, entry: Entry) -> None:
         """Raises RunError `gradient-complete` if no step runs and the gradient of `entry` is that of the step before."""
@@ -51,7 +62,7 @@ class Contributions(GradientViews):
         slot = self._slots[entry]
         slot.check_open(self.state)
         for micro, gradient in gradients.items():
-            slot.enter(Leaf(entry.layers.index(layer), micro))
+            slot.enter(Arrival(entry.layers.index(layer), micro))
             slot.take(gradient)
             slot.contributions += 1
         self._passed(slot)
@@ -93,13 +104,13 @@ class Contributions(GradientViews):
         slot = self._slots[entry]
         slot.check_open(self.state)
         if self.canonical is not None:
-            slot.enter(self.canonical.leaf(entry, layer))
+            slot.enter(self.canonical.arrival(entry, layer))
         return slot
 
     def _enter_autograd(self, slot: Slot, order: CanonicalOrder) -> None:
         if slot.entry in self._products:
             raise by_autograd(slot.entry)
-        slot.enter(order.leaf(slot.entry))
+        slot.enter(order.arrival(slot.entry))
 
     def _passed(self, slot: Slot) -> None:
         """Counts a pass; may report entries ready."""

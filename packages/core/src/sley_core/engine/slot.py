@@ -16,7 +16,7 @@ from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.engine.canonical.order import Leaf
+    from sley_core.engine.canonical.order import Arrival
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class Slot:
             "it, which is of this rank's samples; `run.step(batch)` trains on samples of your own",
         )
 
-    def enter(self, leaf: Leaf) -> None:
+    def enter(self, leaf: Arrival) -> None:
         """Says of which micro-batch the next contribution is; for slots to which that matters."""
 
     def leave(self) -> None:

@@ -67,6 +67,8 @@ class GradientStore(Contributions):
         self.book = book
         self.dtype = dtype
         self.device = device
+        for entry in book:
+            entry.num_sums = len(entry.layers) if canonical is not None else 1
         super().__init__(state, canonical)
         self._memory = GradientMemory(dtype, device)
         self.on_ready: list[Ready] = []

@@ -157,3 +157,31 @@ def test_a_run_says_what_its_sums_take(texts):
     said = float(note.partition("step, ")[2].partition(" MiB")[0]) * 2**20
     rounding = 0.005 * 2**20
     assert said - rounding <= most <= said + rounding + 2 * largest
+
+
+def unequal(tables, folder):
+    """What a step says in which rank 1 has one micro-batch more than rank 0, and whether the run goes on."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        own = run.feed.next()
+        micros = [{name: value[at : at + 2] for name, value in own.items()} for at in (0, 2)]
+        try:
+            run.step(micros[: 1 + world.rank])
+        except RunError as error:
+            return error.diagnostics[0].code, run.step()["step"]
+        return "", 0
+
+
+def test_ranks_with_other_numbers_of_micro_batches_are_refused_before_they_sum(ranks, texts):
+    assert ranks(2)(unequal, changed(PLAN, parallel__dp=2), texts) == [("ranks-differ", 1)] * 2
+    assert ranks(2)(unequal, changed(PLAN, parallel={"dp": 2}), texts) == [("", 0)] * 2
+
+
+def test_sums_count_as_gradients_while_there_are_any(texts):
+    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, texts), world) as run:
+        run.step()
+        between = run.memory.bytes["gradients"]
+        seen: list[int] = []
+        run.store.on_ready.append(lambda _: seen.append(run.memory.bytes["gradients"]))
+        run.step()
+        assert run.memory.bytes["gradients"] == between
+    assert max(seen) > between

@@ -24,7 +24,7 @@ def cost_note(parts: Parts, num_micros: int) -> str:
     num_bytes = 0
     for entry in parts.book.trainable:
         ranks = topology.wp if entry.shard is not None else 1
-        most = len(entry.layers) * most_sums(_arrivals(ranks, num_micros), num_leaves) - 1
+        most = entry.num_sums * most_sums(_arrivals(ranks, num_micros), num_leaves) - 1
         num_bytes += most * entry.numel * parts.store.dtype.itemsize
         copies = max(copies, most)
     nodes = max(

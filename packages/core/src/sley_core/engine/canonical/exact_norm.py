@@ -19,9 +19,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-KINDS = (1.0, 2.0, math.inf)
-"""The norms that have no order here: other powers are not the same in every kernel."""
-
 _DIGIT = 24
 _NUM_DIGITS = 3
 _CHUNK = 1 << 18

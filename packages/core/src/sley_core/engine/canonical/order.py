@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sley_core.engine.step_state import StepState
 
 
-class Leaf(NamedTuple):
+class Arrival(NamedTuple):
     """Which gradient comes: of the use of a parameter in which of this rank's layers, in which micro-batch of all."""
 
     use: int
@@ -44,10 +44,10 @@ class CanonicalOrder:
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
-    def leaf(self, entry: Entry, layer: str = "") -> Leaf:
-        """Returns the leaf of the contribution that comes now, from the use of `entry` in `layer`; without, its only one."""
+    def arrival(self, entry: Entry, layer: str = "") -> Arrival:
+        """Returns where the contribution that comes now belongs, of the use of `entry` in `layer`; without, of its only one."""
         assert layer or len(entry.layers) == 1, f"{entry.name} is used by {entry.layers}: which of them?"
-        return Leaf(entry.layers.index(layer) if layer else 0, self.micro)
+        return Arrival(entry.layers.index(layer) if layer else 0, self.micro)
 
     def micros_beside(self, group: Members) -> range:
         """Returns the number of the micro-batch that each rank of `group` runs while this one runs its own: of neighbours

@@ -11,11 +11,12 @@ from sley_core.engine.canonical.tree import Node, parent, sibling
 class Spares:
     """Memory of sums that are over, for those that begin; all gradients of a run share it, within one step.
 
-    num_bytes: of all that was lent or lies here, since `clear`. max_bytes: the most of it since the run began.
+    made: all that was lent or lies here, since `clear`, num_bytes of it. max_bytes: the most since the run began.
     """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.made: list[Tensor] = []
         self.num_bytes = 0
         self.max_bytes = 0
 
@@ -25,13 +26,10 @@ class Spares:
         if free:
             return free.pop()
         made = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.count(made)
-        return made
-
-    def count(self, tensor: Tensor) -> None:
-        """Counts memory that somebody else made, and that comes back here."""
-        self.num_bytes += tensor.nbytes
+        self.made.append(made)
+        self.num_bytes += made.nbytes
         self.max_bytes = max(self.max_bytes, self.num_bytes)
+        return made
 
     def take_back(self, tensor: Tensor) -> None:
         """Keeps the memory of a sum that is over."""
@@ -40,6 +38,7 @@ class Spares:
     def clear(self) -> None:
         """Frees it all, at the end of a step."""
         self._free.clear()
+        self.made.clear()
         self.num_bytes = 0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry
-from sley_core.engine.canonical.order import CanonicalOrder, Leaf
+from sley_core.engine.canonical.order import Arrival, CanonicalOrder
 from sley_core.engine.canonical.partial_sums import PartialSums
 from sley_core.engine.canonical.tree import Node
 from sley_core.engine.canonical.tree import leaf as leaf_node
@@ -34,14 +34,14 @@ class CanonicalSlot(Slot):
 
     def reset(self) -> None:
         super().reset()
-        self._leaf: Leaf | None = None
+        self._leaf: Arrival | None = None
         self._fresh = True
         self._sum = self.view
         self._sums: PartialSums | None = None
-        self._closed: set[Leaf] = set()
+        self._closed: set[Arrival] = set()
         self.rows: list[Tensor] = []
 
-    def enter(self, leaf: Leaf) -> None:
+    def enter(self, leaf: Arrival) -> None:
         """Says of which micro-batch and use the next contribution is. Raises RunError `canonical-again` if that one is over."""
         if leaf == self._leaf:
             return
@@ -63,13 +63,6 @@ class CanonicalSlot(Slot):
         else:
             self._sum.add_(gradient)
 
-    def adopt(self, gradient: Tensor) -> None:
-        if self._fresh and not self._is_first and gradient.dtype == self.view.dtype and gradient.is_contiguous():
-            self._fresh, self._sum = False, gradient
-            self.order.spares.count(gradient)
-        else:
-            self.take(gradient)
-
     def take_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right, multiplied in the factors' dtype and then added: `addmm` would round otherwise than `mm`."""
         if self._fresh and left.dtype == self.view.dtype:
@@ -89,11 +82,11 @@ class CanonicalSlot(Slot):
     def settle(self) -> None:
         """Makes `rows` of what has come. No contribution may follow."""
         self.leave()
-        sums = self._sums or self._new()
+        sums = self._new() if self._sums is None else self._sums
         order = self.order
         is_alone = order.is_alone(self.entry)
         nodes = [Node(0, order.num_leaves)] if is_alone else order.nodes(self.entry.reduce_group)
-        uses = range(len(self.entry.layers))
+        uses = range(self.entry.num_sums)
         rows = [sums.take(use, node, self.view) for use in uses for node in nodes]
         assert not len(sums), f"{self.entry.name}: micro-batches of other ranks, {sums.nodes}"
         if rows[0] is not self.view:

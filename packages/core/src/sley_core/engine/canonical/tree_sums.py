@@ -83,7 +83,7 @@ class _TreeSum:
         self._lane = lane
         self._order: CanonicalOrder = store.canonical
         self._nodes = [self._order.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
-        self._num_uses = len(buffer.entries[0].layers)
+        self._num_uses = buffer.entries[0].num_sums
         self._out = _packed(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
         self._in = self._out.new_empty(self._out.shape)
         self._whole: Tensor | None = None
