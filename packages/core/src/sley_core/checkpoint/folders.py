@@ -52,6 +52,10 @@ class Folder(Protocol):
         """Reads a file, and returns the CRC-32 of its bytes."""
         ...
 
+    def delete(self, name: str) -> None:
+        """Deletes a file."""
+        ...
+
     def staging(self, token: str) -> Folder:
         """Returns the folder in which this one is made ready; `publish` of that gives it this one's name."""
         ...
@@ -134,6 +138,9 @@ class LocalFolder:
             crc = crc32(memory[:got], crc)
             done += got
         return crc
+
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink()
 
     def staging(self, token: str) -> LocalFolder:
         return LocalFolder(self.path.parent / f"{STAGING}{self.path.name}-{token}")

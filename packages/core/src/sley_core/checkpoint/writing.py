@@ -100,6 +100,8 @@ class Writing:
             paths=_union([note["own"]["paths"] for note in notes]),
             ranks=[note["own"]["rank"] for note in notes],
         )
+        for rank in range(self.num_ranks):
+            self.staging.delete(_note(rank))  # all of it is in the index
         self.staging.write(INDEX, [index.to_bytes()])
         self.staging.publish(self.target)
         self.published()
