@@ -60,6 +60,10 @@ class Folder(Protocol):
         """Returns the folder in which this one is made ready; `publish` of that gives it this one's name."""
         ...
 
+    def is_unfinished(self, name: str, last_file: str) -> bool:
+        """Returns whether the folder `name` in this one is a checkpoint that was not written up to its `last_file`."""
+        ...
+
     def publish(self, target: Folder) -> None:
         """Gives this folder, a `staging` of `target`, its name, for good."""
         ...
@@ -145,6 +149,9 @@ class LocalFolder:
     def staging(self, token: str) -> LocalFolder:
         return LocalFolder(self.path.parent / f"{STAGING}{self.path.name}-{token}")
 
+    def is_unfinished(self, name: str, last_file: str) -> bool:
+        return name.startswith(STAGING)
+
     def publish(self, target: Folder) -> None:
         assert isinstance(target, LocalFolder), target
         _sync(self.path)
@@ -160,7 +167,11 @@ class LocalFolder:
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Returns the folder at `path`."""
+    """Returns the folder at `path`. Raises UsageError `no-fsspec` for a URL that nothing here can open."""
+    if "://" in str(path):
+        from sley_core.checkpoint.remote import RemoteFolder
+
+        return RemoteFolder(str(path))
     return LocalFolder(Path(path).absolute())
 
 
