@@ -55,6 +55,7 @@ from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.memory.assemble import memory_of, move_numbers
+from sley_core.metrics.parts import keepers_of
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.plan.check import check_plan
@@ -145,7 +146,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
         WeightLoader(names, parts, stepper.update.masters),
         Checkpoints(
             plan,
-            RunTensors(parts, stepper.update, memory, model.per_rank_buffers),
+            RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper)),
             samples.feed,
             _checkpoint_folder(plan, folder),
         ),

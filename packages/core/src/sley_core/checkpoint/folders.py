@@ -52,8 +52,16 @@ class Folder(Protocol):
         """Reads a file, and returns the CRC-32 of its bytes."""
         ...
 
+    def delete(self, name: str) -> None:
+        """Deletes a file."""
+        ...
+
     def staging(self, token: str) -> Folder:
         """Returns the folder in which this one is made ready; `publish` of that gives it this one's name."""
+        ...
+
+    def is_unfinished(self, name: str, last_file: str) -> bool:
+        """Returns whether the folder `name` in this one is a checkpoint that was not written up to its `last_file`."""
         ...
 
     def publish(self, target: Folder) -> None:
@@ -135,8 +143,14 @@ class LocalFolder:
             done += got
         return crc
 
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink()
+
     def staging(self, token: str) -> LocalFolder:
         return LocalFolder(self.path.parent / f"{STAGING}{self.path.name}-{token}")
+
+    def is_unfinished(self, name: str, last_file: str) -> bool:
+        return name.startswith(STAGING)
 
     def publish(self, target: Folder) -> None:
         assert isinstance(target, LocalFolder), target
@@ -153,7 +167,11 @@ class LocalFolder:
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Returns the folder at `path`."""
+    """Returns the folder at `path`. Raises UsageError `no-fsspec` for a URL that nothing here can open."""
+    if "://" in str(path):
+        from sley_core.checkpoint.remote import RemoteFolder
+
+        return RemoteFolder(str(path))
     return LocalFolder(Path(path).absolute())
 
 

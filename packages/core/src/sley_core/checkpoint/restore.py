@@ -40,10 +40,11 @@ class Restoring:
         return named | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.tensors.buffers()}
 
     def restore(self) -> None:
-        """Sets weights, masters, buffers and optimizer states. Does not communicate."""
+        """Sets weights, masters, buffers, optimizer states, and what parts of the run keep. Does not communicate."""
         self._weights()
         self._buffers()
         self._optimizer()
+        self._kept()
 
     def _weights(self) -> None:
         masters = self.tensors.update.masters
@@ -82,6 +83,14 @@ class Restoring:
         optimizer.param_groups = groups  # the same objects as before: others have them
         for one in stepped.values():
             self._keep_types(one)
+
+    def _kept(self) -> None:
+        for place, keeper in self.tensors.keepers.items():
+            prefix = self.tensors.own_name(f"{place}/")
+            found = [name for name in self.found if name.startswith(prefix)] if self.is_same_layout else []
+            keeper.restore_kept({name.removeprefix(prefix): self.found[name] for name in found})
+            if not self.is_same_layout and any(f"/{place}/" in name for name in self.found):
+                self.notes.append(f"{place} begins anew: what it kept belongs to another layout")
 
     def _state(self, stepped: Stepped) -> Any:
         found = self._states.get(stepped.name, [])

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.update import Update
     from sley_core.memory.run_memory import RunMemory
+    from sley_core.protocols import Keeps
 
 OPTIONS = "options/"
 """How the names of values begin that are a parameter's options in the optimizer's groups."""
@@ -42,13 +43,23 @@ OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
 
 
 class RunTensors:
-    """Of one rank. per_rank: patterns of buffers that may differ from rank to rank."""
+    """Of one rank. per_rank: patterns of buffers that may differ from rank to rank. keepers: what keeps something of its own,
+    by its place in the plan.
+    """
 
-    def __init__(self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        update: Update,
+        memory: RunMemory,
+        per_rank: Sequence[str],
+        keepers: Mapping[str, Keeps],
+    ) -> None:
         self.parts = parts
         self.update = update
         self.memory = memory
         self.per_rank = tuple(per_rank)
+        self.keepers = keepers
 
     def pieces(self) -> list[TensorPiece]:
         """Returns everything that this rank holds, live, and where it lies; equal pieces of other ranks are equal bit for bit.
@@ -57,7 +68,7 @@ class RunTensors:
         """
         self._follow()
         self._at_rest = self.memory.at_rest()
-        found = [*self._weights(), *self._states(), *self._all_buffers()]
+        found = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
         for piece in found:
             if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
                 kind = f"{piece.tensor.dtype}, {piece.tensor.layout}"
@@ -126,6 +137,11 @@ class RunTensors:
             yield from self._cut(BUFFERS + name, Region(tuple(buffer.shape)), buffer)
             if differs:
                 yield from self._cut(self.own_name(BUFFERS + name), Region(tuple(buffer.shape)), buffer)
+
+    def _kept(self) -> Iterator[TensorPiece]:
+        for place, keeper in self.keepers.items():
+            for name, tensor in keeper.kept().items():
+                yield from self._cut(self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor)
 
     def own_name(self, name: str) -> str:
         """Returns the name of what this rank keeps for itself."""

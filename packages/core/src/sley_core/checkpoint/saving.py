@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sley_core.checkpoint.folders import STAGING, Folder, open_folder
-from sley_core.checkpoint.index import CheckpointIndex, read_index
+from sley_core.checkpoint.folders import Folder, open_folder
+from sley_core.checkpoint.index import INDEX, CheckpointIndex, read_index
 from sley_core.checkpoint.run_tensors import RunTensors, generators
 from sley_core.checkpoint.shares import Listed, Shares, from_lists, listed, share_out
 from sley_core.checkpoint.tensor_file import chunks_of
-from sley_core.checkpoint.verify import ready, step_name
+from sley_core.checkpoint.verify import is_ours, ready, step_name
 from sley_core.checkpoint.writing import Writing
 from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError, SleyError
+from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
     from sley_core.checkpoint.tensor_file import TensorPiece
@@ -104,8 +105,8 @@ class Preparation:
             if names and (problem := of_another_run(folder, self.plan.run.name)):
                 return ["", "", problem]
             return [folder.child(step_name(step, names)).text, secrets.token_hex(8), ""]
-        except OSError as error:
-            return ["", "", f"the folder {where.path} cannot be read: {error}"]
+        except Exception as error:  # whatever a file system raises
+            return ["", "", f"the folder {where.path} cannot be read: {cause(error)}"]
 
     def _shared(self, digests: list[str], lines: list[Listed]) -> Shares:
         """Returns who writes what; the exchange of the lists is left out on all ranks alike where none has changed."""
@@ -136,7 +137,7 @@ class Preparation:
 def remove_unfinished(folder: Folder) -> None:
     """Deletes what saves that were cut off have left in a folder of checkpoints."""
     for name in folder.names():
-        if name.startswith(STAGING):
+        if is_ours(name) and folder.is_unfinished(name, INDEX):
             folder.child(name).remove()
 
 
@@ -152,7 +153,7 @@ def of_another_run(folder: Folder, run: str) -> str:
 
 def _prune(folder: Folder, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints of a folder; the newest has just been verified."""
-    with suppress(OSError):
+    with suppress(Exception):  # one too many is no reason to lose the one that was written
         for name in ready(folder)[keep:]:
             folder.child(name).remove()
 

@@ -20,11 +20,13 @@ class StateLeaf(NamedTuple):
 
 
 def leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
-    """Yields what is in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that is no string."""
+    """Yields what is in dicts, lists and tuples. Raises RunError `optimizer-state` for a key that cannot be a name."""
     if isinstance(state, Mapping):
         for key, value in state.items():
-            if not isinstance(key, str):
-                raise RunError("optimizer-state", f"the optimizer's states have the key {key!r}, which is no string")
+            if not isinstance(key, str) or "/" in key:
+                raise RunError(
+                    "optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name"
+                )
             yield from leaves(value, (*path, ("dict", key)))
     elif type(state) in (list, tuple) and state:
         for number, value in enumerate(state):

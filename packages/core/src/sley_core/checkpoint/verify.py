@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from sley_core.checkpoint.folders import Folder, open_folder
+from sley_core.checkpoint.folders import STAGING, Folder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts, read_index
 from sley_core.checkpoint.reader import read_header
 from sley_core.errors import RunError
+from sley_core.plan.factory import cause
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -57,8 +58,14 @@ def newest(path: str | Path) -> Newest:
 
 def ready(folder: Folder) -> list[str]:
     """Returns the names of the checkpoints in a folder of several, the newest first; half-written ones are not among them."""
-    found = [(match, name) for name in folder.names() if (match := _STEP.fullmatch(name))]
+    named = [(match, name) for name in folder.names() if (match := _STEP.fullmatch(name))]
+    found = [one for one in named if not folder.is_unfinished(one[1], INDEX)]
     return [name for _, name in sorted(found, key=lambda one: _age(one[0]), reverse=True)]
+
+
+def is_ours(name: str) -> bool:
+    """Returns whether a folder with this name is a checkpoint of a run, or was to become one."""
+    return name.startswith(STAGING) or _STEP.fullmatch(name) is not None
 
 
 def step_name(step: int, taken: Iterable[str]) -> str:
@@ -73,14 +80,14 @@ def step_name(step: int, taken: Iterable[str]) -> str:
 
 def damages(folder: Folder, rank: int = 0, num_ranks: int = 1) -> list[Damage]:
     """Returns the damages that one of `num_ranks` ranks finds, which look at different files, and all at the index."""
-    if INDEX not in folder.names():
-        return [Damage(INDEX, "is missing")]
     try:
+        if INDEX not in folder.names():
+            return [Damage(INDEX, "is missing")]
         index = read_index(folder)
     except RunError as error:
         return [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
-    except OSError as error:
-        return [Damage(INDEX, f"cannot be read: {error}")]
+    except Exception as error:  # whatever a file system raises
+        return [Damage(INDEX, f"cannot be read: {cause(error)}")]
     found = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return [one for one in found if one is not None]
 
@@ -94,8 +101,8 @@ def _damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
         return Damage(name, _whose(folder, name, index, facts) or _how(num_bytes, facts))
     except FileNotFoundError:
         return Damage(name, "is missing")
-    except OSError as error:
-        return Damage(name, f"cannot be read: {error}")
+    except Exception as error:  # whatever a file system raises
+        return Damage(name, f"cannot be read: {cause(error)}")
 
 
 def _how(num_bytes: int, facts: FileFacts) -> str:

@@ -20,6 +20,7 @@ from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts
 from sley_core.checkpoint.shares import file_name
 from sley_core.checkpoint.tensor_file import TensorPiece, header_of
 from sley_core.errors import RunError
+from sley_core.plan.factory import cause
 
 _POLL_S = 0.005
 _SLOWEST_POLL_S = 0.1
@@ -58,7 +59,7 @@ class Writing:
             self._write()
             if self.rank == 0:
                 self._publish()
-        except (OSError, RunError) as error:
+        except Exception as error:  # nobody may be left waiting, whatever a file system raises
             self._fail(error)
             raise _failed(self.target, self.rank, said(error)) from error
 
@@ -100,6 +101,8 @@ class Writing:
             paths=_union([note["own"]["paths"] for note in notes]),
             ranks=[note["own"]["rank"] for note in notes],
         )
+        for rank in range(self.num_ranks):
+            self.staging.delete(_note(rank))  # all of it is in the index
         self.staging.write(INDEX, [index.to_bytes()])
         self.staging.publish(self.target)
         self.published()
@@ -129,19 +132,19 @@ class Writing:
 
     def _fail(self, error: Exception) -> None:
         """Frees the disk of what was written; on other ranks than 0, tells rank 0."""
-        with suppress(OSError):
+        with suppress(Exception):
             if self.rank == 0:
                 self.staging.remove()
             elif self.staging.names():
                 for chunks in ([said(error).encode()], []):  # a full disk may have room for a name at least
-                    with suppress(OSError):
+                    with suppress(Exception):
                         self.staging.write(_failure(self.rank), chunks)
                         break
 
 
 def said(error: Exception) -> str:
     """Returns an error in words, on one line."""
-    return error.diagnostics[0].message if isinstance(error, RunError) else str(error)
+    return error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
 
 
 def _note(rank: int) -> str:
