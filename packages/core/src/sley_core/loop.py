@@ -69,6 +69,7 @@ class Loop:
         self.checkpoints = checkpoints
         self.num_steps_done = 0
         self.was_stopped = False
+        self._is_first = True
         self._is_stepping = False
         self._is_training = False
         self._is_evaluating = False
@@ -146,13 +147,14 @@ class Loop:
             if profiler is not None:
                 profiler.before_step(number)
             clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
-            if self.num_steps_done == 0:
+            if self._is_first:
                 parts.book.check_complete(parts.layers)
             votes = Votes(self._stop_asked, self.checkpoints.wants_save)
             totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock)
-        if self._watch is not None and self.num_steps_done == 0:
+        if self._watch is not None and self._is_first:
             self._watch.check()
             self._watch = None  # its copies of buffers are free
+        self._is_first = False
         if profiler is not None:
             profiler.after_step(number)
         self.num_steps_done = number
