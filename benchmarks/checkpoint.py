@@ -2,9 +2,9 @@
 
     added seconds per save = median (steps with a save, until it is on the disk) - median (the same number of steps without)
 
-Contestants: beside training (`mode = "async"`), blocking (`"sync"`), torch.distributed.checkpoint's `async_save` used plainly, and one
-plain copy of the same bytes into memory that is there. Target: beside training <= 1.0 x the plain copy. What still has to be
-written after the last step of a block is waited for, and counted.
+Contestants: beside training (`mode = "async"`), blocking (`"sync"`), torch.distributed.checkpoint's `async_save` used plainly,
+and one plain copy of the same bytes into memory that is there. Target: beside training <= 1.0 x the plain copy. What still has
+to be written after the last step of a block is waited for, and counted.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ def contestants(runs: dict[str, Run], count: int, folder: Path) -> dict[str, Cal
 
 def show(seconds: dict[str, list[float]], num_bytes: int, count: int) -> None:
     copy, none = (statistics.median(seconds[name]) for name in ("plain copy", "none"))
-    print(
-        f"\nstate {num_bytes / 2**30:.2f} GiB; {count} steps {none:.2f} s; plain copy {copy:.3f} s; {len(seconds['none'])} rounds"
-    )
+    print(f"\nstate {num_bytes / 2**30:.2f} GiB; {count} steps {none:.2f} s; plain copy {copy:.3f} s")
     chance = random.Random(0)
     rounds = len(seconds["none"])
     picks = [[chance.randrange(rounds) for _ in range(rounds)] for _ in range(RESAMPLES)]

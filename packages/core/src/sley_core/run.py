@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sley_core.checkpoint.checkpoints import Checkpoints, Restored
+    from sley_core.checkpoint.checkpoints import Checkpoints
+    from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
     from sley_core.engine.save import Precision

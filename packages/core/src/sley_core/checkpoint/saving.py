@@ -91,7 +91,10 @@ class Preparation:
             }
             return self.tensors.pieces(), own, ""
         except SleyError as error:
-            return [], {}, str(error.diagnostics[0].message)
+            first = error.diagnostics[0]
+            return [], {}, f"{first.message} ({first.hint})" if first.hint else first.message
+        except Exception as error:  # of a part of the run that keeps something: the other ranks wait for an answer
+            return [], {}, cause(error)
 
     def _target(self, where: Destination, step: int) -> list[str]:
         """Returns the folder, a token for this save, and words for why it cannot be; removes what is left of earlier saves."""
