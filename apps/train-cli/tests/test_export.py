@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.weight_files.read import INDEX, WeightFiles
@@ -34,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"qk_norm": True, "head_dim": 8},
 }
+DATA = '[data]\nuse = "core.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
 TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
 Trained = Callable[..., tuple[Path, torch.Tensor]]
 
@@ -257,3 +259,34 @@ def test_a_run_keeps_its_weights_unless_its_plan_says_no(start: Any, plan: Path,
     assert result.code == 0, result.err
     assert "  weights  " not in result.err
     assert not (folder / "runs" / "none" / "weights").exists()
+
+
+IN_THE_WAY = """
+from pathlib import Path
+from torch import nn
+
+class Table(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+def layers(data):
+    if Path("runs/small").is_dir():  # not yet while the launcher looks at the model
+        Path("runs/small/weights").mkdir(exist_ok=True)
+        Path("runs/small/weights/thesis.tex").write_text("years of work")
+    return [Table(256, 8), nn.Linear(8, 256)]
+"""
+
+
+def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(start: Any, own_model: Any, folder: Path) -> None:
+    plan = own_model(IN_THE_WAY, DATA + 'documents = "cut"\n')
+    result = start("run", plan).finish()
+    assert result.code == 1
+    assert result.err.count("error[weights-unsaved]") == 1
+    assert "`thesis.tex`, which is no file of weights" in result.err
+    assert json.loads((folder / "runs" / "small" / "summary.json").read_text())["outcome"] == "finished"
+    assert [path.name for path in (folder / "runs" / "small" / "weights").iterdir()] == ["thesis.tex"]
+
+
+def test_a_word_that_is_no_precision_is_refused(texts: Path, folder: Path) -> None:
+    with assemble(plan_from_dict(PLAN, texts), World.alone("cpu")) as run, pytest.raises(UsageError, match="or full"):
+        run.save_weights(folder / "w", precision="bf16")  # type: ignore[arg-type]

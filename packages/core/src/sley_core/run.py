@@ -192,9 +192,13 @@ class Run(AbstractContextManager["Run"]):
         when all of them are on the disk: it is the former one or the new one, never a part.
 
         Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if
-        memory is away.
+        memory is away; UsageError `no-precision` for another word.
         """
         self._settle()
+        if precision not in TO_SAVE:
+            raise UsageError(
+                "no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}"
+            )
         require = partial(self.memory.require, "saving weights", TO_SAVE[precision])
         save = WeightSaver(self.parts, self.stepper.update.masters)
         save(Path(folder).absolute(), precision, max_file_bytes, require)
