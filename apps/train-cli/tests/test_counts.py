@@ -109,8 +109,9 @@ def test_what_offload_managers_moved_is_printed(cli: Callable[..., Any], plan: P
     summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
     counts = summary["counts"]["memory.optimizer_states"]
     size = 2 * 4 * summary["trained_parameters"]  # two moments in fp32
-    assert counts["optimizer_states_copied_out"] == 3 * size
-    assert counts["optimizer_states_copied_in"] == 2 * size
+    step = counts["optimizer_states_copied_out"] / 3
+    assert size <= step < 1.02 * size  # small states lie together, each at a multiple of 256 bytes
+    assert counts["optimizer_states_copied_in"] == 2 * step
     lines = [line.split() for line in result.err.splitlines()]
     assert ["memory.optimizer_states", "counted"] in lines
     for name, value in counts.items():

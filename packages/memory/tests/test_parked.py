@@ -256,8 +256,10 @@ def test_the_device_gets_back_what_the_parts_had(offload):
         run.step()
         if offload is BETWEEN:
             assert run.memory.bytes["optimizer_states"] == 0
-            assert run.memory.report["optimizer_states"].given_back == 2 * 4 * (36 + 6 + 36)
+            places = 2 * (256 + 256 + 256)  # of two states of 36, 6 and 36 elements, which lie together
+            assert run.memory.report["optimizer_states"].given_back == places
             return
+        cycle(run)  # small states lie together from then on
         sizes = {part: size for part, size in run.memory.bytes.items() if size}
         assert sizes.keys() >= {"weights", "buffers", "masters", "optimizer_states"}
         run.memory.offload().wait()
