@@ -10,15 +10,17 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
 from sley_core.checkpoint.index import INDEX
 from sley_core.comm.world import World
-from sley_core.errors import RunError
+from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_same_stretch, stretch
@@ -132,17 +134,51 @@ def test_files_of_two_ranks_that_changed_places_are_told(texts, tmp_path, ranks)
 def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path):
     stretch(PLAN, 1, folder=texts, save=tmp_path / "saved")
     for more, words in (
-        ({"model__hidden": 32}, r"is \[\d+, 16\] in the checkpoint and \[\d+, 32\] here"),
-        ({"model__num_layers": 3}, "'weights/blocks.2.*' is not in the checkpoint"),
-        ({"model__num_layers": 1}, "'weights/blocks.1.*' is not in the model"),
-        ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, "its optimizer is core.adamw, the plan's is core.sgd"),
+        ({"model__hidden": 32}, "`model.hidden = 16`, the plan has 32"),
+        ({"model__num_layers": 3}, "`model.num_layers = 2`, the plan has 3"),
+        ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, '`optimizer.use = "core.adamw"`, the plan has "core.sgd"'),
     ):
-        with assemble(plan_from_dict(changed(PLAN, **more), texts), World.alone("cpu")) as run:
-            before = [entry.parameter.detach().clone() for entry in run.book]
-            with pytest.raises(RunError, match="checkpoint-mismatch") as raised:
-                run.load_checkpoint(tmp_path / "saved")
-            raised.match(words)
-            assert all(one.equal(entry.parameter) for one, entry in zip(before, run.book, strict=True))
+        refused(changed(PLAN, **more), texts, tmp_path / "saved", PlanError, "resume-differs", words)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((32,), r"is \[\d+, 16\] in the checkpoint and \[\d+, 32\] here"),
+        ((16, 16), "'weights/.*' is not in the checkpoint"),
+        ((), "'weights/.*' is not in the model"),
+    ],
+)
+def test_a_factory_that_makes_another_model_than_before_is_refused(texts, tmp_path, monkeypatch, sizes, words):
+    """The plan cannot tell: it names the same factory."""
+    made = ModuleType("resized")
+    monkeypatch.setitem(sys.modules, "resized", made)
+    plan = changed(PLAN, model={"factory": "resized:layers"})
+    made.layers = lambda: stacked(16)
+    stretch(plan, 1, folder=texts, save=tmp_path / "saved")
+    made.layers = lambda: stacked(*sizes)
+    refused(plan, texts, tmp_path / "saved", RunError, "checkpoint-mismatch", words)
+
+
+class Embed(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
+def stacked(*sizes):
+    """An embedding of 16 and a head, with a layer of each of these widths between them."""
+    inner = [nn.Sequential(nn.Linear(16, size), nn.Linear(size, 16)) for size in sizes]
+    return [Embed(256, 16), *inner, nn.Linear(16, 256)]
+
+
+def refused(plan, texts, path, error, code, words):
+    """The run of `plan` refuses the checkpoint at `path`, and has not changed."""
+    with assemble(plan_from_dict(plan, texts), World.alone("cpu")) as run:
+        before = [entry.parameter.detach().clone() for entry in run.book]
+        with pytest.raises(error, match=code) as raised:
+            run.load_checkpoint(path)
+        raised.match(words)
+        assert all(one.equal(entry.parameter) for one, entry in zip(before, run.book, strict=True))
 
 
 KILLED = """

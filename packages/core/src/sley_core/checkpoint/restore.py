@@ -10,10 +10,10 @@ from torch import Tensor
 from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
 from sley_core.checkpoint.regions import Region, region_of
 from sley_core.checkpoint.run_tensors import OPTIONS, RunTensors, state_name
-from sley_core.checkpoint.tensor_file import BY_NAME
 from sley_core.checkpoint.trees import StateLeaf, joined, leaves
 from sley_core.checkpoint.values import from_json
 from sley_core.errors import RunError
+from sley_core.weight_files.dtypes import BY_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

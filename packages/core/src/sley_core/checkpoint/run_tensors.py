@@ -19,11 +19,12 @@ from torch import Tensor
 
 from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
 from sley_core.checkpoint.regions import Region, region_of
-from sley_core.checkpoint.tensor_file import DTYPES, TensorPiece
+from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.checkpoint.trees import leaves
 from sley_core.checkpoint.values import from_json, to_json
 from sley_core.errors import RunError
 from sley_core.memory.state import Where, is_away
+from sley_core.weight_files.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

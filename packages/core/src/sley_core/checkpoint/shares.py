@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from sley_core.checkpoint.index import TensorFacts
 from sley_core.checkpoint.rectangles import Rectangle, all_of
-from sley_core.checkpoint.tensor_file import BY_NAME, DTYPES, TensorPiece
+from sley_core.checkpoint.tensor_file import TensorPiece
 from sley_core.errors import RunError
+from sley_core.weight_files.dtypes import BY_NAME, DTYPES
 
 
 class Listed(NamedTuple):

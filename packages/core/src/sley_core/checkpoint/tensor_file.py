@@ -18,24 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_core.checkpoint.rectangles import Rectangle
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""The formats of numbers that a file can hold, by the names of safetensors."""
-
-BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+from sley_core.weight_files.dtypes import BY_NAME, DTYPES
 
 CHUNK_BYTES = 16 << 20
 """What is handed to the system at once: the lock of Python is free meanwhile."""

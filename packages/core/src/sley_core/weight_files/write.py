@@ -20,20 +20,13 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
+from sley_core.weight_files.dtypes import DTYPES
 from sley_core.weight_files.read import INDEX, SINGLE
 
 FILE_BYTES = 5 * 10**9
 """The size of a file at most, as Hugging Face's own; a larger tensor has a file for itself."""
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-} | {whole: f"I{8 * whole.itemsize}" for whole in (torch.int64, torch.int32, torch.int16, torch.int8)}
-_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 class Spec(NamedTuple):
@@ -46,9 +39,9 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Spec:
         """Raises RunError "weight-files" for a type that safetensors has no name for here."""
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise RunError("weight-files", f"{name!r} is {dtype}, which is not kept in files")
-        return cls(name, _DTYPES[dtype], tuple(shape))
+        return cls(name, DTYPES[dtype], tuple(shape))
 
     @property
     def num_bytes(self) -> int:
