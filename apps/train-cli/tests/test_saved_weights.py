@@ -37,6 +37,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
         "sharded": {"parallel": {"dp": 2}, "gradient_handlers": SHARDED},
+        "sharded and frozen": {
+            "parallel": {"dp": 2},
+            "gradient_handlers": SHARDED,
+            "optimizer__groups": [{"match": "*norm*", "freeze": True}],
+        },
         "pp": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
         "interleaved": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}},
         "wp": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
