@@ -25,14 +25,11 @@ DTYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    **{dtype: f"I{8 * dtype.itemsize}" for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)},
 }
 """The formats of numbers that a file can hold, by the names of safetensors."""
 
