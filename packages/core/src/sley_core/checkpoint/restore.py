@@ -119,7 +119,9 @@ class Restoring:
             return from_json(self.found.index.values[name])
         shape = self.found.facts(name).shape
         is_part = shape == tuple(stepped.entry.shape)
-        return self._own(name, region_of(stepped.entry, stepped.span) if is_part else Region(shape))
+        if not is_part:
+            return self._own(name, Region(shape))
+        return self._own(name, region_of(stepped.entry, stepped.span), stepped.parameter)
 
     def _options(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns what an optimizer that counts in its groups had counted for these parameters."""
@@ -129,9 +131,16 @@ class Restoring:
             raise RunError("checkpoint-mismatch", f"the optimizer had other options for {names[0]!r} and {names[-1]!r}")
         return {key: from_json(value) for key, value in found[0].items()} if found else {}
 
-    def _own(self, name: str, region: Region) -> Tensor:
-        """Returns this rank's part of a tensor, on the host, in the format of the file, padded with zeros."""
-        own = torch.zeros(region.own_shape, dtype=BY_NAME[self.found.facts(name).dtype])
+    def _own(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
+        """Returns this rank's part of a tensor, on the host, in the format of the file, padded with zeros.
+
+        like: whose strides it has; fused optimizers go through a parameter and its states in the order of memory.
+        """
+        dtype = BY_NAME[self.found.facts(name).dtype]
+        if like is None:
+            own = torch.zeros(region.own_shape, dtype=dtype)
+        else:
+            own = torch.zeros_like(like, dtype=dtype, device="cpu", requires_grad=False)
         for rectangle, view in region.cut(own):
             self.found.read_into(name, rectangle, view)
         return own

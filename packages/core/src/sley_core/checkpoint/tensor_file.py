@@ -8,6 +8,7 @@ The header says of each tensor where it begins in the whole one, as torch.distri
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,13 +100,19 @@ def header_bytes(start: bytes | bytearray) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host."""
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(data)
+    """Returns the memory of a contiguous tensor on the host, for as long as the caller keeps the tensor.
+
+    Not by numpy: memory that numpy has seen cannot leave the device any more (torch marks it as not resizable).
+    """
+    if not tensor.numel():
+        return memoryview(b"")
+    whole = ctypes.c_char * (tensor.numel() * tensor.element_size())
+    return memoryview(whole.from_address(tensor.data_ptr())).cast("B")
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the bytes of `tensor`, row by row, without a copy where it is contiguous and on the host."""
-    data = bytes_of(tensor.detach().cpu().contiguous())
+    held = tensor.detach().cpu().contiguous()
+    data = bytes_of(held)
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
