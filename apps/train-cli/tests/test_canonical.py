@@ -14,6 +14,8 @@ from torch import Tensor
 from sley_core.engine.canonical import slot, tree_sums
 from sley_core.engine.canonical.partial_sums import PartialSums
 from sley_core.engine.canonical.tree import Node
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
 from sley_core.testing.bits import Bits, differing, digest, trained
 from sley_core.testing.plans import Tables, changed, small_plan
 
@@ -103,6 +105,25 @@ def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, 
     size, changes = {"recomputed": (1, {"activations": {"use": "core.recompute"}}), **LAYOUTS}[layout]
     found = ranks(size, 180)(trained, changed(tables, **changes), 2, folder=OWN)
     assert differing([trained(tables, 2, folder=OWN)], found) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"gradient_handlers": [{"use": "dp.bucketed", "reduction": "bf16"}]}, "gradient_handlers.0.use"),
+        ({"gradient_handlers": [{"use": "dp.powersgd"}]}, "gradient_handlers.0.use"),
+        ({"gradient_handlers": [{"use": "dp.sharded", "shards": 2}]}, "gradient_handlers.0.shards"),
+        ({"weights": {"use": "isp.communicator", "head": "vocabulary"}}, "weights.head"),
+        ({"weights": {"use": "isp.communicator", "embedding": "hidden"}}, "weights.embedding"),
+        ({"weights": {"use": "isp.communicator", "reduce": "step"}}, "weights.reduce"),
+        ({}, None),
+    ],
+)
+def test_options_that_add_in_another_order_are_refused(texts: Path, changes: Tables, path: str | None):
+    wp = 2 if "weights" in changes else 1
+    plan = plan_from_dict(changed(PLAN, parallel__dp=4, parallel__wp=wp, **changes), texts)
+    found = [(problem.code, ".".join(map(str, problem.path))) for problem in check_plan(plan, 4)]
+    assert found == ([("canonical-unsupported", path)] if path else [])
 
 
 class LeftToRight(PartialSums):
