@@ -1,10 +1,11 @@
-"""Stacks of tests that hang: those of a campaign are printed later than others', which a long one would be for nothing."""
+"""What is a campaign's: cases beyond a test's sample, and a later alarm for tests that hang."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -32,3 +33,20 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("campaign") and _stderr in item.config.stash:
         faulthandler.dump_traceback_later(CAMPAIGN_S, file=item.config.stash[_stderr])
     return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `sample(n)` keeps n cases, the first and others evenly spread; the rest are a campaign's."""
+    cases: dict[tuple[pytest.Item | None, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("campaign"):
+            cases[item.parent, getattr(item, "originalname", item.name)].append(item)
+    for every in cases.values():
+        marker = every[0].get_closest_marker("sample")
+        assert marker is not None, every[0]
+        (wanted,) = marker.args
+        kept = {at * len(every) // wanted for at in range(min(wanted, len(every)))}
+        for at, item in enumerate(every):
+            if at not in kept:
+                item.add_marker(pytest.mark.campaign)

@@ -123,7 +123,8 @@ def park(device: str, rounds: int) -> dict[str, Any]:
     run.step(batch)
     parked = sum(run.memory.bytes[part] for part in ("weights", "masters", "optimizer_states"))
     source = torch.zeros(parked, dtype=torch.uint8, device=device)
-    target = HostMemory(parked, lock=device == "cuda").data
+    host = HostMemory(parked, lock=device == "cuda")  # page-locked as long as it is referred to
+    target = host.data
     target.fill_(1)
     seconds: dict[str, list[float]] = {name: [] for name in ("plain out", "plain in", "offload", "onload")}
     for number in range(rounds + 2):
@@ -141,9 +142,9 @@ def park(device: str, rounds: int) -> dict[str, Any]:
             _settle(device)
             if number >= 2:
                 seconds[name].append(time.perf_counter() - began)
-    host = sum(moved.host_bytes for moved in run.memory.report.values())
+    arena = sum(moved.host_bytes for moved in run.memory.report.values())
     found: dict[str, Any] = {name: statistics.median(values) for name, values in seconds.items()}
-    found |= {"parked": parked, "arena": host, "by smaps": _arena_bytes(), "rss before": before}
+    found |= {"parked": parked, "arena": arena, "by smaps": _arena_bytes(), "rss before": before}
     if device == "cuda":
         found["given back"] = _given_back(run)
     return found

@@ -21,7 +21,8 @@ POLICIES: dict[str, Tables] = {
     "memory.host": {"use": "memory.host", "min_bytes": 256},
     "memory.selective": {"use": "memory.selective"},
 }
-SCHEDULES = ["pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
+SCHEDULES = ["pp.zero_bubble_v", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1"]
+BY_LAYER = {"use": "isp.communicator"}
 
 
 def all_of(plans: list[Tables], folder: Path) -> list[tuple[Recorded, dict[str, float], bool]]:
@@ -50,33 +51,40 @@ def all_of(plans: list[Tables], folder: Path) -> list[tuple[Recorded, dict[str, 
     return found
 
 
-def compare(ranks: Any, texts: Path, world: int, plans: list[Tables]) -> None:
-    """Every rank of every plan has the bits of the plan with `core.keep`, and each rank with blocks moved or kept something."""
-    every = [changed(one, activations=policy) for one in plans for policy in ({"use": "core.keep"}, *POLICIES.values())]
-    for of_rank in ranks(world, 240)(all_of, every, texts):
-        for at in range(0, len(every), 1 + len(POLICIES)):
-            (kept, _, _), (host, moved, is_leased), (selective, counts, _) = of_rank[at : at + 3]
-            assert_same_run(kept, host)
-            assert_same_run(kept, selective)
-            assert moved["moved_bytes"] == moved["fetched_bytes"] > 0
-            assert moved["host_allocations"] < moved["moved_storages"] / 4
-            assert not is_leased, "memory of a pool left"
-            assert counts["kept_attentions"] > 0
+def compare(ranks: Any, texts: Path, plan: Tables) -> None:
+    """Each of two ranks has the bits of the plan with `core.keep`, and those with blocks moved or kept something."""
+    every = [changed(plan, activations=policy) for policy in ({"use": "core.keep"}, *POLICIES.values())]
+    for (kept, _, _), (host, moved, is_leased), (selective, counts, _) in ranks(2, 120)(all_of, every, texts):
+        assert_same_run(kept, host)
+        assert_same_run(kept, selective)
+        assert moved["moved_bytes"] == moved["fetched_bytes"] > 0
+        assert moved["host_allocations"] < moved["moved_storages"] / 4
+        assert not is_leased, "memory of a pool left"
+        assert counts["kept_attentions"] > 0
 
 
-@pytest.mark.timeout(400)
-def test_two_stages(ranks: Any, texts: Path) -> None:
+@pytest.mark.timeout(200)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages(ranks: Any, texts: Path, schedule: str) -> None:
     """Several micro-batches in flight, several chunks per stage, and backwards in two halves."""
     plan = changed(PLAN, model__num_layers=6, parallel={"pp": 2}, partition={"use": "pp.uniform"})
-    compare(ranks, texts, 2, [changed(plan, pipeline={"use": use}) for use in SCHEDULES])
+    compare(ranks, texts, changed(plan, pipeline={"use": schedule}))
 
 
-@pytest.mark.timeout(400)
-def test_two_shards(ranks: Any, texts: Path) -> None:
-    weights = {"use": "isp.communicator"}
-    plan = changed(PLAN, parallel={"dp": 2, "wp": 2}, weights=weights)
-    by_module = changed(plan, weights=weights | {"unit": "module", "head": "vocabulary", "embedding": "hidden"})
-    compare(ranks, texts, 2, [plan, changed(plan, precision={"compute": "bf16"}), by_module])
+@pytest.mark.timeout(200)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": BY_LAYER | {"unit": "module", "head": "vocabulary", "embedding": "hidden"}},
+        {"weights": BY_LAYER},
+        {"weights": BY_LAYER, "precision": {"compute": "bf16"}},
+    ],
+    ids=["modules", "layers", "layers in bf16"],
+)
+def test_two_shards(ranks: Any, texts: Path, changes: Tables) -> None:
+    compare(ranks, texts, changed(PLAN, parallel={"dp": 2, "wp": 2}, **changes))
 
 
 @pytest.mark.timeout(200)

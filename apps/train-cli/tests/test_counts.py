@@ -98,3 +98,21 @@ def test_nothing_is_counted_aloud_unasked(cli: Callable[..., Any], plan: Path, f
     assert result.code == 0, result.err
     assert "counted" not in result.err
     assert json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))["counts"] == {}
+
+
+def test_what_offload_managers_moved_is_printed(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
+    """States leave in each of three steps, and come in all but the first, which makes them."""
+    pytest.importorskip("sley_memory")
+    between = """offload=[{use="memory.optimizer_states", when="between_steps"}]"""
+    result = cli("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=3", "--set", between, "-v")
+    assert result.code == 0, result.err
+    summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
+    counts = summary["counts"]["memory.optimizer_states"]
+    size = 2 * 4 * summary["trained_parameters"]  # two moments in fp32
+    step = counts["optimizer_states_copied_out"] / 3
+    assert size <= step < 1.02 * size  # small states lie together, each at a multiple of 256 bytes
+    assert counts["optimizer_states_copied_in"] == 2 * step
+    lines = [line.split() for line in result.err.splitlines()]
+    assert ["memory.optimizer_states", "counted"] in lines
+    for name, value in counts.items():
+        assert [name, f"{value:,.10g}"] in lines

@@ -79,6 +79,7 @@ def reductions(tables: Tables, folder: Path) -> tuple[list[int], list[int], list
         return sorted(buffer.data.numel() for buffer in run.store.buffers), sorted(sizes), began
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("schedule", "last"),
     [

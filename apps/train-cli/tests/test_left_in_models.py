@@ -79,6 +79,7 @@ def _said(before: Traces, model: Model) -> str:
     return ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plans", [TWO, FOUR], ids=["two", "four"])
 def test_a_closed_run_leaves_nothing_in_its_model(ranks, texts, plans):
     for found in ranks(2 if plans is TWO else 4, 180)(left, plans, texts):

@@ -143,6 +143,7 @@ sys.exit(f"{{code}}, imported {{heavy}}" if code or heavy else 0)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arguments", LIGHT[:3], ids=lambda arguments: arguments[0])
 def test_answers_in_less_than_three_times_its_libraries(plan: Path, arguments: list[str]) -> None:
     """Seconds of processor time, the least of interleaved runs: whatever else the machine does only adds to it."""

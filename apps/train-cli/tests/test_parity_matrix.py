@@ -55,6 +55,8 @@ InterleavedZeroBubble, ZBVZeroBubble; FSDP2 is `fully_shard` on each layer and o
 last column, with `reshard_after_forward=False`. Of tied weights PyTorch keeps a copy on each stage and sums nothing, so
 there only its plain pipeline is shown.
 
+Gradients in `[parallel] reduction = "canonical"` are not in the table: there every layout has the bits of one process.
+
 | Schedule | Tied | Sley, no dp | `core.each` | `dp.bucketed` | PyTorch, no dp | DDP | FSDP2 | FSDP2, whole |
 |---|---|---|---|---|---|---|---|---|
 """

@@ -64,18 +64,22 @@ CASES: dict[str, tuple[Tables, Tables]] = {
     "slices": (INF, {"parallel": {"dp": 2, "sp": 2}, "sequence": {"use": "isp.all_to_all"}}),
 }
 
+SAMPLE = ["two parts per stage, in bf16", "norms over four ranks, linears over two", "slices"]
+
 
 def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
     """One after the other in the same ranks."""
     return [record(tables, 3, folder=folder) for tables in plans]
 
 
-def test_every_layout_gives_the_numbers_of_one_process(ranks: Any, texts: Path) -> None:
+@pytest.mark.parametrize("names", [SAMPLE, pytest.param(list(CASES), marks=pytest.mark.campaign)], ids=["some", "all"])
+def test_every_layout_gives_the_numbers_of_one_process(ranks: Any, texts: Path, names: list[str]) -> None:
     """Also the held-out losses; copies of a tie, checked after each step, and replicas stay equal bit for bit."""
-    plans = [changed(PLAN, gradient_handlers=[SHARDED], **model) | layout for model, layout in CASES.values()]
+    cases = {name: CASES[name] for name in names}
+    plans = [changed(PLAN, gradient_handlers=[SHARDED], **model) | layout for model, layout in cases.values()]
     by_rank = ranks(4, 400)(recorded, plans, texts)
     references: dict[str, Recorded] = {}
-    for at, (name, (model, layout)) in enumerate(CASES.items()):
+    for at, (name, (model, layout)) in enumerate(cases.items()):
         print(name)
         if str(model) not in references:
             references[str(model)] = record(changed(PLAN, **model), 3, folder=texts)
@@ -128,9 +132,12 @@ def trained(plans: list[Tables], folder: Path) -> list[Any]:
     return [(stepped(tables, folder, True), stepped(tables, folder, False)) for tables in plans]
 
 
-def test_weights_that_come_late_are_awaited_in_every_layout(ranks: Any, texts: Path) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "names", [["a V", "norms over four ranks, linears over two"], ["two parts per stage, in bf16", "stages of shards"]]
+)
+def test_weights_that_come_late_are_awaited_in_every_layout(ranks: Any, texts: Path, names: list[str]) -> None:
     """By layers, by gathers of shards and by evaluations: the bits are those of steps with everything there before."""
-    names = ["a V", "two parts per stage, in bf16", "norms over four ranks, linears over two", "stages of shards"]
     plans = [changed(PLAN, gradient_handlers=[SHARDED], **TIED, run__steps=4) | CASES[name][1] for name in names]
     for found in ranks(4, 400)(trained, plans, texts):
         for late, prompt in found:

@@ -49,6 +49,7 @@ SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1"
 SAMPLE = ["pp.interleaved", "pp.zero_bubble_h1"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "tied"),
     [
@@ -63,6 +64,7 @@ def test_two_stages_of_two_shards(ranks, texts, schedule, tied):
     check(ranks, texts, 4, parallel, pipeline={"use": schedule}, model__tie_embeddings=tied)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "tied"),
     [
@@ -77,6 +79,7 @@ def test_a_vocabulary_shared_on_the_last_stage(ranks, texts, schedule, tied):
     check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, **changes)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("schedule", "head"),
     [
@@ -93,6 +96,7 @@ def test_a_table_cut_by_columns_on_the_first_stage(ranks, texts, schedule, head)
     check(ranks, texts, 4, {"pp": 2, "dp": 2, "wp": 2}, **changes)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("bucket_mb", [0.0005, pytest.param(25.0, marks=pytest.mark.campaign)])
 def test_columns_in_buckets(ranks, texts, bucket_mb):
     """Two copies of two shards of eight columns, summed over `wdp` while the step goes on."""
@@ -100,6 +104,7 @@ def test_columns_in_buckets(ranks, texts, bucket_mb):
     check(ranks, texts, 4, {"dp": 4, "wp": 2}, gradient_handlers=handlers, weights={"embedding": "hidden"})
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("fraction", "unit"),
     [
@@ -144,6 +149,7 @@ def test_schedules_change_no_bit(ranks, texts):
         assert_same_bits(wanted, other)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("schedule", "tied", "fused"),
     [
@@ -164,6 +170,7 @@ def test_gradients_reduced_once_per_step_in_buckets(ranks, texts):
     check(ranks, texts, 4, {"dp": 4, "wp": 2}, gradient_handlers=handlers, weights={"reduce": "step"})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("wp", "bucket_mb"),
     [

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sley_core.weight_files.read import WeightFiles
+
 pytestmark = pytest.mark.timeout(180)
 
 Start = Callable[..., Any]
@@ -44,6 +46,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dp", "number", "code"),
     [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130), (1, signal.SIGHUP, 129), (2, signal.SIGHUP, 129)],
@@ -59,6 +62,8 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert "error" not in result.err
     steps = summary(folder)["steps"]
     assert summary(folder)["outcome"] == "interrupted"
+    assert "  weights        runs/small/weights\n" in result.err
+    assert "head.norm.weight" in WeightFiles(folder / "runs" / "small" / "weights").names
     lines = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
 
@@ -96,6 +101,7 @@ def test_terminated_in_a_step_that_never_ends(start: Start, own_model: Callable[
     assert program.finish(40).code == 143
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_the_run_and_is_named(start: Start, plan: Path, folder: Path, killed: int) -> None:
     program = start("run", plan, *LONG)

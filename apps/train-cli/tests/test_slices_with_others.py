@@ -41,6 +41,7 @@ def check(ranks, folder, parallel, schedule=None, handlers=None, **changes):
             assert_same_bits(layouts[first].weights, other.weights)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -54,6 +55,7 @@ def test_slices_on_two_stages(ranks, texts, schedule):
     check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, schedule, model__tie_embeddings=schedule != "pp.gpipe")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("documents", ["cut", pytest.param("pad", marks=pytest.mark.campaign)])
 def test_documents_on_two_stages(ranks, texts, documents):
     """Where the data has no positions, every stage is given the same ones."""
@@ -65,10 +67,12 @@ def test_recomputation_in_a_split_backward(ranks, texts):
     check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, "pp.zero_bubble_h1", **changes)
 
 
+@pytest.mark.campaign
 def test_single_precision_on_two_stages(ranks, texts):
     check(ranks, texts, {"sp": 2, "pp": 2, "dp": 1}, "pp.one_f_one_b", precision__compute="fp32")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_buckets_over_slices_and_replicas(ranks, texts, dp):
     """Buckets of half a layer: the reduce group is the whole stage, slices and replicas alike."""

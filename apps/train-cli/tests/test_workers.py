@@ -51,6 +51,7 @@ Runs are started fresh: what a process forks is found by the environment that it
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_workers_end_with_a_terminated_run(start: Start, own_model: Own, folder: Path, dp: int) -> None:
     sets = ("--set", "run.steps=1000000", "--set", "run.log_every=1", "--set", f"parallel.dp={dp}")

@@ -159,6 +159,7 @@ def test_torchrun_s_root_cause_is_the_rank_that_failed_first(start: Start, own_m
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shell", "told"), [("2>&1 | head -n 1", 1), ("2>&- | head -n 1", 0)])
 def test_a_run_goes_on_when_nobody_reads(plan: Path, folder: Path, shell: str, told: int) -> None:
     command = f"{sys.executable} -m train_cli run plan.toml --set parallel.dp=1 --set run.steps=30 {shell}"

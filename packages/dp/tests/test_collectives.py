@@ -107,6 +107,7 @@ def reduce_over_two_groups(run):
         handler.attach(run.parts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reduction", ["same", "bf16"])
 def test_two_reduce_groups_fill_their_buckets_side_by_side(ranks, small, own, reduction):
     """One order for all ranks of each group; every entry is summed over its own group, and a group of one not at all."""

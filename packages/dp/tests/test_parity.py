@@ -19,6 +19,7 @@ LLAMA = small_plan(run=None, precision=None, loss={"use": "core.cross_entropy"},
 ONE_KIB, UNLIMITED = 1 / 1024, 1e9
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("size", "bucket_mb"),
     [
@@ -39,6 +40,7 @@ def test_buckets_of_any_size_keep_loss_and_gradients(ranks, small, texts, size, 
     same_on_all(layouts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("accumulation", "attaches"), [("autograd", True), ("direct", False)])
 def test_double_precision(ranks, small, texts, accumulation, attaches):
     """Parity to 1e-10, on ties and recomputation, whichever way gradients come into the buckets and are summed."""

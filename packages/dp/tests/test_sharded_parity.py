@@ -54,6 +54,7 @@ def recorded(every, folder):
     return [record(tables, 3, folder=folder) for tables in every]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("size", "handler"), [(2, {}), (4, {}), (4, {"shards": 2})])
 def test_parts_of_every_bucket_make_the_whole_step(ranks, small, own, size, handler):
     """Gradients, norms, clips and weights are those of one process; replicas stay equal bit for bit."""

@@ -42,6 +42,7 @@ def between_steps(tables, folder):
     return seen, losses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "handler"), [(2, {}), (4, {"shards": 2})])
 @pytest.mark.parametrize("compute", ["fp64", "bf16"])
 def test_what_a_program_reads_and_writes_between_steps(ranks, small, own, size, handler, compute):

@@ -85,6 +85,7 @@ def of_a_wrong_shape(run: Run, graph: bool) -> list[int]:
     return [*lent, run.stepper.executor.weights.pool.num_lent]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_call_that_fails(unharmed, graph):
     """A wrong shape is the caller's mistake: every buffer comes back, and no rank waits for another."""
@@ -128,6 +129,7 @@ def backward_at_once(run: Run) -> str:
     return f"{lent} lent: {caught.value}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "weights",
     [

@@ -51,6 +51,7 @@ def gathered(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("unit", ["layer", "module"])
 def test_counts_for_any_order_of_registration(ranks, sharded, texts, own, unit):
     """Gathers, demands and peaks are those of the order of use, whatever the order of registration."""
@@ -127,6 +128,7 @@ def recorded(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
     return [record(tables, 3, folder=folder) for tables in plans]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "num_plans"), [(2, 2), (4, 1), pytest.param(4, 30, marks=pytest.mark.campaign)])
 def test_any_plan_equals_one_process(ranks, sharded, texts, world, num_plans):
     """Any sizes with any options equal one process in fp64."""

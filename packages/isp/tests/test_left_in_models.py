@@ -82,6 +82,7 @@ def said(module: nn.Module) -> str:
     return caught.value.diagnostics[0].code
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use", [finished, failed_forward, failed_backward])
 def test_a_closed_run(ranks, texts, sharded, use):
     plans = [sharded(2, weights=way, **more) for more in ({}, SPLIT) for way in WAYS.values()]

@@ -27,6 +27,7 @@ def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, 
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attaches", [True, False])
 def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, attaches):
     """Two more gradients of blocks on their way take what the counter says, and no byte more, by live tensors.

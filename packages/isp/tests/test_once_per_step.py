@@ -65,6 +65,7 @@ def counted(tables: dict[str, Any], folder: Any) -> dict[str, int]:
         return communicator.counts() | {"lent": communicator.pool.num_lent}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fused", "tied"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("wp", "tied"),
     [
@@ -27,6 +28,7 @@ def test_copies_of_shards_are_summed(parity):
     parity(4, wp=2, dp=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "sp", "wp"), [(2, 2, 2), (4, 2, 4), (4, 4, 2), pytest.param(4, 2, 2, marks=pytest.mark.campaign)]
 )
@@ -40,11 +42,13 @@ def test_single_precision(parity):
     parity(2, wp=2, precision__compute="fp32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("micro", [1, 4])
 def test_any_number_of_micro_batches(parity, micro):
     parity(2, wp=2, batch__micro_size=micro)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("unit", "fraction"),
     [

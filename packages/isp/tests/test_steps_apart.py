@@ -123,6 +123,7 @@ def late(tables: dict[str, Any], folder: Any, delay_s: float | None) -> dict[str
         return weights(run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("head", "unit"),
     [

@@ -104,3 +104,37 @@ def test_nothing_leaves_while_exchanges_of_a_failed_step_may_be_at_work(ranks, t
     tables = small_plan(offload=EVERYTHING, gradient_handlers=[{"use": "core.each"}])
     first, second = ranks(2)(fail_and_offload, tables, texts)
     assert_same_bits(first, second)
+
+
+def evaluate_and_offload(tables, folder, fails):
+    """Two times: an evaluation that fails where `fails`, then one call after which memory may leave. Returns the weights."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        run.step()
+        run.evaluate()
+
+        def fail(*_):
+            raise ValueError("within the evaluation")
+
+        for mends in (run.evaluate, run.step):
+            if fails:
+                hook = run.layers[1].module.register_forward_hook(fail)  # the next layer's shards are on their way
+                with pytest.raises(ValueError, match="within the evaluation"):
+                    run.evaluate()
+                hook.remove()
+                with pytest.raises(StateError, match=r"step-failed.*the last evaluation failed"):
+                    run.memory.offload()
+            mends()
+            run.memory.offload()
+            run.memory.onload()
+        run.step()
+        return {name: value.clone() for name, value in run.memory.host("weights")}
+
+
+def test_nothing_leaves_while_gathers_of_a_failed_evaluation_may_be_at_work(ranks, texts):
+    """A peer reads shards where they lie. The next evaluation or step waits until it has; no number is another for it."""
+    pytest.importorskip("sley_isp")
+    tables = small_plan(offload=EVERYTHING, parallel={"wp": 2}, weights={"use": "isp.communicator"})
+    tables |= {"evaluation": {"every": 100, "steps": 1}}
+    failed, plain = (ranks(2)(evaluate_and_offload, tables, texts, fails) for fails in (True, False))
+    for one, other in zip(failed, plain, strict=True):
+        assert_same_bits(one, other)

@@ -42,6 +42,7 @@ ALONE = {
 
 LAYOUTS = {
     "bucketed": ({"gradient_handlers": [{"use": "dp.bucketed"}]}, "sley_dp"),
+    "sharded optimizer": ({"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]}, "sley_dp"),
     "pipeline": ({"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved", "chunks": 2}}, "sley_pp"),
     "sharded weights": ({"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}, "sley_isp"),
 }
@@ -61,6 +62,7 @@ def test_one_process_has_the_same_bits(changes, offload, texts):
     assert str([row["grad_norm"] for row in wanted.rows]) == str([row["grad_norm"] for row in found.rows])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "plugin"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_two_ranks_have_the_same_bits(ranks, layout, plugin, texts):
     """In bf16: with masters that are not the weights, an alias that is lost would be seen."""
@@ -70,6 +72,31 @@ def test_two_ranks_have_the_same_bits(ranks, layout, plugin, texts):
     found = ranks(2)(record, changed(tables, offload=SMALL_BUCKETS), STEPS, folder=texts)
     for with_it, without in zip(found, wanted, strict=True):
         assert_same_bits(without.weights, with_it.weights)
+
+
+def moved_between(tables, folder):
+    """The bits of a run whose weights and gradients leave between two steps, and how much of them had left before."""
+    from parking import running, sha
+
+    with running(tables, folder) as run:
+        for _ in range(STEPS):
+            run.step()
+            if tables.get("offload"):
+                run.memory.offload().wait()
+                assert not run.memory.bytes["weights"]
+                run.memory.onload()
+        return sha(run), run.memory.report["weights"].copied_out if tables.get("offload") else 0
+
+
+def test_a_sharded_optimizer_on_the_host_whose_weights_leave_too(ranks, texts):
+    """Masters and states on the host, each rank its parts of them; everything else away between every two steps."""
+    pytest.importorskip("sley_dp")
+    tables = small_plan(precision__compute="bf16", parallel={"dp": 2}, **LAYOUTS["sharded optimizer"][0])
+    rest = {"use": "memory.everything", "parts": ["weights", "buffers", "gradients", "handlers", "pools", "messages"]}
+    plain = ranks(2)(moved_between, tables, texts)
+    found = ranks(2)(moved_between, changed(tables, offload=[*SMALL_BUCKETS, rest]), texts)
+    assert [sha for sha, _ in found] == [sha for sha, _ in plain]
+    assert all(copied > 0 for _, copied in found)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

@@ -104,6 +104,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_run_keeps_nothing_that_it_does_not_move(ranks, layout, texts):
     """All storages of the process are counted: after an offload only the data's are left."""

@@ -17,7 +17,7 @@ from sley_core.comm.device import Device
 from sley_core.memory.holdings import pieces_of
 from sley_core.memory.state import Moved, Where
 from sley_memory.offload.arena import Arena
-from sley_memory.offload.fingerprint import fingerprint
+from sley_memory.offload.fingerprint import fingerprints
 from sley_memory.offload.parked import Parked, Streams
 
 MIB = 1 << 20
@@ -28,8 +28,9 @@ def parked(tensors, bucket_bytes=1000, make=HostStream, budget=None):
     """A unit of these tensors, and what it has counted."""
     moved = Moved()
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
-    arena = Arena(CPU.host_memory, budget)
-    return Parked(lambda: pieces_of(named), Streams(make), arena, bucket_bytes, moved), moved, arena
+    streams = Streams(make)
+    arena = Arena(CPU.host_memory, streams.wait, budget)
+    return Parked(lambda: pieces_of(named), streams, arena, bucket_bytes, moved), moved, arena
 
 
 def around(unit):
@@ -80,7 +81,7 @@ def test_memory_that_changes_without_a_version_is_looked_at_less_and_less(monkey
     from sley_memory.offload import parked as module
 
     looks = []
-    monkeypatch.setattr(module, "fingerprint", lambda memory: looks.append(1) or fingerprint(memory))
+    monkeypatch.setattr(module, "fingerprints", lambda memories: looks.extend(memories) or fingerprints(memories))
     tensor = torch.zeros(100)
     unit, moved, _ = parked([tensor])
     for number in range(100):
@@ -101,7 +102,7 @@ def test_any_change_of_words_rows_or_blocks_is_seen(data):
     )
     memory = memory[:size].clone()
     memory[torch.arange(0, size, 77)] ^= torch.arange(0, size, 77).to(torch.uint8)
-    before, old = fingerprint(memory), memory.clone()
+    before, old = fingerprints([memory]), memory.clone()
     kind = data.draw(st.sampled_from(["bit", "swap", "block", "sign"]))
     length = {"bit": 1, "swap": 4, "block": 4096, "sign": 4}[kind]
     places = st.integers(0, max(0, size // length - 1))
@@ -116,16 +117,16 @@ def test_any_change_of_words_rows_or_blocks_is_seen(data):
             old[second : second + length],
             old[first : first + length],
         )
-    assert bool(fingerprint(memory) == before) == torch.equal(memory, old)
+    assert (fingerprints([memory]) == before) == torch.equal(memory, old)
 
 
 def test_rows_of_equal_sums_that_change_places_are_seen():
     """Sums of rows and of columns stay the same."""
     memory = torch.zeros(4, 1024, dtype=torch.int32)
     memory[0, 0] = memory[1, 1] = 7
-    before = fingerprint(memory.view(-1).view(torch.uint8))
+    before = fingerprints([memory.view(-1).view(torch.uint8)])
     memory[[0, 1]] = memory[[1, 0]]
-    assert fingerprint(memory.view(-1).view(torch.uint8)) != before
+    assert fingerprints([memory.view(-1).view(torch.uint8)]) != before
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -180,13 +181,32 @@ def test_host_memory_is_what_was_parked_and_stays():
 def test_tensors_that_are_made_anew_take_the_places_of_those_before():
     """As an optimizer that replaces its states does."""
     state = {"basis": torch.ones(5000)}
-    moved, arena = Moved(), Arena(CPU.host_memory)
-    unit = Parked(lambda: pieces_of(state.items()), Streams(HostStream), arena, 1000, moved)
+    moved, streams = Moved(), Streams(HostStream)
+    arena = Arena(CPU.host_memory, streams.wait)
+    unit = Parked(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
     for number in range(20):
         state["basis"] = torch.full((5000,), float(number))
         around(unit)
         assert (state["basis"] == number).all()
     assert arena.num_bytes == moved.host_bytes <= 20_480
+
+
+@pytest.mark.parametrize("sizes", [range(1000, 9000, 400), [1000, 3000] * 10], ids=["grows", "goes up and down"])
+def test_what_changes_its_size_at_each_offload_does_not_take_more_of_the_host_each_time(sizes):
+    """As a cache in a module's buffer does. A place that is too small now is freed, where nobody else lies in its block."""
+    state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
+    moved, streams = Moved(), Streams(HostStream)
+    arena = Arena(CPU.host_memory, streams.wait)
+    unit = Parked(lambda: pieces_of(state.items()), streams, arena, 1000, moved)
+    around(unit)
+    first = arena.num_bytes
+    for size in sizes:
+        state["cache"] = torch.full((size,), float(size))
+        with poisoned():
+            around(unit)
+        assert (state["cache"] == size).all()
+        assert (state["weight"] == 1).all()
+        assert arena.num_bytes == moved.host_bytes <= first + 4 * max(sizes) + 4096
 
 
 def test_device_memory_grows_by_a_bucket_at_a_time():
@@ -214,11 +234,11 @@ def test_a_budget_of_page_locked_memory_is_kept_with_one_warning():
         made.append(num_bytes)
         return CPU.host_memory(num_bytes)
 
-    arena = Arena(make, budget=10_000)
-    arena.places([5000])
+    arena, moved = Arena(make, lambda: None, budget=10_000), Moved()
+    arena.places([5000], moved)
     with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
-        (place,) = arena.places([20_000])
-    arena.places([20_000])
+        (place,) = arena.places([20_000], moved)
+    arena.places([20_000], moved)
     assert made == [5120]
     assert place.numel() == 20_000
 
@@ -236,8 +256,10 @@ def test_the_device_gets_back_what_the_parts_had(offload):
         run.step()
         if offload is BETWEEN:
             assert run.memory.bytes["optimizer_states"] == 0
-            assert run.memory.report["optimizer_states"].given_back == 2 * 4 * (36 + 6 + 36)
+            places = 2 * (256 + 256 + 256)  # of two states of 36, 6 and 36 elements, which lie together
+            assert run.memory.report["optimizer_states"].given_back == places
             return
+        cycle(run)  # small states lie together from then on
         sizes = {part: size for part, size in run.memory.bytes.items() if size}
         assert sizes.keys() >= {"weights", "buffers", "masters", "optimizer_states"}
         run.memory.offload().wait()

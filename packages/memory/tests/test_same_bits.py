@@ -38,6 +38,10 @@ LAYOUTS = {
         "sley_dp",
         {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.004}]},
     ),
+    "sharded optimizer": (
+        "sley_dp",
+        {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.002}]},
+    ),
     "low-rank gradients": (
         "sley_dp",
         {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "rank": 1, "start_step": 2}]},
@@ -51,11 +55,13 @@ def assert_same(plain, *others):
         assert other[2] > 0, f"{name}: nothing was moved"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("changes", ALONE.values(), ids=ALONE.keys())
 def test_on_one_rank(changes, texts):
     assert_same(*three_ways(small_plan(**changes), texts))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_on_two_ranks(ranks, layout, compute, texts):

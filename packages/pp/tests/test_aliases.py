@@ -137,6 +137,7 @@ def check(ranks, own, folder, stages: int, cases: list[tuple[list[str], str, int
     assert not wrong, f"{len(wrong)} of {len(cases)}: " + "\n".join(map(str, wrong[:5]))
 
 
+@pytest.mark.campaign
 def test_stages_that_hand_on_views_of_what_they_received(ranks, own, tmp_path):
     """In another order, so that a gradient that came for one place leaves as a view for another; and in the turn of a V."""
     moved = ["2", "mix", "viewed", "viewed", "turned", "viewed", "same"]
@@ -150,6 +151,7 @@ def test_stages_that_keep_storages_of_what_they_received(ranks, own, tmp_path):
     check(ranks, own, tmp_path, 3, [(kinds, schedule, 8) for schedule in ("one_f_one_b", "gpipe")])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stages", "times"), [(2, 2), (3, 1)])
 def test_layers_that_alias_what_they_received(ranks, own, tmp_path, stages, times):
     draw = random.Random(stages)

@@ -158,6 +158,7 @@ def assert_equal(reference, layouts):
             assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("factory", ["layers", "frozen"])
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
 def test_tuples_dicts_and_boundaries_without_a_gradient(ranks, folder, factory, schedule):

@@ -59,12 +59,14 @@ def assert_crosses(ranks, own, factory, stages, **options):
         assert_equal(wanted, layouts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_tensors_arrive_in_the_types_that_they_were_in(ranks, own, stages):
     """Named tuples, dataclasses, torch's and registered types."""
     assert_crosses(ranks, own, "typed", stages)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [40, 300])
 def test_as_many_tensors_cross_as_a_layer_returns(ranks, own, number):
     """What announces them has no greatest length."""
@@ -155,6 +157,7 @@ def several(plans, own):
     return [gradual(tables, own) for tables in plans]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_whole_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
     """Which tensors have a gradient may change, and nobody waits for one that does not come."""
@@ -198,6 +201,7 @@ def lengths(tables, own, longest, num_micros):
         return alone, many, link.num_allocated - made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_v"])
 def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ranks, own, schedule):
     """In use are messages that are posted, or held by a micro-batch, or on their way."""

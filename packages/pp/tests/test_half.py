@@ -35,6 +35,7 @@ def batches(num):
     return made
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("schedule", "pp", "dp"),
     [("pp.one_f_one_b", 2, 1), ("pp.interleaved", 2, 1), ("pp.zero_bubble_h1", 2, 2), ("pp.zero_bubble_v", 2, 1)],

@@ -78,6 +78,7 @@ def _around(what, place, phase):
     return [(f"{when}_{what}", *place, phase, "") for when in ("before", "after")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_every_action_is_seen_in_the_order_of_the_schedule(ranks, small, own, fraction):
     """Forward, loss and backward; weight gradients apart; what is recomputed once, in its micro-batch's backward."""

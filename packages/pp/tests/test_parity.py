@@ -43,6 +43,7 @@ def test_two_stages_of_two_replicas(compared, texts):
             assert_same_bits({"tie": tied[0]}, {"tie": copy})
 
 
+@pytest.mark.campaign
 def test_fewer_micro_batches_than_stages_many_recomputation_and_single_precision(compared, texts):
     recompute = [{"activations__use": "core.recompute", "activations__fraction": fraction} for fraction in (0.5, 1.0)]
     plans = [plan("pp.one_f_one_b", 2, batch__micro_size=micro) for micro in (1, 8)]
@@ -51,6 +52,7 @@ def test_fewer_micro_batches_than_stages_many_recomputation_and_single_precision
     compared(2, plans, folder=texts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 3), (3, 2)])
 def test_any_deal_of_the_model_and_any_order_that_can_run(compared, texts, stages, chunks):
     """From a file: neighbours on one stage, on stages beside each other or on others, the model's ends on any."""

@@ -116,6 +116,7 @@ def test_zero_bubble_v_waits_for_the_start_alone_if_there_are_as_many_micro_batc
 # -- how much is held --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(16)
 @sizes
 def test_what_is_held_is_what_the_papers_say(stages, micros):
     every = range(stages)
@@ -149,6 +150,7 @@ def test_receive_buffers_are_few_however_many_micro_batches_there_are(schedule, 
         assert max(held.receives for held in simulated(schedule, stages, micros).peaks) <= 6
 
 
+@pytest.mark.sample(18)
 @schedules
 @pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 8), (4, 3), (8, 16)])
 @pytest.mark.parametrize("link", [0.5, 1.0, 2.0])

@@ -23,6 +23,7 @@ def sizes(small, pp, micros, dp=1, **changes):
     return [small(schedule, pp, dp, model=WIDE, batch=one, **changes) for schedule in SCHEDULES for one in batch]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("pp", "micros"),
     [
@@ -46,6 +47,7 @@ def test_every_number_of_micro_batches(compared, small, pp, precision):
     compared(pp, sizes(small, pp, (1, 2, 3, 4, 6, 8, 12, 24), precision__compute=precision), 3)
 
 
+@pytest.mark.campaign
 def test_replicas_of_every_schedule(compared, small):
     """Two stages of two replicas; replicas stay equal bit for bit."""
     for layouts in compared(4, sizes(small, 2, (3,), dp=2), 2):
@@ -58,6 +60,7 @@ def test_bf16_boundaries_with_as_many_micro_batches_as_stages(compared, small):
     compared(2, sizes(small, 2, (2,), precision__compute="bf16"), 3)
 
 
+@pytest.mark.campaign
 def test_weights_after_eight_batches(compared, small):
     """1, 2 and 4 micro-batches on one replica or two of two stages; each is compared with its own one-process run."""
     plans = {

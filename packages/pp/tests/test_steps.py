@@ -178,6 +178,7 @@ def issued(tables, folder):
         return [(call.op, call.group, call.ranks) for call in calls], allocated
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_h1"])
 def test_every_collective_is_on_a_group_of_its_own_and_messages_on_the_pipelines(ranks, small, own, schedule):
     """None on the default group, and only messages on `pp`. Buffers are used again, step after step."""

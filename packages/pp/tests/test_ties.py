@@ -223,6 +223,7 @@ def drifted(tables, folder, prepare):
         return error.diagnostics[0].code, error.diagnostics[0].message
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 1, 4])
 def test_a_copy_that_drifts_is_found(ranks, small, own, every):
     """At the next check, on every holder alike; without a check nobody looks."""

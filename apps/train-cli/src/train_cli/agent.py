@@ -21,8 +21,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-GRACE_S = 10
-"""Between SIGTERM and SIGKILL: two more than a rank gives itself (`stopping.TERMINATED_S`)."""
+MORE_S = 2
+"""Between SIGTERM and SIGKILL, beyond what a rank gives itself."""
 
 _POLL_S = 0.05
 _STATES = {
@@ -37,11 +37,13 @@ _STATES = {
 class Agent(LocalElasticAgent):
     """Elastic's agent for the ranks of `spec`.
 
-    silent: after the run, the state of each rank that SIGTERM did not end. watch: called several times a second.
+    silent: after the run, the state of each rank that SIGTERM did not end. watch: called several times a second. terminated_s:
+    how long a rank gives itself after SIGTERM.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None]) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=GRACE_S)
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None], terminated_s: float) -> None:
+        self._grace_s = round(terminated_s) + MORE_S
+        super().__init__(spec, logs, exit_barrier_timeout=self._grace_s)
         self.silent: dict[int, str] = {}
         self._watch = watch
         self._started: list[int] = []
@@ -70,14 +72,14 @@ class Agent(LocalElasticAgent):
         found: RunResult = super()._monitor_workers(worker_group)
         return found
 
-    def _end(self, death_sig: signal.Signals | None = None, timeout: int = GRACE_S) -> None:
-        """Ends all ranks: a signal, then SIGKILL after GRACE_S for those still alive, whose states go to `silent`."""
+    def _end(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+        """Ends all ranks: a signal, then SIGKILL after a while for those still alive, whose states go to `silent`."""
         send(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self._grace_s
         while (alive := self._alive()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         self.silent.update({rank: state_of(pid) for rank, pid in alive.items()})
-        self._close(signal.SIGKILL, GRACE_S)
+        self._close(signal.SIGKILL, self._grace_s)
 
     def _alive(self) -> dict[int, int]:
         """Returns the process id of each rank that has not ended, without waiting."""

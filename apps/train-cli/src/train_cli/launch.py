@@ -41,12 +41,18 @@ _ELASTICS = (signal.SIGQUIT,)
 
 
 def launch(
-    arguments: Sequence[str], num_ranks: int, run_folder: Path, *, say: Callable[[str], None], verbose: bool = False
+    arguments: Sequence[str],
+    num_ranks: int,
+    run_folder: Path,
+    *,
+    say: Callable[[str], None],
+    terminated_s: float,
+    verbose: bool = False,
 ) -> Fault:
     """Runs `python -m train_cli` with `arguments` on `num_ranks` ranks of this machine; blocks until all have ended.
 
     Returns what to show and the exit code, `EXIT_OK` on success. run_folder: gets the report of how ranks ended, if one failed.
-    say: prints a line for the user. verbose: lets elastic log.
+    say: prints a line for the user. terminated_s: how long a rank gives itself after SIGTERM. verbose: lets elastic log.
     """
     with (
         _scratch() as folder,
@@ -54,7 +60,7 @@ def launch(
         _logging(verbose),
     ):
         signals = _Signals(say)
-        agent = signals.agent = _agent(folder, arguments, num_ranks, signals.remind)
+        agent = signals.agent = _agent(folder, arguments, num_ranks, signals.remind, terminated_s)
         try:
             with signals:
                 result = agent.run()
@@ -98,7 +104,9 @@ def _variables(num_ranks: int) -> dict[str, str]:
     return {**added, STORE: "", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(each.name for each in _ELASTICS)}
 
 
-def _agent(folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callable[[], None]) -> Agent:
+def _agent(
+    folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callable[[], None], terminated_s: float
+) -> Agent:
     """Returns elastic's agent for the ranks; `watch` is called several times a second."""
     logs = folder / "logs"
     logs.mkdir()
@@ -113,7 +121,7 @@ def _agent(folder: Path, arguments: Sequence[str], num_ranks: int, watch: Callab
         monitor_interval=_POLL_S,
         local_addr="127.0.0.1",
     )
-    return Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), watch)
+    return Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), watch, terminated_s)
 
 
 class _Signals:

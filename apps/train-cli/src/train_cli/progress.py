@@ -126,8 +126,10 @@ class _Line:
         self._progress.stop()
 
 
-def closing(summary: Mapping[str, Any], folder: object, *, verbose: bool = False) -> str:
-    """Returns the last lines of a run, from its `summary.json`. verbose: also the counts of its parts."""
+def closing(summary: Mapping[str, Any], folder: object, weights: object = None, *, verbose: bool = False) -> str:
+    """Returns the last lines of a run, from its `summary.json`. weights: where they are, if anywhere. verbose: also the counts
+    of its parts.
+    """
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
     lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'}{skipped} in {duration(seconds)}"]
@@ -140,6 +142,8 @@ def closing(summary: Mapping[str, Any], folder: object, *, verbose: bool = False
     if summary["tokens_per_s"] is not None:
         lines.append(f"  speed          {rate(summary['tokens_per_s'])}")
     lines.append(f"  run folder     {folder}")
+    if weights is not None:
+        lines.append(f"  weights        {weights}")
     for name, counts in summary["counts"].items() if verbose else ():
         width = max(map(len, counts), default=0)
         lines += [f"  {name} counted"] + [f"    {key:<{width}}  {value:,.10g}" for key, value in counts.items()]

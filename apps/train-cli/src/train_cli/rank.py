@@ -14,6 +14,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
+from sley_core.export.run_weights import WEIGHTS
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.reports.witness import report_error, report_stuck
 from train_cli import lifeline, report
@@ -21,19 +22,21 @@ from train_cli.console import say
 from train_cli.faults import Fault
 from train_cli.opening import opening
 from train_cli.progress import Reporter, closing
+from train_cli.resume import load
+from train_cli.resume import totals as done
 from train_cli.run_folder import write_plan
-from train_cli.stopping import Stopping
+from train_cli.stopping import Stopping, terminated_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.run import Outcome, Run
 
 
-def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int:
+def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, verbose: bool = False) -> int:
     """Joins the world, trains and leaves; blocks until the run has ended. Returns the exit code, or raises the error.
 
-    line: whether rank 0 redraws one line of progress. verbose: whether it prints the counts of the run's parts at the
-    end.
+    resume: from which checkpoint to go on; None begins at the first step. line: whether rank 0 redraws one line of progress.
+    verbose: whether it prints the counts of the run's parts at the end.
     """
     gc.freeze()  # the modules: to look through them takes half a second, each time
     gc.enable()
@@ -41,12 +44,13 @@ def train(plan: Plan, folder: Path, *, line: bool, verbose: bool = False) -> int
         # A launcher that is ours has told the user already, and asks why a rank does not end.
         joined: list[World] = []
         late = partial(_late, folder, joined)
-        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say, late))
+        stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say, late, terminated_s(plan)))
         try:
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             joined.append(world)
             run = stack.enter_context(assemble(plan, world, folder=folder))
-            _train(run, folder, stopping, line=line, verbose=verbose)
+            run.notes.extend(load(run, resume))
+            _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.located(error)
@@ -74,15 +78,16 @@ def _late(folder: Path, joined: list[World]) -> None:
         report_stuck(folder, world, found)
 
 
-def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: bool) -> None:
+def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, line: bool, verbose: bool) -> None:
     """Runs the training; on rank 0 also writes plan and summary, and shows progress."""
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
+        _keep_weights(run, folder)
         return
     # The plan now has what only the data could tell.
     write_plan(run.resolved_plan, folder)
-    totals = RunTotals()
+    totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
@@ -96,7 +101,18 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, line: bool, verbose: b
         with suppress(OSError):  # what ended the run is worth more than why its summary cannot be written
             _summarize(run, folder, outcome, totals, reporter)
         raise
-    say(closing(_summarize(run, folder, outcome, totals, reporter), folder, verbose=verbose))
+    content = _summarize(run, folder, outcome, totals, reporter)
+    weights = _keep_weights(run, folder)  # after the summary, which a full disk may still have room for
+    say(closing(content, folder, weights, verbose=verbose))
+
+
+def _keep_weights(run: Run, folder: Path) -> Path | None:
+    """Saves the final weights in the run's folder, and returns where; None if the plan wants none, or no step was taken."""
+    precision = run.plan.run.final_weights
+    if precision == "none" or run.num_steps_done == 0:
+        return None
+    run.save_weights(folder / WEIGHTS, precision=precision)
+    return folder / WEIGHTS
 
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:

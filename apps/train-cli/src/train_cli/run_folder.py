@@ -1,6 +1,7 @@
 """The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
 
-It holds `plan.toml` as resolved, and the run's output: `metrics.jsonl`, `summary.json`, traces, and `faults` if it failed.
+It holds `plan.toml` as resolved, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final weights, and
+`faults` if it failed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import tomli
 
 from sley_core.errors import PlanError, SleyError
+from sley_core.export.run_weights import PLAN
 from sley_core.metrics.json_text import write_whole
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
@@ -23,26 +25,24 @@ from sley_core.reports.fault_report import forget
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
 
-PLAN = "plan.toml"
-
 
 def run_folder(plan: Plan) -> Path:
     """Returns the folder of a run of `plan`; a relative `[run] folder` starts at the current folder."""
     return Path(plan.run.folder, plan.run.name)
 
 
-def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
-    """Raises PlanError "run-folder" if `held_run_folder` could not make the folder; changes nothing.
+def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
+    """Raises PlanError "run-folder" if `held_run_folder` could not make the folder, or go on in it; changes nothing.
 
-    Reasons: it exists and `overwrite` is not given, it is not the folder of a run, a run that has not ended uses it, or
-    it cannot be written.
+    Reasons: it exists and neither `overwrite` nor `resume` is given, it is not the folder of a run, a run that has not ended
+    uses it, or it cannot be written.
     """
     folder = run_folder(plan)
     try:
         check_free(folder)
         if _is_taken(folder):
-            if not overwrite:
-                hint = "`--overwrite` replaces it, `--set run.name=...` makes another"
+            if not overwrite and not resume:
+                hint = "`--resume auto` goes on, `--overwrite` replaces it, `--set run.name=...` makes another"
                 raise _refused(plan, f"`{folder}` exists already, and a run is never overwritten unasked", hint)
             if not _is_ours(folder):
                 hint = "choose another `run.name` or `run.folder`"
@@ -59,13 +59,13 @@ def check_run_folder(plan: Plan, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
+def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Makes the folder of a run of `plan` with its `plan.toml`, and locks it against other runs until the block ends.
 
-    A run that failed before its first step leaves no folder, or one with nothing but reports of its ranks, which the next run
-    may take. Raises as `check_run_folder` does.
+    resume: what is in it stays. A run that failed before its first step leaves no folder, or one with nothing but reports of
+    its ranks, which the next run may take. Raises as `check_run_folder` does.
     """
-    check_run_folder(plan, overwrite=overwrite)
+    check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
     again = is_restart(folder)
     try:
@@ -77,7 +77,8 @@ def held_run_folder(plan: Plan, *, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise _unwritable(plan, folder, error) from error
     try:
-        _fill(plan, folder, overwrite=overwrite)
+        if not (resume and _is_ours(folder)):
+            _fill(plan, folder, overwrite=overwrite)
         if not again:  # else what ranks said of torchrun's first attempt stays
             forget(folder)
         yield folder

@@ -20,12 +20,19 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 from train_cli.lifeline import end_workers
 
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
 TEAR_DOWN_S = 10.0
 TERMINATED_S = 8.0
+SAVING_S = 25.0
+"""As `TERMINATED_S`, of a run that saves itself when it is asked to stop; torchrun kills after 30 s."""
+
 REMIND_S = 10.0
 TOGETHER_S = 1.0
 """Within this time a second SIGINT counts as the first: an interrupt of a job reaches a rank directly and by its launcher."""
@@ -49,6 +56,11 @@ class Terminated(BaseException):
         self.code = code
 
 
+def terminated_s(plan: Plan) -> float:
+    """Returns the seconds after which a rank of `plan` that got SIGTERM has ended: it finishes its step, and may save."""
+    return SAVING_S if plan.checkpoint is not None and plan.checkpoint.on_interrupt else TERMINATED_S
+
+
 def codes() -> dict[int, int]:
     """Returns the signals that end a run in order, with the exit codes of such a run."""
     found: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
@@ -61,11 +73,17 @@ class Stopping(AbstractContextManager["Stopping"]):
     """Handles SIGINT, SIGTERM and SIGHUP of this process while it is entered.
 
     say: tells the user that the signal was heard; None if a launcher has said so. late: called, in another thread,
-    before ending a process that SIGTERM could not end within `TERMINATED_S`. Does nothing outside of the main thread,
+    before ending a process that SIGTERM could not end within `terminated_s`. Does nothing outside of the main thread,
     as Python allows no handlers there.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None, late: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None] | None = None,
+        late: Callable[[], None] | None = None,
+        terminated_s: float | None = None,
+    ) -> None:
+        self._terminated_s = TERMINATED_S if terminated_s is None else terminated_s
         self._say = say
         self._late = late
         self._codes = codes()
@@ -178,7 +196,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         elif number == signal.SIGINT and (self._say is not None or now - self._heard_at > TOGETHER_S):
             _leave(code)
         if number != signal.SIGINT:
-            self._limit(TERMINATED_S, self.exit_code or code)
+            self._limit(self._terminated_s, self.exit_code or code)
 
     def _limit(self, seconds: float, code: int) -> None:
         deadline = time.monotonic() + seconds

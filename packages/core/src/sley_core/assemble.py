@@ -7,12 +7,13 @@ checks ──> layers on meta, ties ──> groups, agree ──> book closed �
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sley_core.checkpoint.checkpoints import Checkpoints
+from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.comm.groups import Groups
 from sley_core.comm.malloc import keep_freed_memory
 from sley_core.data.dataset import DataContext
@@ -22,29 +23,29 @@ from sley_core.draft import DTYPES, draft_model, dtypes, layer_costs_of
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
+from sley_core.engine.canonical.cost import cost_note
+from sley_core.engine.canonical.model_check import check_model
+from sley_core.engine.canonical.order import CanonicalOrder
 from sley_core.engine.compiled import compile_layers
 from sley_core.engine.crossing import Crossing
 from sley_core.engine.direct import accumulate_directly
+from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.layout import by_reduce_group, loose
 from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
-from sley_core.engine.loss_scale import LossScale
-from sley_core.engine.masters import HOST, Masters
 from sley_core.engine.parts import Parts
 from sley_core.engine.pools import Pools
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
-from sley_core.engine.skips import Skips
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore
-from sley_core.engine.update import Update
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.engine.weights import WeightStore
@@ -54,12 +55,13 @@ from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.memory.assemble import memory_of, move_numbers
+from sley_core.metrics.parts import keepers_of
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
-from sley_core.optim.groups import parameter_groups
 from sley_core.plan.check import check_plan
-from sley_core.records import GradientHandlerRecord, LossRecord, OffloadManagerRecord
+from sley_core.records import GradientHandlerRecord, LossRecord
 from sley_core.run import Run
+from sley_core.updates import make_update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +81,10 @@ if TYPE_CHECKING:
         WeightCommunicator,
     )
     from sley_core.topology import Topology
+
+
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's folder that has its checkpoints, where the plan names no other."""
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
@@ -117,9 +123,13 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     shards = shards_of(model.layers, communicator.cuts, groups[AXIS]) if communicator else {}
     check_hooks(stage.stages, shards, topology.sp)
     notes += left_whole(model.layers, shards)
+    if plan.parallel.reduction == "canonical":
+        check_model(stage.stages, model.per_rank_buffers)
     book = ParameterBook(stage.chunks, stage.stages, shards)
     _materialize(plan, world, model, stage, shards)
     parts = make_parts(plan, world, topology, groups, stage.layers, book)
+    if parts.store.canonical is not None:
+        notes.append(cost_note(parts, plan.num_micros(topology)))
     numbers = move_numbers(plan, parts)
     stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
     samples = samples_of(plan, parts, model, dataset, stepper)
@@ -134,6 +144,12 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
         outputs_of(plan, world, stepper, topology, folder),
         memory,
         WeightLoader(names, parts, stepper.update.masters),
+        Checkpoints(
+            plan,
+            RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper)),
+            samples.feed,
+            _checkpoint_folder(plan, folder),
+        ),
         AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
     )
 
@@ -168,6 +184,8 @@ def make_parts(
     """Returns what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     device = world.device.torch_device
+    state = StepState()
+    canonical = CanonicalOrder(state, groups) if plan.parallel.reduction == "canonical" else None
     return Parts(
         plan.run,
         plan.batch,
@@ -178,7 +196,7 @@ def make_parts(
         groups,
         layers,
         book,
-        GradientStore(book, DTYPES[plan.precision.gradients], device, StepState(), planner),
+        GradientStore(book, DTYPES[plan.precision.gradients], device, state, planner, canonical),
         WeightStore(dtypes(plan)[0]),
         Waits(),
         WeightQueue(),
@@ -212,7 +230,7 @@ def _stepper(
     check_no_parameters(loss := plan.loss.build())
     if hasattr(loss, "attach"):
         loss.attach(parts)
-    update = _update(plan, parts)
+    update = make_update(plan, parts)
     if communicator is not None:
         communicator.attach(parts)
         undo.callback(close_stand_ins, parts.book)
@@ -229,17 +247,30 @@ def _stepper(
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     )  # core's own: a sum over positions
     over_positions = OverPositions(loss, fields) if topology.sp > 1 and not is_additive else None
+    is_canonical = parts.store.canonical is not None
     executor = Executor(
-        stage.chunks, crossing, caller, loss, fields, device, hooks, parts.queue, communicator, over_positions
+        stage.chunks,
+        crossing,
+        caller,
+        loss,
+        fields,
+        device,
+        hooks,
+        parts.queue,
+        communicator,
+        over_positions,
+        keeps_apart=is_canonical,
     )
     compare = None if parts.world.is_fake else partial(check_first_values, parts, model.per_rank_buffers)
     stepper = Stepper(
         executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
     )
     splits = stage.lists.splits_backward(plan.num_micros(topology))
-    if splits or _accumulates_directly(plan, device):
-        direct = accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=splits)
-        undo.callback(direct)
+    if splits or is_canonical or _accumulates_directly(plan, device):
+        all_types = splits or is_canonical  # the same products in every layout
+        undo.callback(accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=all_types))
+    if is_canonical:
+        undo.callback(add_rows_directly(parts.layers, parts.book, parts.store, parts.queue))
     parts.store.watch()
     return stepper
 
@@ -262,36 +293,10 @@ def _accumulates_directly(plan: Plan, device: Device) -> bool:
     return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
 
 
-def _update(plan: Plan, parts: Parts) -> Update:
-    """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
-    config: Any = plan.optimizer.config
-    home = HOST if _steps_on_host(plan) else None
-    masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
-    masters.add(parts.book.trainable)
-    for entry in parts.book:
-        if not entry.trainable:
-            parts.weights.adopt(entry)
-    optimizer = plan.optimizer.build(parameter_groups(masters.stepped, config), home or parts.world.device.torch_device)
-    return Update(
-        parts.store,
-        masters,
-        optimizer,
-        partial(parameter_groups, config=config),
-        plan.learning_rate.build(plan.run.steps),
-        parts.groups,
-        parts.world.device,
-        parts.numbers,
-        clip_norm=config.clip_norm,
-        norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
-        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
-        events=parts.events,
-        skips=None if plan.run.max_skips is None else Skips(plan.run.max_skips),
-    )
-
-
-def _steps_on_host(plan: Plan) -> bool:
-    records = (component.record for component in plan.offload)
-    return any(isinstance(record, OffloadManagerRecord) and record.steps_on_host for record in records)
+def _checkpoint_folder(plan: Plan, folder: Path | None) -> str | None:
+    if plan.checkpoint is not None and plan.checkpoint.folder is not None:
+        return plan.checkpoint.folder
+    return None if folder is None else str(folder / CHECKPOINTS)
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:

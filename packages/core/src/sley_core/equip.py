@@ -34,7 +34,14 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
     executor, topology, groups = stepper.executor, parts.topology, parts.groups
     loss = executor.loss if executor.has_loss else None
     slices = Slices(dataset.info.fields, topology.sp, groups["sp"].coord, loss)
-    splitter = BatchSplitter(dataset.info, plan.batch.micro_size, slices, executor.loss, weighs=executor.has_loss)
+    splitter = BatchSplitter(
+        dataset.info,
+        plan.batch.micro_size,
+        slices,
+        executor.loss,
+        weighs=executor.has_loss,
+        weighs_micros=parts.store.canonical is not None,
+    )
     samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info))
     if parts.world.is_fake:
         return samples

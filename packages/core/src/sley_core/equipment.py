@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sley_core.errors import KeyPath
+from sley_core.protocols import Rewinds
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
@@ -44,6 +45,12 @@ class Outputs:
     writers: Sequence[MetricsWriter] = ()
     timeline: StepTimeline | None = None
     profiler: StepProfiler | None = None
+
+    def rewind(self, step: int) -> None:
+        """Takes back what was written of steps after `step`, which are taken again."""
+        for writer in self.writers:
+            if isinstance(writer, Rewinds):
+                writer.rewind(step)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sley_core.engine.not_finite import is_no_number, is_refused, refusal
+from sley_core.engine.totals import Votes
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
+    from sley_core.checkpoint.checkpoints import Checkpoints
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, StepBatch
     from sley_core.engine.stepper import Stepper
@@ -40,7 +42,8 @@ class Launched:
 
 class Loop:
     """Takes the steps of a run. tell: called with each row, on every rank, after the writers. require: called before
-    each step; raises StateError if memory that a step needs is away, as a listener may have left it.
+    each step; raises StateError if memory that a step needs is away, as a listener may have left it. checkpoints: saves
+    the run when it is due.
 
     num_steps_done: optimizer steps, refused ones included. was_stopped: whether all ranks have agreed to stop.
     """
@@ -54,6 +57,7 @@ class Loop:
         outputs: Outputs,
         tell: Callable[[Row], None],
         require: Callable[[], None],
+        checkpoints: Checkpoints,
     ) -> None:
         self.plan = plan
         self.parts = parts
@@ -62,8 +66,10 @@ class Loop:
         self.outputs = outputs
         self.tell = tell
         self.require = require
+        self.checkpoints = checkpoints
         self.num_steps_done = 0
         self.was_stopped = False
+        self._is_first = True  # of this run object, which may have been brought to a later step by a checkpoint
         self._is_stepping = False
         self._is_training = False
         self._is_evaluating = False
@@ -77,6 +83,7 @@ class Loop:
         self._clock = time.perf_counter()
         with self._while("_is_training"), self.parts.weights.settled_on_error():
             self._train()
+        self.checkpoints.train_done(self.num_steps_done, was_stopped=self.was_stopped)
 
     def _train(self) -> None:
         """Launches each step before it emits the one before, so that on CUDA the device is not idle while the host
@@ -86,8 +93,10 @@ class Loop:
             before, self._late = self._late, self.launch(None)
             if before is not None:
                 self._emit(before)
-            if self._evaluates_after(self._late) or not self.parts.world.device.is_async:
+            is_due = self._evaluates_after(self._late) or self.checkpoints.is_due(self.num_steps_done)
+            if is_due or not self.parts.world.device.is_async:
                 self._emit_late()
+            self._save_if_due()
         self._emit_late()
         self.parts.weights.settle()
 
@@ -97,7 +106,9 @@ class Loop:
         with self.parts.weights.settled_on_error():
             launched = self.launch(batch)
         self.parts.weights.settle()
-        return self._emit(launched)
+        row = self._emit(launched)
+        self._save_if_due()
+        return row
 
     def stop(self) -> None:
         """Sets this rank's vote to stop after the step in progress; safe in a signal handler."""
@@ -136,17 +147,26 @@ class Loop:
             if profiler is not None:
                 profiler.before_step(number)
             clock = None if timeline is None else timeline.before_step(number, batch.num_micros)
-            if self.num_steps_done == 0:
+            if self._is_first:
                 parts.book.check_complete(parts.layers)
-            totals = self.stepper.step(self.num_steps_done, batch, stop=self._stop_asked, clock=clock)
-        if self._watch is not None and self.num_steps_done == 0:
+            votes = Votes(self._stop_asked, self.checkpoints.wants_save)
+            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, clock=clock)
+        if self._watch is not None and self._is_first:
             self._watch.check()
             self._watch = None  # its copies of buffers are free
+        self._is_first = False
         if profiler is not None:
             profiler.after_step(number)
         self.num_steps_done = number
         tokens = sum(map(self.samples.meter.num_tokens, batch.whole)) * self.parts.topology.dp
         return Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
+
+    def _save_if_due(self) -> None:
+        """Saves the run as it is now, if all ranks know that it is time to; no step is in flight then."""
+        if self.checkpoints.is_due(self.num_steps_done):
+            self.parts.weights.settle()
+            self.checkpoints.save_due(self.num_steps_done)
+            self._clock = time.perf_counter()
 
     def _take(self, given: GivenBatch | None) -> tuple[StepBatch, float, tuple[int, ...]]:
         """Returns the step's batch, the seconds spent waiting for the feed, and the numbers of its samples."""
@@ -183,6 +203,7 @@ class Loop:
         if is_refused(result) and not is_skipped:
             raise self._refusal(launched, result)
         self.was_stopped = result.wants_stop
+        self.checkpoints.is_asked |= result.wants_save
         row: Row = {"step": launched.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": launched.lr}
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale

@@ -12,6 +12,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.metrics.check import check_metrics
 from sley_core.metrics.config import JsonlConfig, TensorboardConfig
+from sley_core.model.check import check_model
 from sley_core.model.config import LlamaConfig
 from sley_core.optim.check import check_learning_rate
 from sley_core.optim.config import (
@@ -82,7 +83,9 @@ def sley_lr_schedules() -> list[LRScheduleRecord]:
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
     home = "sley_core.engine"
     return [
-        GradientHandlerRecord(name="each", config=EachConfig, build=f"{home}.each:Each", role="reducer"),
+        GradientHandlerRecord(
+            name="each", config=EachConfig, build=f"{home}.each:Each", role="reducer", canonical=True
+        ),
         GradientHandlerRecord(
             name="gradient_norms",
             config=GradientNormsConfig,
@@ -115,4 +118,4 @@ def sley_metrics_writers() -> list[MetricsWriterRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[Problem]:
-    return [*check_data(plan), *check_learning_rate(plan), *check_metrics(plan)]
+    return [*check_model(plan), *check_data(plan), *check_learning_rate(plan), *check_metrics(plan)]

@@ -292,8 +292,33 @@ class Counts(Protocol):
 
 
 @runtime_checkable
+class Keeps(Protocol):
+    """Any live object of a run that keeps something from one step to the next which the bits of later steps depend on: a
+    gradient handler, the weight communicator, the stage link, a scheduler hook, a policy.
+
+    A checkpoint has it for each rank, and gives it back where the layout is the same.
+    """
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Returns what this rank keeps, by name; live tensors. Called between two steps; does not communicate."""
+        ...
+
+    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
+        """Takes what `kept` returned, on the host, or nothing, to begin anew. All ranks call it, between two steps."""
+        ...
+
+
+@runtime_checkable
 class MetricsWriter(Protocol):
     """Receives one row per optimizer step, on rank 0."""
 
     def write(self, row: Mapping[str, float | int]) -> None: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Rewinds(Protocol):
+    """A metrics writer whose output a run can go on from."""
+
+    def rewind(self, step: int) -> None:
+        """Drops the rows of steps after `step`, which are taken again."""

@@ -115,6 +115,7 @@ class GradientHandlerRecord(Record):
     tolerance_of: where the table decides: its tolerance, 0.0 if the result is then the sum itself.
     takes_shards: whether it also works behind a reducer whose result is a shard. It then reads `store.part` in place of
         `store.gradient`, and calls `parts.weights.settle` before it reads a weight, of which a part may be on its way.
+    canonical: whether its sums are those of `TreeSums` where `parts.store.canonical` is there, or have no order.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
@@ -124,6 +125,7 @@ class GradientHandlerRecord(Record):
     exact: bool = True
     tolerance: float = 0.0
     tolerance_of: Callable[[Any], float] | None = None
+    canonical: bool = False
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
 
@@ -138,8 +140,15 @@ class SchedulerHookRecord(Record):
     """`build(config, run) -> SchedulerHook`."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class WeightCommunicatorRecord(Record):
-    """`build(config) -> WeightCommunicator`."""
+    """`build(config) -> WeightCommunicator`.
+
+    canonical: whether it keeps the gradients of micro-batches apart where `parts.store.canonical` is there, and gives each to
+    `store.add_of_micros`.
+    """
+
+    canonical: bool = False
 
 
 class SequenceAttentionRecord(Record):

@@ -5,6 +5,7 @@ with assemble(plan, world) as run:
     row = run.step(batch)            # or one step, on your own samples
     loss = run.evaluate()            # held-out loss
     run.load_weights(state)          # other weights, between two steps
+    run.save_weights("weights")      # safetensors files
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.comm.collectives import gather_objects
+from sley_core.engine.save import WeightSaver
 from sley_core.equipment import rows_of
 from sley_core.errors import KeyPath, StateError, UsageError, closed
 from sley_core.loop import Loop, Row
-from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_STEP
+from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
 from sley_core.metrics.parts import counts_of
 from sley_core.notify import Notifier
 from sley_core.plan.load import with_values
+from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
+    from sley_core.checkpoint.checkpoints import Checkpoints
+    from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
+    from sley_core.engine.save import Precision
     from sley_core.engine.step_batch import GivenBatch
     from sley_core.engine.stepper import Stepper
     from sley_core.engine.waits import IsDue, Wait
@@ -58,6 +67,7 @@ class Run(AbstractContextManager["Run"]):
         outputs: Outputs,
         memory: RunMemory,
         load_weights: WeightLoader,
+        checkpoints: Checkpoints,
         facts: AssemblyFacts,
     ) -> None:
         self.plan = plan
@@ -75,10 +85,13 @@ class Run(AbstractContextManager["Run"]):
         self.readers: list[Callable[[Row], None]] = []
         self._looks = False
         require = partial(memory.require, "a step", TO_STEP)
-        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require)
+        self.loop = Loop(plan, parts, stepper, samples, outputs, self._tell, require, checkpoints)
         self.memory = memory
         memory.settle, memory.check_free = self._settle, self._check_free
         self._load_weights = load_weights
+        self._checkpoints = checkpoints
+        checkpoints.notes = self.notes
+        checkpoints.resolved = lambda: self.resolved_plan.to_toml()
         self._notify = Notifier(plan)
         self._is_closed = False
 
@@ -162,8 +175,60 @@ class Run(AbstractContextManager["Run"]):
         """
         self._settle()
         self.memory.require("loading weights", TO_LOAD)
+        self._checkpoints.secure()
         found = self._load_weights(state, strict=strict)
         self.loop.weights_loaded()
+        return found
+
+    def save_weights(
+        self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES
+    ) -> None:
+        """Saves the model's weights in `folder`, as safetensors files under names that no layout changes, with an index if
+        there are several. All ranks call it, between two steps, and see one `folder`.
+
+        A tied weight is there once, under the name of the book; buffers that belong to the model's state are there too, of the
+        first replica. precision: "working" for `precision.compute`, "full" for what the optimizer steps (fp32 masters).
+        max_file_bytes: of a file; a larger tensor has one for itself. Files are written beside `folder`, which they replace
+        when all of them are on the disk: it is the former one or the new one, never a part.
+
+        Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if
+        memory is away; UsageError `no-precision` for another word.
+        """
+        self._settle()
+        if precision not in TO_SAVE:
+            raise UsageError(
+                "no-precision", f"weights have no precision {precision!r}", hint=f"it is {' or '.join(TO_SAVE)}"
+            )
+        require = partial(self.memory.require, "saving weights", TO_SAVE[precision])
+        save = WeightSaver(self.parts, self.stepper.update.masters)
+        save(Path(folder).absolute(), precision, max_file_bytes, require)
+
+    def save_checkpoint(self, path: str | Path | None = None) -> str:
+        """Writes a checkpoint and returns its folder. All ranks call it, between two steps; it is there when this returns.
+
+        path: the folder to make; left out, the next one in the run's folder of checkpoints. What is away is read on the host.
+        Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: it is not there then, and the run can go
+        on.
+        """
+        self._settle()
+        return self._checkpoints.save(path, self.num_steps_done)
+
+    def load_checkpoint(self, path: str | Path) -> Restored | None:
+        """Goes on where a checkpoint was written, in this layout or another: weights, masters, optimizer states, buffers, loss
+        scale, position in the data, steps done. All ranks call it, between two steps.
+
+        path: of a checkpoint; or of a folder of several, or "auto" for the run's own, of which the newest whole one is taken.
+        Returns what was loaded; None for "auto" where there is none yet. Rows of later steps leave the metrics. Raises RunError
+        on all ranks alike: `no-checkpoint`, `checkpoint-damaged`, and `checkpoint-mismatch` for another model's or optimizer's;
+        PlanError `resume-differs` for a run of other data, loss or seed. Then nothing has changed.
+        """
+        self._settle()
+        self.memory.require("loading a checkpoint", TO_RESTORE)
+        found, steps = self._checkpoints.load(path)
+        if found is not None:
+            self.loop.num_steps_done = steps
+            self.loop.weights_loaded()
+        self.outputs.rewind(self.num_steps_done)
         return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
@@ -180,7 +245,8 @@ class Run(AbstractContextManager["Run"]):
         """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
         `protocols.Counts`, and offload managers.
         """
-        return counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
+        counts = counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
+        return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpoints.counts)})
 
     def close(self) -> None:
         """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does
@@ -193,7 +259,7 @@ class Run(AbstractContextManager["Run"]):
             return
         self._is_closed = True
         feeds = (self.feed, self.evaluation.feed if self.evaluation else None)
-        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds]
+        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, *feeds, self._checkpoints]
         with ExitStack() as stack:  # the last first
             for part in parts:
                 if part is not None:
@@ -214,13 +280,18 @@ class Run(AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `step-failed` if exchanges of a failed step may still read or write memory of this run."""
-        if self.stepper.left_in_flight and self.world.size > 1:
+        """Raises StateError `step-failed` if exchanges of a step or an evaluation that failed may still read or write memory
+        of this run.
+        """
+        stepper = self.stepper
+        if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
+            what = "step" if stepper.left_in_flight else "evaluation"
             raise StateError(
                 "step-failed",
-                "the last step failed, and its exchanges with other ranks may be at work on memory that is to leave",
+                f"the last {what} failed, and its exchanges with other ranks may be at work on memory that is to leave",
                 hint="take a step first, which ends them, or close the run",
             )
+        self._checkpoints.secure()
 
     def _any_listens(self) -> bool:
         """Returns whether any rank has listeners, where that matters: all ranks must wait alike. All ranks call it."""

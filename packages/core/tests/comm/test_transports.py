@@ -116,6 +116,7 @@ def test_each_group_has_the_transport_that_fits(ranks):
     assert all({"Direct"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])

@@ -41,6 +41,7 @@ def test_a_habit_gives_the_numbers_of_a_loop_by_hand(own, small, habit, accumula
     assert_by_hand(found, layers, batches, partial(torch.optim.SGD, lr=0.1), micro_size=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_habits_on_two_ranks_that_differ_in_them(ranks, own, small, recompute):
     """How often a linear is used depends on the samples, which are others on each rank; every gradient is reduced once."""

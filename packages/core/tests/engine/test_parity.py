@@ -41,12 +41,14 @@ def test_recomputation(ranks, texts, fraction):
     check(ranks, texts, [2], activations__use="core.recompute", activations__fraction=fraction)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "micro"), list(itertools.product([2, 4], [1, 2])))
 def test_accumulation_and_size(ranks, texts, size, micro):
     """Global batch 8: k = 8 / (size x micro) is 4, 2, 2, 1."""
     check(ranks, texts, [size], batch__micro_size=micro)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("documents", ["pack", "pad"])
 def test_single_precision(ranks, texts, documents):
     check(ranks, texts, [2, 4], precision__compute="fp32", data__documents=documents)

@@ -14,6 +14,7 @@ import pytest
 from sley_core.errors import RunError
 from sley_core.metrics.config import JsonlConfig
 from sley_core.metrics.jsonl import JsonlWriter
+from sley_core.metrics.jsonl import rows as rows_of
 from sley_core.protocols import MetricsWriter
 
 ROW: dict[str, float | int] = {"step": 1, "loss": 5.5, "tokens": 4096, "lr": 3e-4}
@@ -84,3 +85,20 @@ def test_a_full_disk_is_an_error_with_the_files_name(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"metrics\.jsonl`: No space left"):
         writer.write(ROW)
     writer.close()
+
+
+def test_a_run_that_goes_on_takes_later_rows_back(tmp_path: Path) -> None:
+    """And goes on writing where they were; a half line at the end goes with them."""
+    writer = JsonlWriter(JsonlConfig(), tmp_path)
+    for step in (1, 2, 3):
+        writer.write(ROW | {"step": step})
+    writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    again = JsonlWriter(JsonlConfig(), tmp_path)
+    again.rewind(1)
+    again.write(ROW | {"step": 2, "loss": 4.0})
+    assert list(rows_of(tmp_path)) == [ROW, ROW | {"step": 2, "loss": 4.0}]
+    again.rewind(0)
+    assert list(rows_of(tmp_path)) == []
+    again.close()

@@ -13,7 +13,8 @@ from transformers import LlamaForCausalLM
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import RunError
 from sley_core.model.config import LlamaConfig
-from sley_core.model.hf import config_to_hugging_face, from_hugging_face, to_hugging_face
+from sley_core.model.hf import from_hugging_face, to_hugging_face
+from sley_core.model.hf_config import to_hf_config
 from sley_core.model.layers import Model
 from sley_core.model.llama import layers
 
@@ -40,7 +41,7 @@ def state(model: Model) -> dict[str, Tensor]:
 
 def theirs(ours: LlamaConfig) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(TheirConfig(**config_to_hugging_face(ours, VOCAB))).eval()
+    return LlamaForCausalLM(TheirConfig(**to_hf_config(ours, VOCAB))).eval()
 
 
 def logits(model: Model, tokens: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from sley_core.errors import PlanError
 from sley_core.model import attention
 from sley_core.model.config import LlamaConfig
 from sley_core.model.layers import Model
-from sley_core.model.llama import Rotary, layers
+from sley_core.model.llama import layers
+from sley_core.model.rotary import Rotary
 
 Real = Callable[..., Model]
 SMALL = LlamaConfig(num_layers=2, hidden=32, heads=4, kv_heads=2)

@@ -25,7 +25,7 @@ def test_the_default_width_is_the_next_64_from_8_thirds(hidden: int, ffn_hidden:
 @pytest.mark.parametrize(
     ("change", "key", "says"),
     [
-        ({"hidden": 130}, "heads", "hidden / heads = 130 / 4 is not a whole number"),
+        ({"hidden": 130}, "head_dim", "hidden / heads = 130 / 4 is not a whole number"),
         ({"kv_heads": 3}, "kv_heads", "heads / kv_heads = 4 / 3 is not a whole number"),
         ({"kv_heads": 8}, "kv_heads", "heads / kv_heads = 4 / 8 is not a whole number"),
         ({"hidden": 12}, "head_dim", "head_dim = hidden / heads = 12 / 4 = 3 is odd"),

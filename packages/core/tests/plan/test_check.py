@@ -25,26 +25,6 @@ def codes(plan: Plan, world: int | None = None) -> list[str]:
     return [code for code, _, _ in problems(plan, world)]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "available", "world"),
-    [
-        ({"dp": 4}, None, 4),
-        ({"dp": 4}, 8, 4),
-        ({"dp": 2, "pp": 2, "sp": 3}, 1, 12),
-        ({}, None, 1),
-        ({}, 6, 6),
-        ({"dp": "auto", "pp": 2, "sp": 2}, None, 4),
-        ({"pp": 2, "sp": 2, "wp": 4}, None, 8),
-        ({"wp": 3, "sp": 2}, None, 6),
-    ],
-)
-def test_the_world_of_a_plan(make: Make, parallel: Any, available: int | None, world: int) -> None:
-    plan = make(parallel=parallel)
-    assert plan.world(available) == world
-    if available is None:
-        assert plan.topology(world).world == world
-
-
 def test_a_good_plan_has_no_problems(make: Make) -> None:
     assert problems(make()) == []
     assert problems(make(parallel={}), 4) == []

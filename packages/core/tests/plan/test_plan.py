@@ -1,4 +1,4 @@
-"""A plan's components build what they name, and a run can write what it found into its plan."""
+"""A plan's components build what they name, it knows its world, and a run can write what it found into it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 from sley_core.errors import PlanError
 from sley_core.plan.document import Origin
 from sley_core.plan.load import plan_from_dict, plan_from_text, with_values
+from sley_core.plan.plan import Plan
 
+Make = Callable[..., Plan]
 Failure = Callable[..., str]
 
 CODE = """\
@@ -104,3 +106,23 @@ def test_values_found_by_a_run_can_be_written_in(text: str, tmp_path: Path) -> N
     assert changed.digest != plan.digest
     with pytest.raises(PlanError, match=r"`data.samples_per_epoch` must be an integer"):
         with_values(plan, {("data", "samples_per_epoch"): 0})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "available", "world"),
+    [
+        ({"dp": 4}, None, 4),
+        ({"dp": 4}, 8, 4),
+        ({"dp": 2, "pp": 2, "sp": 3}, 1, 12),
+        ({}, None, 1),
+        ({}, 6, 6),
+        ({"dp": "auto", "pp": 2, "sp": 2}, None, 4),
+        ({"pp": 2, "sp": 2, "wp": 4}, None, 8),
+        ({"wp": 3, "sp": 2}, None, 6),
+    ],
+)
+def test_the_world_of_a_plan(make: Make, parallel: Any, available: int | None, world: int) -> None:
+    plan = make(parallel=parallel)
+    assert plan.world(available) == world
+    if available is None:
+        assert plan.topology(world).world == world

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sley_core.api.comm import SentBytes
+from sley_core.api.parts import TreeSums
 from sley_dp.narrow import Narrow
 from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Exact
 
 if TYPE_CHECKING:
+    from sley_core.api.parts import Parts
     from sley_dp.config import BucketedConfig
 
 
@@ -19,3 +21,9 @@ class Bucketed(BucketReducer):
     def __init__(self, config: BucketedConfig) -> None:
         sent = SentBytes()
         super().__init__(config, Narrow(sent) if config.reduction == "bf16" else Exact(sent), sent)
+
+    def attach(self, parts: Parts) -> None:
+        """As `BucketReducer.attach`; where the run's sums are canonical, sums are those."""
+        if parts.store.canonical is not None:
+            self.sums = TreeSums(parts.store, self._sent)
+        super().attach(parts)

@@ -53,6 +53,13 @@ class LowRank:
         self.q = orthonormal(start.to(gradient.device))
         self.error = torch.zeros_like(gradient) if error_feedback else None
 
+    @classmethod
+    def restored(cls, q: Tensor, error: Tensor | None) -> LowRank:
+        """Returns the state that had these."""
+        state = cls.__new__(cls)
+        state.q, state.error = q, error
+        return state
+
     def project(self, gradient: Tensor, p: Tensor) -> None:
         """Adds the error to `gradient`, in place, and writes `gradient` q to `p` [n, r]."""
         if self.error is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem, ProcessGroupRecord
 from sley_dp.config import BucketedConfig, PowerSGDConfig, ShardedConfig
-from sley_dp.shard_groups import check_shards, shard_groups
+from sley_dp.shard_groups import check_one_copy, check_shards, shard_groups
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan, Topology
@@ -22,6 +22,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             config=BucketedConfig,
             build="sley_dp.bucketed:Bucketed",
             role="reducer",
+            canonical=True,
             tolerance_of=lambda config: config.tolerance,
             summary="Flat buckets, reduced while the backward runs.",
         ),
@@ -31,6 +32,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build="sley_dp.sharded:Sharded",
             role="reducer",
             result="shard",
+            canonical=True,
             summary="Flat buckets, of which each rank steps a part: optimizer states and masters are shared (ZeRO-1).",
         ),
         GradientHandlerRecord(
@@ -57,6 +59,8 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
     for number, handler in enumerate(plan.gradient_handlers):
         if isinstance(handler.config, ShardedConfig):
             yield from check_shards(topology, handler.config.shards, number)
+            if plan.parallel.reduction == "canonical":
+                yield from check_one_copy(topology, handler.config.shards, number)
         if isinstance(handler.config, PowerSGDConfig) and handler.config.start_step > plan.run.steps:
             message = f"the run has {plan.run.steps} steps, so nothing would be compressed"
             hint = f"use start_step = {plan.run.steps} or less, or `dp.bucketed`"

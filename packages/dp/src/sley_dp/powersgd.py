@@ -22,7 +22,7 @@ from sley_dp.reducer import BucketReducer
 from sley_dp.sums import Exact, Sums, described
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from sley_core.api.comm import Group
     from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
@@ -95,6 +95,14 @@ class LowRankSums(Sums):
             yield f"{entry.name}.q", state.q
             if state.error is not None:
                 yield f"{entry.name}.error", state.error
+
+    def restore(self, kept: Mapping[str, Tensor], entries: Iterable[Entry]) -> None:
+        """Takes what `held` yielded, for those of `entries` that had a state; the others begin anew."""
+        self._states = {}
+        for entry in entries:
+            if (q := kept.get(f"{entry.name}.q")) is not None:
+                device, error = entry.parameter.device, kept.get(f"{entry.name}.error")
+                self._states[entry] = LowRank.restored(q.to(device), None if error is None else error.to(device))
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Adds the errors to the gradients in place, and starts the all-reduce of P and the uncompressed gradients."""
@@ -170,6 +178,14 @@ class PowerSGD(BucketReducer):
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what is kept from one step to the next, for those who move memory."""
         return self._low_rank.held()
+
+    def kept(self) -> dict[str, Tensor]:
+        """Returns the factors and errors too: with them the next approximation is the one that it would have been."""
+        return super().kept() | dict(self._low_rank.held())
+
+    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
+        super().restore_kept(kept)
+        self._low_rank.restore(kept, self._parts.book)
 
     def laid_out(self) -> None:
         """Drops the states of entries that the store no longer has."""

@@ -24,6 +24,10 @@ from sley_dp.buckets import fill
 from sley_dp.replicas import broadcast_values
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from sley_core.api.comm import SentBytes
     from sley_core.api.parts import Entry, GradientBuffer, Parts, StepState
     from sley_dp.config import ReducerConfig
@@ -51,6 +55,7 @@ class BucketReducer(GradientHandler):
         self.sums = sums
         self.buckets: list[Bucket] = []
         self._order: list[Entry] | None = None
+        self._seen: list[Entry] = []
         self._bucket_of: dict[Entry, Bucket] = {}
         self._layout = -1
         self._has_finished_a_step = False
@@ -114,6 +119,29 @@ class BucketReducer(GradientHandler):
         """Returns the bytes that this rank sent in the last step, for its sums."""
         return self._sent.counts()
 
+    def kept(self) -> dict[str, Tensor]:
+        """Returns the order of the buckets, or that in which the first step completed gradients, for a checkpoint.
+
+        Buckets lie by it, and so does the order of additions, in a norm and on the way: the bits depend on it.
+        """
+        if self._order is None and not self._has_finished_a_step:
+            return {}
+        name, order = ("seen", self._seen_first()) if self._order is None else ("order", self._order)
+        return {name: torch.tensor([entry.index for entry in order])}
+
+    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
+        """Lays buckets out as they were, or will from the next step on; without anything kept, leaves them."""
+        self._has_finished_a_step |= "seen" in kept or "order" in kept
+        entries = self._parts.book.entries
+        if "seen" in kept:
+            self._order, self._seen = None, [entries[index] for index in kept["seen"].tolist()]
+        if "order" in kept:
+            self._order = [entries[index] for index in kept["order"].tolist()]
+            self._store.lay_out(self._plan)
+
+    def _seen_first(self) -> list[Entry]:
+        return self._seen or self._store.seen_order
+
     def _plan(self, entries: list[Entry]) -> Layout:
         """The store's `Planner`: returns buckets per family, filled in the agreed order; entries unknown to it come last.
 
@@ -142,7 +170,7 @@ class BucketReducer(GradientHandler):
         Entries without a gradient there come last, frozen ones too. So the order has the same length on all ranks even
         if they have frozen different entries, which is detected only after this.
         """
-        seen = self._store.seen_order
+        seen = self._seen_first()
         unseen = [entry for entry in self._parts.book if entry not in set(seen)]
         indices = torch.tensor(
             [entry.index for entry in [*seen, *unseen]], device=self._parts.world.device.torch_device

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from sley_dp.shard_groups import SUMS, copies_axis
-from sley_dp.sums import described
+from sley_dp.sums import Sums, described
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Groups, Transport, Work
+    from sley_core.api.comm import Group, Groups, Transport, Work
     from sley_core.api.parts import GradientBuffer
 
 NUM_SLOTS = 2
 """Sums in flight at a time, where what comes from peers needs scratch memory; this bounds that memory."""
 
 
-class ShardSums:
+class ShardSums(Sums):
     """Sums cut buffers over their ranks, each into this rank's part of it.
 
          start* ──> finish ──> start* ──> finish ...
@@ -41,11 +41,12 @@ class ShardSums:
         self._sums: list[_Sum] = []
         self._slots: list[tuple[Tensor, _Sum]] = []
 
-    def start(self, buffer: GradientBuffer) -> None:
-        """Starts to sum `buffer`, whose gradients are complete; from now on only this rank's part of it will be defined."""
-        assert buffer.cut is not None, "a buffer that is not cut is no reducer's of shards"
-        buffer.is_whole = False
-        transport = self._groups[buffer.cut.axis].transport(SUMS)
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Starts to sum `buffer`, whose gradients are complete; from now on only this rank's part of it will be defined.
+
+        group: the ranks that share a copy.
+        """
+        transport = group.transport(SUMS)
         copies = self._groups.get(copies_axis(buffer.reduce_group))
         scratch = self._scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
         # The ranks that share a copy, on a lane of their own; they start their buckets in one order.

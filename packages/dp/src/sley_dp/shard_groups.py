@@ -57,3 +57,12 @@ def check_shards(topology: Topology, shards: int | None, number: int) -> Iterato
             hint = f"use shards = {' or '.join(fits)}, or leave it out for all of them"
             yield Problem(("gradient_handlers", number, "shards"), message, hint, "shards-do-not-divide")
             return
+
+
+def check_one_copy(topology: Topology, shards: int | None, number: int) -> Iterator[Problem]:
+    """Yields a problem for several copies of the states, whose ranks sum among themselves first, where sums have one order."""
+    sizes = [topology.size_of(axis) for axis in reduce_groups(topology)]
+    if shards is not None and any(shards < size for size in sizes):
+        message = f"`shards = {shards}` adds up {max(sizes) // shards} copies apart, and sums of the plan are canonical"
+        hint = 'leave `shards` out, or use `[parallel] reduction = "fast"`'
+        yield Problem(("gradient_handlers", number, "shards"), message, hint, "canonical-unsupported")

@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout
+from sley_core.api.comm import SentBytes
+from sley_core.api.parts import SHARD_ALIGNMENT, Cut, Layout, TreeSums
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 from sley_dp.buckets import fill
@@ -20,11 +21,12 @@ from sley_dp.gather import WeightGathers
 from sley_dp.reducer import Bucket
 from sley_dp.replicas import broadcast_values
 from sley_dp.scatter import ShardSums
-from sley_dp.shard_groups import shards_axis
+from sley_dp.shard_groups import SUMS, shards_axis
 
 if TYPE_CHECKING:
     from sley_core.api.parts import Entry, Parts, StepState
     from sley_dp.config import ShardedConfig
+    from sley_dp.sums import Sums
 
 
 class Sharded(GradientHandler):
@@ -47,7 +49,9 @@ class Sharded(GradientHandler):
             broadcast_values(parts)
         self.buckets = [Bucket(buffer) for buffer in parts.store.buffers]
         self._bucket_of = {entry: bucket for bucket in self.buckets for entry in bucket.buffer.entries}
-        self.sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
+        self.sums: Sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
+        if parts.store.canonical is not None:
+            self.sums = TreeSums(parts.store, SentBytes(), SUMS)
         buffers = [bucket.buffer for bucket in self.buckets][::-1]  # filled in the backward's order
         cuts = [buffer.cut for buffer in buffers if buffer.cut]
         weights = parts.weights.lay_out([(buffer.entries, buffer.num_shards) for buffer in buffers])
@@ -68,7 +72,9 @@ class Sharded(GradientHandler):
             return
         bucket.missing -= 1
         if bucket.missing == 0:
-            self.sums.start(bucket.buffer)
+            assert bucket.buffer.cut is not None, "a buffer that is not cut is no reducer's of shards"
+            bucket.buffer.is_whole = False
+            self.sums.start(bucket.buffer, self._parts.groups[bucket.buffer.cut.axis])
 
     def finish_step(self, step: StepState) -> None:
         """Blocks until this rank's parts hold their sums, and its weights may be written; asserts that every gradient came."""

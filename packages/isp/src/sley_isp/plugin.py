@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
+from sley_isp.canonical import check_order
 from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
 from sley_isp.launch.check import check_launch
 from sley_isp.sequence.check import check_heads
@@ -23,6 +24,7 @@ def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
             name="communicator",
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
+            canonical=True,
             summary="Linears and embeddings, sharded; gathered ahead, gradients reduced during the backward.",
         )
     ]
@@ -45,6 +47,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     yield from check_heads(plan)
     yield from check_loss(plan)
     yield from check_launch(plan)
+    yield from check_order(plan)
 
 
 @hookimpl

@@ -22,6 +22,7 @@ from torch import Tensor
 from sley_core.api.comm import REDUCE, checksum
 from sley_core.api.parts import ALIGNMENT_BYTES, offsets
 from sley_isp.buckets import Open
+from sley_isp.together import Together
 from sley_isp.units import padded, shard_of
 
 if TYPE_CHECKING:
@@ -36,11 +37,15 @@ Write = Callable[[Tensor, bool], None]
 
 
 class _Reduction(NamedTuple):
-    """A bucket in flight. owned: this rank's rows of each full gradient, which hold the sum once `work` is done."""
+    """A bucket in flight. owned: this rank's rows of each full gradient, which hold the sum once `work` is done; where sums are
+    canonical, those of each rank, `came` says of which micro-batches, from which layer.
+    """
 
     work: Work
     owned: list[tuple[Entry, Tensor]]
     lease: ExitStack
+    came: range | None = None
+    layer: str = ""
 
 
 class Reductions:
@@ -127,7 +132,11 @@ class Reductions:
             reduction.work.wait()  # where this fails, a peer may still read the buffer, which is not lent again
             try:
                 for entry, rows in reduction.owned:
-                    self.store.add(entry, rows)
+                    if reduction.came is None:
+                        self.store.add(entry, rows)
+                    else:
+                        by_micro = dict(zip(reduction.came, rows, strict=True))
+                        self.store.add_of_micros(entry, by_micro, reduction.layer)
             finally:
                 self._end(reduction)
 
@@ -168,6 +177,36 @@ class Reductions:
         wholes = filled.wholes
         for entry in wholes.keys() - filled.written:
             wholes[entry].zero_()  # another rank may have used it, in a forward that depends on its data
+        if self.store.canonical is not None:
+            self._under_way.append(self._swapped(filled, self.store.canonical.micros_beside(self.group)))
+        else:
+            self._under_way.append(self._reduced(filled))
+        self.num_started += 1
+        self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
+        for whole in wholes.values():
+            self.sent.add(whole, self.group, passes=1)
+        self.finish(self.bound)
+
+    def _swapped(self, filled: Open, came: range) -> _Reduction:
+        """Starts to swap rows in place of summing them: each rank gets its rows of every rank's gradient.
+
+        came: the micro-batches that the ranks' gradients are of.
+        """
+        transport = self.group.transport(REDUCE)
+        wholes, size = filled.wholes, self.group.size
+        shapes = [(size, shard_of(entry).size, *entry.shape[1:]) for entry in wholes]
+        received = self._lent(shapes, filled.lease)
+        # In the order of backwards, as the sums below.
+        works = [
+            transport.all_to_all(rows, whole.view(rows.shape), what=f"the gradient of {entry.name}")
+            for rows, (entry, whole) in zip(received, wholes.items(), strict=True)
+        ]
+        layer = next(iter(filled.bucket.sources))[0].unit.layer
+        return _Reduction(Together(works), list(zip(wholes, received, strict=True)), filled.lease, came, layer)
+
+    def _reduced(self, filled: Open) -> _Reduction:
+        """Starts the reduce-scatter of a bucket."""
+        bucket, wholes = filled.bucket, filled.wholes
         transport = self.group.transport(REDUCE)
         scratch = [(transport.num_scratch_rows(shard_of(entry).size), *entry.shape[1:]) for entry in wholes]
         received = self._lent(scratch, filled.lease)
@@ -177,12 +216,7 @@ class Reductions:
         # decides which modules run, and a bucket is less than a layer, the names in it tell the ranks that it did.
         work = transport.reduce_scatter(list(wholes.values()), received, what=what, contents=contents)
         owned = [(entry, self._own(entry, whole)) for entry, whole in wholes.items()]
-        self._under_way.append(_Reduction(work, owned, filled.lease))
-        self.num_started += 1
-        self.num_bytes += sum(whole.nbytes for whole in wholes.values()) * (self.group.size - 1) // self.group.size
-        for whole in wholes.values():
-            self.sent.add(whole, self.group, passes=1)
-        self.finish(self.bound)
+        return _Reduction(work, owned, filled.lease)
 
     def _lent(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
         """Leases one buffer of the pool until `lease` closes; returns views of these shapes, of the store's dtype."""

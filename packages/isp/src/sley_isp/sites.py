@@ -53,6 +53,8 @@ class Site:
         self.entries = [entry for entry in (weight, bias) if entry is not None]
         """The sharded parameters of the module."""
         self.launches = False
+        self.fuses = True
+        """Whether a product may be added to a gradient as it is multiplied, which rounds otherwise than two steps."""
         self.sink: Sink
 
     @property
@@ -205,7 +207,7 @@ def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whol
             whole += rows.sum(0, dtype=whole.dtype)
         else:
             torch.sum(rows, 0, dtype=whole.dtype, out=whole)
-    elif rows.dtype != whole.dtype:
+    elif rows.dtype != whole.dtype or (adds and not site.fuses):
         _put(rows.t() @ inputs, whole, adds)
     elif adds:
         whole.addmm_(rows.t(), inputs)

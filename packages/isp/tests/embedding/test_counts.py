@@ -75,6 +75,7 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attaches", [True, False])
 def test_nothing_is_gathered_reduced_or_whole(ranks, sharded, texts, attaches):
     """Two swaps of vectors per micro-batch, their ids, and no demand for a gather; the same on both ranks."""

@@ -26,6 +26,7 @@ def test_every_rank_looks_up_its_columns(parities):
     parities(2, [(2, 2, {}), (2, 1, SPLIT)], HIDDEN | {"head": "vocabulary", "reduce": "step"})
 
 
+@pytest.mark.campaign
 def test_modules_without_overlap_and_by_sockets(parities):
     apart = {"parallel": {"cross_memory_attach": False}}
     parities(2, [(2, 2, {}), (2, 2, apart)], HIDDEN | {"overlap": False, "unit": "module", "pool": "isp.fresh"})
@@ -45,6 +46,7 @@ def test_frozen_tables(parities, own, frozen):
     parities(2, [(2, 2, a_model(frozen=frozen))], HIDDEN, **LOOKED_UP)
 
 
+@pytest.mark.campaign
 def test_copies_of_shards(parities):
     """Two copies of two shards, whose gradients the reducer sums over `wdp`; with sequences in two, one process more."""
     parities(4, [(2, 4, {}), (2, 2, SPLIT)], HIDDEN)
@@ -115,6 +117,7 @@ def all_recorded(plans: dict[str, Any], folder: Any) -> dict[str, Any]:
     return {name: record(tables, 3, folder=folder) for name, tables in plans.items()}
 
 
+@pytest.mark.campaign
 def test_no_option_changes_a_bit(ranks, texts, sharded):
     """fp32, three steps on three ranks, of which the last has four columns and two of padding."""
     changes = {"precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}

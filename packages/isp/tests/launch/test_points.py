@@ -37,6 +37,7 @@ def order(tables: dict[str, Any], folder: Any) -> list[str]:
         return events
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("launch", "before", "after", "hooks"),
     [

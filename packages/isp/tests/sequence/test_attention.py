@@ -74,6 +74,7 @@ def attended(cases, dtype):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_form_and_number_of_key_heads(ranks, size):
     """One exchange there and one back, in the forward and in the backward, whatever is packed; errors of 1e-10 at most."""
@@ -86,6 +87,7 @@ def test_every_form_and_number_of_key_heads(ranks, size):
             assert len(calls) == 2 * calls.count("send"), (case, calls)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 def test_other_types(ranks, dtype, limit):
     cases = [("q, k, v", kv_heads, packed) for kv_heads in (1, 2, 8) for packed in (False, True)]

@@ -36,6 +36,7 @@ def exchanges(folder, fraction):
     return found, others
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_exchanges_of_a_step_and_of_an_evaluation(ranks, texts, fraction):
     """Two per attention, one for q, k and v together; two more in its backward; and again what is recomputed.

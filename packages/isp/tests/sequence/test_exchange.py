@@ -69,6 +69,7 @@ def exchanges(seed, dtype):
         return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_exchange_equals_a_gather_and_a_cut(ranks, size):
     seed = random.SystemRandom().randrange(10**6)
@@ -76,6 +77,7 @@ def test_exchange_equals_a_gather_and_a_cut(ranks, size):
     assert ranks(size)(exchanges, seed, torch.float64) == [True] * size
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_types(ranks, dtype):
     assert ranks(2)(exchanges, 5, dtype) == [True] * 2

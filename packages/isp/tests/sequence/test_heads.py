@@ -147,6 +147,7 @@ WHAT_HEADS_ARE_COUNTED_BY = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("is_zero", [False, True])
 def test_what_depends_on_the_number_or_the_place_of_a_head_is_refused(ranks, size, is_zero):

@@ -30,6 +30,7 @@ def tables(name, sp, **changes):
     return changed(plan, parallel={"sp": sp, "dp": 1}, sequence={"use": "isp.all_to_all"}) if sp > 1 else plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence", [48, 6, 2])
 def test_a_sum_over_positions(ranks, own, sequence):
     """Slices of 24, of 3, and of a single position."""
@@ -69,6 +70,7 @@ def said(plan, folder):
     return "", "nothing"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["Smooth", "Shifted", "Pooled"])
 @pytest.mark.parametrize("compute", ["fp64", "fp32"])
 def test_a_loss_that_looks_at_other_positions_is_refused(ranks, own, name, compute):

@@ -65,6 +65,7 @@ def test_named_where_sequences_are_whole(own):
     same_on_all([plain, record(split(PLAN, sp=1, modules=["*.attend"]), 2, folder=own)])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("precision", "documents"),
     [

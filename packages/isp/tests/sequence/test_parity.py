@@ -29,17 +29,20 @@ def check(ranks, folder, sp, dp=1, **changes):
         assert [row["tokens"] for row in layout.rows] == [row["tokens"] for row in reference.rows]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
 @pytest.mark.parametrize("sp", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_documents_of_every_kind(ranks, texts, documents, sp):
     check(ranks, texts, sp, data__documents=documents)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_fewer_and_as_many_key_heads_as_ranks(ranks, texts, kv_heads):
     check(ranks, texts, 4, model__kv_heads=kv_heads)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sp", "documents"),
     [
@@ -53,6 +56,7 @@ def test_single_precision(ranks, texts, documents, sp):
     check(ranks, texts, sp, data__documents=documents, precision__compute="fp32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sp", [2, 4])
 def test_half_precision(ranks, texts, sp):
     """Weights and activations in bf16: exchanges carry it as it is, and copies of a key head are summed in it."""
@@ -64,6 +68,7 @@ def test_half_precision(ranks, texts, sp):
         assert layout.rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=2**-7)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fraction", [pytest.param(0.0, marks=pytest.mark.campaign), 0.5, 1.0])
 def test_recomputation(ranks, texts, fraction):
     check(ranks, texts, 2, activations__use="core.recompute", activations__fraction=fraction)

@@ -22,6 +22,7 @@ def check(ranks, folder, sharded, world, sp, wp, **changes):
         assert layout.held_out == pytest.approx(reference.held_out, rel=1e-9 if precision == "fp64" else 1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world", "sp", "wp"),
     [

@@ -24,6 +24,7 @@ def test_every_rank_scores_its_classes(check):
     check(2, [(2, 2, {}), (2, 2, tied), (2, 2, rest), (2, 2, tied | {"batch__micro_size": 4})])
 
 
+@pytest.mark.campaign
 def test_ignored_labels_and_smoothing(check):
     """In `pad` every sample ends in labels that are ignored, also where the loss has another number for these."""
     padded = {"data__documents": "pad"}
@@ -32,12 +33,14 @@ def test_ignored_labels_and_smoothing(check):
     check(2, [(2, 2, padded), (2, 2, smooth), (2, 2, padded | smooth), (2, 2, padded | other)])
 
 
+@pytest.mark.campaign
 def test_recomputation_and_modules(check):
     again = {"activations": {"use": "core.recompute", "fraction": 1.0}, "model__tie_embeddings": True}
     check(2, [(2, 2, again)], weights={"unit": "module"})
     check(2, [(2, 2, again)], weights={"overlap": False, "pool": "isp.fresh"})
 
 
+@pytest.mark.campaign
 def test_slices_of_sequences(check):
     """Each rank has other tokens of the same samples; the shared classes are those of all of them."""
     split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
@@ -57,6 +60,7 @@ def test_frozen_weights(check):
     check(2, [(2, 2, case) for case in cases])
 
 
+@pytest.mark.campaign
 def test_a_head_with_a_bias_and_ranks_without_a_class(check, own):
     """Four classes over three ranks are two, two and none; samples all of whose labels are ignored."""
     sizes = {"batch": {"global_size": 6, "micro_size": 1}, **OWN_DATA}
@@ -64,6 +68,7 @@ def test_a_head_with_a_bias_and_ranks_without_a_class(check, own):
     check(3, [(3, 3, case) for case in cases], **sizes)
 
 
+@pytest.mark.campaign
 def test_single_precision(ranks, texts, sharded):
     for tied in (False, True):
         changes = {"precision__compute": "fp32", "model__tie_embeddings": tied}

@@ -48,12 +48,30 @@ class OffloadConfig(Table):
         raise NotImplementedError
 
     @property
+    def is_shared(self) -> bool:
+        """Whether ranks share the host's copies of what they hold alike."""
+        return False
+
+    @property
     def steps_in_buckets(self) -> bool:
         """Whether optimizer states are here only while their weights are stepped."""
         return False
 
 
-class WeightsConfig(OffloadConfig):
+class CopiedConfig(OffloadConfig):
+    """Copies memory to the host, as a whole or, with other ranks, in parts."""
+
+    shared: bool = False
+    """Whether ranks of `wdp` that hold the same keep a part of it each, and gather it as it comes back. All ranks of the run
+    must then offload and onload the same parts in the same order.
+    """
+
+    @property
+    def is_shared(self) -> bool:
+        return self.shared
+
+
+class WeightsConfig(CopiedConfig):
     """Moves parameters and module buffers, frozen ones too."""
 
     @property
@@ -61,7 +79,7 @@ class WeightsConfig(OffloadConfig):
         return ("weights", "buffers")
 
 
-class MastersConfig(OffloadConfig):
+class MastersConfig(CopiedConfig):
     """Moves the fp32 masters of narrower weights."""
 
     @property
@@ -69,7 +87,7 @@ class MastersConfig(OffloadConfig):
         return ("masters",)
 
 
-class StatesConfig(OffloadConfig):
+class StatesConfig(CopiedConfig):
     """Moves the optimizer's states, such as AdamW's moments."""
 
     when: Literal["idle", "between_steps"] = "idle"
@@ -92,7 +110,7 @@ class GradientsConfig(OffloadConfig):
         return ("gradients",)
 
 
-class EverythingConfig(OffloadConfig):
+class EverythingConfig(CopiedConfig):
     """Moves all that a run holds between two steps, or the parts that `parts` names."""
 
     parts: Annotated[Array[Part], Field(min_length=1)] = ALL

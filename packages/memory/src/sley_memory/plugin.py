@@ -30,6 +30,14 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
         message = "`memory.selective` sees the operations of a layer one by one, which a compiled layer has not"
         hint = "`core.recompute` works with compiled layers"
         yield Problem(("activations", "use"), message, hint, "selective-compiled")
+    for number, manager in enumerate(plan.offload):
+        config = manager.config
+        if isinstance(config, OffloadConfig) and config.is_shared and config.steps_in_buckets:
+            message = (
+                "states that come and go in every step cannot be shared on the host: ranks must call alike for that"
+            )
+            hint = 'use `when = "idle"`, or `dp.sharded`, which leaves each rank a part of the states'
+            yield Problem(("offload", number, "shared"), message, hint, "shared-between-steps")
 
 
 @hookimpl

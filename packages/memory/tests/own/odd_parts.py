@@ -90,6 +90,19 @@ class Caching(nn.Module):
         return self.back(hidden)
 
 
+class Many(nn.Module):
+    """500 small parameters, and one of more than 1 MiB in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(500))
+        self.large = nn.Parameter(torch.randn(WIDTH, 50_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.stack([*self.small]).sum(0) / 500
+        return (x * scale) @ self.large[:, :WIDTH]
+
+
 def model() -> list[tuple[str, nn.Module]]:
     first = First()
     return [("first", first), ("second", Second(first.linear.weight))]
@@ -97,3 +110,7 @@ def model() -> list[tuple[str, nn.Module]]:
 
 def caching() -> list[tuple[str, nn.Module]]:
     return [("layer", Caching())]
+
+
+def many() -> list[tuple[str, nn.Module]]:
+    return [("layer", Many())]

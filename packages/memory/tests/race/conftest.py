@@ -21,6 +21,7 @@ from sley_core.testing.drawn_copies import DrawnDevice
 from sley_core.testing.plans import Tables
 from sley_memory.offload.between_steps import BetweenSteps
 from sley_memory.offload.parked import Parked
+from sley_memory.offload.shared import SharedCopies
 
 NUM_STEPS = 3
 TO_COMPARE = ("weights", "buffers", "masters", "optimizer_states")
@@ -39,8 +40,9 @@ def trained(
         return _trained(tables, folder, None, random.Random(), prepare)
     takes_more = random.Random(order).random() < 0.5  # all ranks alike
     rank = dist.get_rank() if dist.is_initialized() else 0
-    draw = random.Random(f"{order} {rank}")  # ranks need not move the same
-    device = DrawnDevice(order=draw.randrange(2**31), is_strict=is_strict)
+    must_agree = any(table.get("shared") for table in tables["offload"])
+    draw = random.Random(f"{order} {'all' if must_agree else rank}")  # other ranks need not move the same
+    device = DrawnDevice(order=random.Random(f"{order} {rank}").randrange(2**31), is_strict=is_strict)
     with device.watching():
         gc.freeze()  # what there is already need not be looked at
         found = _trained(tables, folder, device, draw, prepare, takes_more=takes_more)
@@ -99,6 +101,8 @@ def read_on_host(run: Run) -> None:
             if isinstance(mover, Parked) and run.memory.where[part] is Where.AWAY:
                 for place in mover._places.values():
                     place.host.sum()
+            if isinstance(mover, SharedCopies) and mover._host is not None and run.memory.where[part] is Where.AWAY:
+                mover._host.sum()
 
 
 def digest(run: Run) -> str:

@@ -21,13 +21,21 @@ from sley_core.testing.wait_mutants import Site, wait_sites, without
 
 SOURCES = str(Path(sley_memory.__file__).parent)
 NUM_TRIES = 8
-"""In how many orders a missing wait must show."""
+"""In how many orders a missing wait must show, and one that is implied must not."""
 
 PLAN = small_plan(model__num_layers=1, batch__micro_size=2, precision__compute="bf16")
-CASES: dict[str, list[Tables]] = {
-    "between steps": [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}],
-    "optimizer on the host": [{"use": "memory.host_optimizer", "bucket_mb": 0.01}],
-    "everything": [{"use": "memory.everything", "bucket_mb": 0.004}],
+CASES: dict[str, Tables] = {
+    "between steps": {"offload": [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}]},
+    "optimizer on the host": {"offload": [{"use": "memory.host_optimizer", "bucket_mb": 0.01}]},
+    "everything": {"offload": [{"use": "memory.everything", "bucket_mb": 0.004}]},
+    "masters, and nothing that a program needs after the run": {
+        "offload": [{"use": "memory.masters", "bucket_mb": 0.004}]
+    },
+    "activations on the host": {
+        "activations": {"use": "memory.host", "min_bytes": 512},
+        "model": {**PLAN["model"], "num_layers": 2},
+        "offload": [{"use": "memory.gradients"}],
+    },
 }
 
 Named = tuple[str, str, int]
@@ -35,6 +43,11 @@ Named = tuple[str, str, int]
 
 IMPLIED: dict[Named, str] = {
     ("onload", "after", 0): "the device was held until each copy out was done, and the stream follows the device",
+    (
+        "begin",
+        "hold_device",
+        0,
+    ): "where no step failed, what left was awaited before it was let go, and what came where it was used",
     ("_step", "follow", 1): "the host has waited for gradients, whose stream followed the device after the backward",
     ("_step", "hold_device", 0): "the host waits for the same copies, and gives the device's next work after that",
     (
@@ -54,6 +67,13 @@ OTHERS_RACES: dict[str, Named] = {
 """The three stream races that DeepSpeed's pull request 8186 mended, as waits that are missing here."""
 
 Train = Callable[..., str]
+
+
+def both(train: Train, case: str, folder: Path) -> tuple[str, Train]:
+    """What a case's training has where nothing moves, and the training of an order in which it does."""
+    moves = CASES[case]
+    still = {name: table for name, table in moves.items() if name not in ("offload", "activations")}
+    return train(changed(PLAN, **still), folder), partial(train, changed(PLAN, **moves), folder)
 
 
 def named(sites: Iterable[Site]) -> dict[Site, Named]:
@@ -83,11 +103,10 @@ def first_caught(training: Train, plain: str, site: Site, num_orders: int) -> tu
 @pytest.mark.campaign  # every site in turn, over many orders; the races of others below are its fixed sample
 def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
     """Each wait of the package's sources that a training calls is needed in one of the cases, or implied by another."""
-    plain = train(PLAN, texts)
     caught: set[Site] = set()
     missed: set[Site] = set()
-    for case, offload in CASES.items():
-        training = partial(train, changed(PLAN, offload=offload), texts)
+    for case in CASES:
+        plain, training = both(train, case, texts)
         for site, name in named(
             chain.from_iterable(wait_sites(partial(training, order)) for order in range(4))
         ).items():
@@ -103,16 +122,16 @@ def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", CASES)
 def test_waits_that_others_imply_change_nothing(case: str, train: Train, texts: Path) -> None:
-    plain, training = train(PLAN, texts), partial(train, changed(PLAN, offload=CASES[case]), texts)
+    plain, training = both(train, case, texts)
     for site, name in named(wait_sites(partial(training, 0))).items():
         if name in IMPLIED:
-            assert first_caught(training, plain, site, 30) is None, f"{site} is needed: {IMPLIED[name]}"
+            assert first_caught(training, plain, site, NUM_TRIES) is None, f"{site} is needed: {IMPLIED[name]}"
 
 
 @pytest.mark.parametrize("race", OTHERS_RACES)
 def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> None:
     """In the first order, by what the manager does and not by its bits."""
-    training = partial(train, changed(PLAN, offload=CASES["everything"]), texts)
+    _, training = both(train, "everything", texts)
     (site,) = (site for site, name in named(wait_sites(partial(training, 0))).items() if name == OTHERS_RACES[race])
     with without(site), pytest.raises(AssertionError, match="is missing"):
         training(0)
@@ -128,7 +147,7 @@ class Loses:
         self._kept: list[Tensor] = []
         executor = run.stepper.executor
         executor.hooks = [*executor.hooks, self]  # type: ignore[list-item]  # it has what a training calls
-        run.parts.events.before_update.append(self._update)
+        run.store.on_chunk_done.append(self._complete)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
@@ -138,7 +157,7 @@ class Loses:
         if micro.micro == self._micro:
             self._kept = [self._store.gradient(entry).clone() for entry in self._store.entries]
 
-    def _update(self) -> None:
+    def _complete(self, _chunk: int) -> None:
         for entry, kept in zip(self._store.entries, self._kept, strict=True):
             self._lose(self._store.gradient(entry), kept)
 
@@ -152,7 +171,7 @@ LOSES: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
 @pytest.mark.parametrize("what", LOSES)
 def test_gradients_that_vanish_are_seen_in_the_bits(what: str, train: Train, texts: Path) -> None:
     """No rule is broken and no error raised: the sums are wrong, and so is the digest."""
-    tables = changed(PLAN, offload=CASES["optimizer on the host"])
+    tables = changed(PLAN, **CASES["optimizer on the host"])
     micro, lose = LOSES[what]
     assert train(tables, texts, 0) == train(PLAN, texts)
     assert train(tables, texts, 0, lambda run: Loses(run, micro, lose)) != train(PLAN, texts)

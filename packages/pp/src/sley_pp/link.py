@@ -22,14 +22,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from sley_core.api.actions import Direction, Transfer, direction_of
 from sley_core.api.boundary import Description, gradients_of, with_overlaps
+from sley_pp.announcements import Announcements
 from sley_pp.lending import Lending
 from sley_pp.lines import Lines, heads_are_apart
-from sley_pp.message import Message, from_bytes, layout_of, mismatch, to_bytes
+from sley_pp.message import Message, layout_of, mismatch
 from sley_pp.walk import Walk, differ
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Link:
         self._waiting: dict[Direction, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
         self._posted: dict[Transfer, _Posted] = {}
         self._sending: deque[tuple[list[Pending], Message]] = deque()
-        self._announcing: list[Pending] = []
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
         self._has_backwards = False
@@ -74,6 +73,7 @@ class Link:
         self._pool = parts.pool(self._config.pool)
         self._memory = Lending(self._pool, device.torch_device, apart=self._lines.apart)
         self._stage = self._lines.stage
+        self._announcements = Announcements(self._lines)
         self._walk = Walk(self._lines)
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class Link:
         known = self._descriptions("send", transfer)
         if key not in known:
             known[key] = description
-            self._announce(transfer, description)
+            self._announcements.send(description, transfer.peer, self._announcement(transfer, "sends to"))
         self._send(transfer, known[key], with_overlaps(description, tensors), tensors)
         self._returning[place] = gradients_of(description)
         self._post_waiting(direction_of(transfer.peer, self._stage))
@@ -145,8 +145,7 @@ class Link:
         self._walk.end()
         while self._sending:
             self._end_send()
-        while self._announcing:
-            self._announcing.pop().wait()
+        self._announcements.end()
         self._memory.collect()
         left = [*self._posted, *self._waiting["up"], *self._waiting["down"]]
         assert not left, f"posted and never taken: {left}"
@@ -179,8 +178,9 @@ class Link:
     def _forget(self) -> None:
         """Drops all transfers and announcements in flight, without waiting for them."""
         lists: list[Any] = [self._posted, self._sending, *self._waiting.values(), self._returning, self._owed]
-        for under_way in (*lists, self._announcing):
+        for under_way in lists:
             under_way.clear()
+        self._announcements.forget()
         self._walk.forget()
 
     def _send(self, transfer: Transfer, expected: Description, came: Description, tensors: list[Tensor]) -> None:
@@ -228,22 +228,6 @@ class Link:
             pending.wait()
         self._memory.give_back(message)
 
-    def _announce(self, transfer: Transfer, description: Description) -> None:
-        """Starts to send the description as text, its byte count first: a boundary may carry any number of tensors."""
-        what = f"the announcement of what {self._name(transfer, 'sends to')}"
-        text = to_bytes(description)
-        parts = torch.tensor([text.numel()]), text
-        self._announcing += [self._lines.tell(part, transfer.peer, what) for part in parts]
-
-    def _hear_announcement(self, transfer: Transfer) -> Description:
-        """Blocks until the peer's announcement of the boundary of `transfer` has arrived; returns its description."""
-        what = f"the announcement of what {self._name(transfer, 'takes from')}"
-        size = torch.zeros(1, dtype=torch.int64)
-        self._lines.hear(size, transfer.peer, what).wait()
-        text = torch.empty(int(size), dtype=torch.uint8)
-        self._lines.hear(text, transfer.peer, what).wait()
-        return from_bytes(text)
-
     def _make_ready(self, direction: Direction, wanted: Transfer) -> None:
         """Blocks until the first queued post of `direction` can start, then starts it and those behind it that can."""
         assert self._waiting[direction], f"{wanted} was never posted"
@@ -253,7 +237,7 @@ class Link:
             place = transfer.chunk, transfer.micro
             assert place in self._returning, f"{transfer}: the gradients of an output that was not sent"
         elif key not in (known := self._descriptions("post", transfer)):
-            known[key] = self._hear_announcement(transfer)
+            known[key] = self._announcements.hear(transfer.peer, self._announcement(transfer, "takes from"))
         self._post_waiting(direction)
 
     def _post_waiting(self, direction: Direction) -> None:
@@ -296,6 +280,9 @@ class Link:
     def _descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:
         """Returns the descriptions known for the forward boundary of `transfer`, by batch shape; the caller adds to them."""
         return self._known.setdefault((op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
+
+    def _announcement(self, transfer: Transfer, verb: str) -> str:
+        return f"the announcement of what {self._name(transfer, verb)}"
 
     def _name(self, transfer: Transfer, verb: str) -> str:
         """Returns words for `transfer` in errors and traces; `verb` is "sends to" or "takes from"."""

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from sley_core.errors import UsageError
+from sley_core.export.run_weights import PLAN
 from sley_core.reports.fault_report import FOLDER, FoundReports, read
 from train_cli.doctor.verdict import Verdict, evidence, in_words, verdict
 from train_cli.options import FormatOption, OutputFormat
-from train_cli.run_folder import PLAN
 
 
 def doctor(

@@ -30,7 +30,9 @@ from train_cli.folder_lock import is_restart
 from train_cli.opening import ranks
 from train_cli.options import MessageFormat, PlanArgument, SetOption
 from train_cli.progress import draws_line
+from train_cli.resume import AUTO, goes_on
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
+from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
 """Codes of faults that the reports of all ranks tell more about."""
@@ -39,11 +41,22 @@ _HEAD_START_S = 3.0
 """Seconds that another rank with rank 0's error waits: a launcher ends all ranks when the first of them has ended."""
 
 
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="auto|PATH",
+        help="Go on from a checkpoint: the newest of this run (from the beginning where it has none yet), or the one at PATH.",
+    ),
+]
+
+
 def run(
     context: typer.Context,
     plan: PlanArgument,
     overrides: SetOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder of an earlier run.")] = False,
+    resume: ResumeOption = None,
     nproc: Annotated[
         int | None,
         typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, where the plan leaves it open."),
@@ -63,26 +76,39 @@ def run(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
-        raise typer.Exit(_as_rank(plan, changes, settings, overwrite=overwrite, line=line, verbose=verbose > 0))
+        resume = _resume(resume, overwrite=overwrite)
+        code = _as_rank(plan, changes, settings, overwrite=overwrite, resume=resume, line=line, verbose=verbose > 0)
+        raise typer.Exit(code)
     _refuse_tasks_without_ranks(os.environ)
     resolved = load_plan(plan, changes)
     size = _check(resolved, nproc or resolved.world(_num_devices(resolved)))
-    check_run_folder(resolved, overwrite=overwrite)
+    resume = _resume(resume, overwrite=overwrite)
+    stays = goes_on(resolved, resume)
+    check_run_folder(resolved, overwrite=overwrite, resume=stays)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # torch takes seconds to come, in this process and in each rank.
         console.say(f"starting {resolved.run.name} on {ranks(size)}")
     from train_cli.model_check import check_model
 
     check_model(resolved, size)
-    with held_run_folder(resolved, overwrite=overwrite) as folder:
+    with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
         if size > 1:
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
+            arguments += ["--resume", resume] if resume else []
             arguments += ["--no-progress"] if no_progress else []
             arguments += ["--verbose"] if verbose else []
-            raise typer.Exit(_launch(arguments, size, folder, settings, verbose=verbose))
+            raise typer.Exit(_launch(arguments, size, folder, settings, terminated_s(resolved), verbose=verbose))
         from train_cli.rank import train
 
-        raise typer.Exit(train(resolved, folder, line=line, verbose=verbose > 0))
+        raise typer.Exit(train(resolved, folder, resume=resume, line=line, verbose=verbose > 0))
+
+
+def _resume(given: str | None, *, overwrite: bool) -> str | None:
+    """Returns from where to go on: as given, and by itself where torchrun or SLURM has started this run again."""
+    if given and overwrite:
+        raise UsageError("resume", "`--resume` goes on with a run and `--overwrite` deletes it")
+    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return given or (AUTO if any(count != "0" for count in restarts) else None)
 
 
 def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
@@ -97,7 +123,9 @@ def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
         )
 
 
-def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Settings, *, verbose: int) -> int:
+def _launch(
+    arguments: Sequence[str], size: int, folder: Path, settings: Settings, ended_s: float, *, verbose: int
+) -> int:
     """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
     from train_cli.launch import launch
 
@@ -105,7 +133,7 @@ def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Setting
         logging.basicConfig(level=logging.INFO)
     if verbose:
         console.say(f"starting {size} ranks: python -m train_cli {' '.join(arguments)}")
-    fault = launch(arguments, size, folder, say=console.say, verbose=verbose > 1)
+    fault = launch(arguments, size, folder, say=console.say, terminated_s=ended_s, verbose=verbose > 1)
     console.show(fault, settings)
     if any(found.code in _BETWEEN_RANKS for found in fault.diagnostics):
         console.say(f"what each rank did: train-cli doctor {folder}")
@@ -113,7 +141,14 @@ def _launch(arguments: Sequence[str], size: int, folder: Path, settings: Setting
 
 
 def _as_rank(
-    path: Path, overrides: Sequence[str], settings: Settings, *, overwrite: bool, line: bool, verbose: bool
+    path: Path,
+    overrides: Sequence[str],
+    settings: Settings,
+    *,
+    overwrite: bool,
+    resume: str | None,
+    line: bool,
+    verbose: bool,
 ) -> int:
     """Runs this rank and returns its exit code. Only rank 0 shows errors that all ranks find."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -124,13 +159,14 @@ def _as_rank(
             folder = run_folder(plan)
             # A launcher of ours has made the folder.
             if rank == 0 and not lifeline.is_held():
-                stack.enter_context(held_run_folder(plan, overwrite=overwrite or is_restart(folder)))
+                stays = goes_on(plan, resume) or is_restart(folder)
+                stack.enter_context(held_run_folder(plan, overwrite=overwrite, resume=stays))
         except Exception as error:
             return _failed(Fault.of(error), settings, tell=rank == 0)
         from train_cli.rank import train
 
         try:
-            return train(plan, folder, line=line, verbose=verbose)
+            return train(plan, folder, resume=resume, line=line, verbose=verbose)
         except Exception as error:
             return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
 

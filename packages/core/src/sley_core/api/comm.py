@@ -1,6 +1,15 @@
 """Gives plugins groups of ranks, the device, and collectives over them."""
 
-from sley_core.comm.collectives import Pending, all_gather, all_reduce, all_to_all, broadcast, receive_from, send_to
+from sley_core.comm.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather_objects,
+    receive_from,
+    send_to,
+)
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Group, Groups
@@ -28,6 +37,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "checksum",
+    "gather_objects",
     "receive_from",
     "send_to",
 ]

@@ -1,6 +1,7 @@
 """Gives plugins the parts of a run that they are attached to: parameters, gradients, and where a step stands."""
 
 from sley_core.engine.book import Entry, ParameterBook
+from sley_core.engine.canonical.tree_sums import TreeSums
 from sley_core.engine.cuts import ALIGNMENT as SHARD_ALIGNMENT
 from sley_core.engine.cuts import Cut
 from sley_core.engine.flat import ALIGNMENT_BYTES, FlatBuffer, offsets
@@ -29,6 +30,7 @@ __all__ = [
     "Phase",
     "Planner",
     "StepState",
+    "TreeSums",
     "WeightBuffer",
     "WeightQueue",
     "add_at",

@@ -24,6 +24,7 @@ from torch import Tensor
 from sley_core.comm.collectives import Pending, all_reduce, gather_objects
 from sley_core.comm.compare import difference
 from sley_core.comm.marks import checksum
+from sley_core.engine.canonical.weights import weight_digits, weight_of
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 
 NEXT, TRAINED, MICROS, BATCH = range(4)
 _WEIGHT, _REFUSALS = 4, 5
+_DIGITS = 6
 _SIZE = 6
-"""Of the sum, float64, in which facts are whole numbers below 2^53; other exchanges of the same ranks have other lengths."""
+"""Of the sum, float64, in which facts are whole numbers below 2^53; other exchanges of the same ranks have other lengths. Where
+sums are canonical, the digits of the weight follow."""
 
 _SEEN_BYTES = 1 << 12
 """Of each field of a batch, at its beginning and at its end."""
@@ -42,7 +45,8 @@ _SEEN_BYTES = 1 << 12
 _HINTS = {
     NEXT: "all ranks call the same methods of a run in the same order; was an error caught on some of them?",
     TRAINED: "freeze and unfreeze parameters on all ranks alike, between two steps",
-    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other",
+    MICROS: "ranks of one pipeline, and those that share weights or sequences, run as many micro-batches as each other; with "
+    'reduction = "canonical" all ranks do',
     BATCH: "all stages of a pipeline, and all ranks that share a sequence, get the same samples: rows `run.rows` of a batch",
 }
 
@@ -69,6 +73,7 @@ class Agreement:
         self._layout = -1
         self._trained: dict[str, View] = {}
         self._sum = torch.zeros(_SIZE, dtype=torch.float64)
+        self._has_digits = False
         self._pending: Pending | None = None
 
     def begin(self, what: str, batch: StepBatch | None = None, changed: str = "") -> Agreement:
@@ -79,17 +84,22 @@ class Agreement:
         batch: the samples of it. Its weights are summed as well: all samples of the global batch lie on the ranks of
         one stage; on ranks without the loss they weigh 0.
         """
-        self.weight = batch.weight if batch else 0.0
+        weights = batch.weights if batch else ()
+        self._has_digits = self.store is not None and self.store.canonical is not None
+        digits = weight_digits(weights) if self._has_digits else []
+        self.weight = weight_of(digits) if digits else sum(weights)
         if self._everyone.size == 1:
             return self
         num_micros = batch.num_micros if batch else 0
         self._facts = [
             {"all": (what, checksum([what]))},
             self._entries(),
-            dict.fromkeys(("model", "sp"), (num_micros, num_micros)),
+            # One tree has all ranks' micro-batches, by their numbers.
+            dict.fromkeys(("model", "sp", *(("dp",) if self._has_digits else ())), (num_micros, num_micros)),
             {} if batch is None else self._samples(batch),
         ]
-        self._sum = torch.zeros(_SIZE, dtype=torch.float64)
+        self._sum = torch.zeros(_SIZE + len(digits), dtype=torch.float64)
+        self._sum[_DIGITS:] = torch.tensor(digits, dtype=torch.float64)
         for at, fact in enumerate(self._facts):
             self._sum[at] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
         self._sum[_WEIGHT], self._sum[_REFUSALS] = self.weight, float(bool(changed))
@@ -110,7 +120,7 @@ class Agreement:
             raise self._differing()
         if self._sum[_REFUSALS]:
             raise self._fixed()
-        self.weight = float(self._sum[_WEIGHT])
+        self.weight = weight_of(self._sum[_DIGITS:].tolist()) if self._has_digits else float(self._sum[_WEIGHT])
         if self.first is not None:  # only now: all ranks do the same, and none of them anything else
             first, self.first = self.first, None
             first()

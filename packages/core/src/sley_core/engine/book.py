@@ -51,7 +51,8 @@ class Entry:
     decays: whether weight decay applies (matrices do; norms, biases and other vectors do not).
 
     reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: which part of it this rank
-    holds; None if it holds all.
+    holds; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many sums
+    there are of its gradient until it is reduced: where sums are canonical, one for each of `layers`.
     """
 
     name: str
@@ -63,6 +64,8 @@ class Entry:
     shard: Shard | None = None
     stages: tuple[int, ...] = (0,)
     index: int = 0
+    layers: tuple[str, ...] = ()
+    num_sums: int = 1
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -83,11 +86,11 @@ class Entry:
         return parameter
 
     @property
-    def family(self) -> tuple[str, tuple[int, ...]]:
+    def family(self) -> tuple[str, tuple[int, ...], int]:
         """Key of the buffer that the entry may share: entries with the same reduce group and, if tied across stages,
-        the same stages.
+        the same stages; and entries with as many sums.
         """
-        return self.reduce_group, self.stages if len(self.stages) > 1 else ()
+        return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property
     def tie_group(self) -> str | None:
@@ -128,7 +131,9 @@ class ParameterBook:
     ) -> None:
         self.entries: list[Entry] = []
         known: dict[int, Entry] = {}
-        firsts, holders = _across(stages or [(0, layers) for layers in chunks])
+        stages = stages or [(0, layers) for layers in chunks]
+        firsts, holders = _across(stages)
+        uses, own = _users(stages), {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):
             for layer in layers:
                 for name, holder in _held(layer, chunk):
@@ -142,6 +147,7 @@ class ParameterBook:
                         entry.decays = decays
                         entry.shard = (shards or {}).get(id(parameter))
                         entry.reduce_group = "stage" if entry.shard is None else REDUCE_GROUP
+                        entry.layers = tuple(name for name in uses[id(parameter)] if name in own)
                         self.entries.append(entry)
                     else:
                         entry.aliases.append(name)
@@ -238,6 +244,16 @@ def _across(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[
                 firsts.setdefault(key, (name, parameter.ndim >= 2 and not is_norm(holder.module)))
                 holders.setdefault(key, set()).add(stage)
     return firsts, holders
+
+
+def _users(stages: Stages) -> dict[int, list[str]]:
+    """Returns, by id of a parameter, the names of all layers of the model that hold it, in the model's order."""
+    found: dict[int, list[str]] = {}
+    for _, layers in stages:
+        for layer in layers:
+            for parameter in layer.module.parameters():
+                found.setdefault(id(parameter), []).append(layer.name)
+    return found
 
 
 def _held(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:

@@ -22,40 +22,55 @@ from sley_core.engine.weight_queue import Handover, WeightQueue
 from sley_core.model.patch import ForwardPatch
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import ParameterBook
+    from sley_core.engine.book import Entry, ParameterBook
     from sley_core.engine.store import GradientStore
     from sley_core.model.layers import Layer
 
 Sink = Callable[[Tensor, Tensor], None]
 """Takes (g [n, out], x [n, in]) and adds g^T x to a weight's gradient [out, in]."""
 
+BiasSink = Callable[[Tensor], None]
+"""Takes g [n, out] and adds the sum of its rows to a bias's gradient [out]."""
+
 
 class DirectLinear(torch.autograd.Function):
     """`F.linear` whose backward gives the weight's gradient to `sink` instead of to autograd.
 
-    Only if the backward would add it to the weight's `grad`; `autograd.grad` of the weight gets it from autograd.
+    Only if the backward would add it to the weight's `grad`; `autograd.grad` of the weight gets it from autograd. bias_sink:
+    the same for the bias; without one, autograd gets that.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink, bias_sink: BiasSink | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
+        ctx.bias_sink = bias_sink
         result = F.linear(x, weight, bias)
         return no_view(result)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        of_bias = _of_bias(ctx, rows) if ctx.needs_input_grad[2] else None
         asked = asked_of(ctx)
         of_weight = None
         if asked is Asked.SUM and not torch.is_grad_enabled():
             ctx.sink(rows, inputs)
         elif asked is not Asked.NOTHING:
             of_weight = rows.t() @ inputs  # with `create_graph` it is differentiated once more
-        return of_input, of_weight, of_bias, None
+        return of_input, of_weight, of_bias, None, None
+
+
+def _of_bias(ctx: Any, rows: Tensor) -> Tensor | None:
+    """Returns the gradient of a bias for autograd; None once its sink has it."""
+    if ctx.bias_sink is not None and not torch.is_grad_enabled() and asked_of(ctx, 2) is Asked.SUM:
+        ctx.bias_sink(rows)
+        return None
+    return rows.sum(0)
 
 
 def no_view(result: Tensor) -> Tensor:
@@ -89,10 +104,12 @@ def asked_of(ctx: Any, place: int = 1) -> Asked:
         return Asked.VALUE
 
 
-def direct_forward(linear: nn.Linear, weight: Tensor, sink: Sink, input: Tensor) -> Tensor:
+def direct_forward(
+    linear: nn.Linear, weight: Tensor, sink: Sink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
+) -> Tensor:
     """The forward of `linear` while a run is open, called as `nn.Linear.forward` is: a model may name `input`.
 
-    weight: the one that the store knows.
+    weight, bias: those that the store knows.
     """
     held = linear.weight
     # A frozen weight needs no input kept; one that a program put in place of its own is none of the store's, and a
@@ -100,7 +117,9 @@ def direct_forward(linear: nn.Linear, weight: Tensor, sink: Sink, input: Tensor)
     is_own = held is weight and held.requires_grad and not held._backward_hooks
     if not is_own or not torch.is_grad_enabled() or _is_special(input):
         return F.linear(input, held, linear.bias)
-    result: Tensor = DirectLinear.apply(input, held, linear.bias, sink)  # type: ignore[no-untyped-call]  # torch's
+    is_own_bias = linear.bias is bias and bias is not None and not bias._backward_hooks
+    taken = bias_sink if is_own_bias else None
+    result: Tensor = DirectLinear.apply(input, held, linear.bias, sink, taken)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
@@ -123,7 +142,7 @@ def accumulate_directly(
     all_types: bool = False,
 ) -> Callable[[], None]:
     """Makes every plain `nn.Linear` of `layers` add its weight gradient to `store` directly; returns a function that
-    undoes it.
+    undoes it. Where the store's sums are canonical, its bias's gradient too.
 
     Left out are linears with a sharded parameter (its communicator handles them), and those whose weight is no
     parameter (`weight_norm`) or whose forward was replaced (autograd handles them).
@@ -135,21 +154,32 @@ def accumulate_directly(
     queue.on_last = store.passed
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
-            if not _is_plain(module) or _has_shards(book, name, module):
+            if not is_plain_linear(module) or has_shards(book, name, module):
                 continue
             if all_types or module.weight.dtype == store.dtype:
                 entry = book[f"{name}.weight"]
-                sink = Handover(partial(store.put_product, entry), queue, entry)
-                forward = partial(direct_forward, module, module.weight, sink)
+                sink = Handover(partial(store.put_product, entry, layer=layer.name), queue, entry)
+                bias_sink = None
+                if store.canonical is not None and isinstance(module.bias, nn.Parameter):
+                    bias_sink = _bias_sink(store, book[f"{name}.bias"], layer.name)
+                forward = partial(direct_forward, module, module.weight, sink, module.bias, bias_sink)
                 patches.callback(ForwardPatch(module, forward).undo)
                 store.expect_products(entry)
     return patches.close
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _bias_sink(store: GradientStore, entry: Entry, layer: str) -> BiasSink:
+    """Returns what sums rows in the store's dtype, as communicators of sharded biases do."""
+    store.expect_products(entry)
+    return lambda rows: store.put(entry, rows.sum(0, dtype=store.dtype), layer)
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Returns whether `module` is torch's linear, with a weight of its own and its own forward."""
     is_own = type(module) is nn.Linear and "forward" not in module.__dict__
     return is_own and module._parameters.get("weight") is not None
 
 
-def _has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
+def has_shards(book: ParameterBook, name: str, module: nn.Module) -> bool:
+    """Returns whether a parameter of `module`, which `book` knows by `name`, is sharded."""
     return any(book[f"{name}.{one}"].shard is not None for one, held in module._parameters.items() if held is not None)

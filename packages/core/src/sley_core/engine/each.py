@@ -1,4 +1,4 @@
-"""`core.each`: one all-reduce per parameter. Slow, plain, and the oracle of every faster reducer."""
+"""`core.each`: one sum over ranks per parameter. Slow, plain, and the oracle of every faster reducer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.sent_bytes import SentBytes
+from sley_core.engine.canonical.tree_sums import TreeSums
+from sley_core.engine.layout import Layout
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Each(GradientHandler):
-    """Sums each entry over its reduce group, in the store's order; entries of a group of one are left alone."""
+    """Sums each entry over its reduce group, in the store's order; entries of a group of one are left alone.
+
+    By an all-reduce; where sums are canonical, each has a buffer of its own, and `TreeSums` sums that.
+    """
 
     def __init__(self, config: EachConfig) -> None:
         self.config = config
@@ -27,8 +32,13 @@ class Each(GradientHandler):
         self._store = parts.store
         self._groups = parts.groups
         self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
+        self._trees = TreeSums(parts.store, self._sent) if parts.store.canonical is not None else None
+        if self._trees is not None:
+            parts.store.lay_out(self._one_by_one)
 
     def begin_step(self, step: StepState) -> None:
+        if self._trees is not None:
+            self._trees.forget()
         self._wait()  # reductions of a failed step may still be in flight, and write into the slots
         self._sent.begin_step()
 
@@ -36,18 +46,28 @@ class Each(GradientHandler):
         if entry.reduce_group in self._alone:
             return
         group = self._groups[entry.reduce_group]
+        if self._trees is not None:
+            self._trees.start(next(one for one in self._store.buffers if one.entries == [entry]), group)
+            return
         gradient = self._store.gradient(entry)
         # The entry's reduce group; the store reports entries in one order on all of its ranks.
         self._pending.append(all_reduce(gradient, group, what=entry.name))
         self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:
+        if self._trees is not None:
+            self._trees.finish()
         self._wait()
         self._sent.end_step()
 
     def counts(self) -> dict[str, float]:
         """Returns the bytes that this rank sent in the last step."""
         return self._sent.counts()
+
+    def _one_by_one(self, entries: list[Entry]) -> Layout:
+        """The store's `Planner` for canonical sums: a buffer for each entry that is reduced."""
+        loose = [entry for entry in entries if entry.reduce_group in self._alone]
+        return Layout([[entry] for entry in entries if entry.reduce_group not in self._alone], entries, loose)
 
     def _wait(self) -> None:
         for pending in self._pending:

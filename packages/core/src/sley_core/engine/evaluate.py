@@ -11,6 +11,7 @@ import torch
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.compare import differing, exchanges_differ, exchanges_of
+from sley_core.engine.canonical.losses import spread, tree_sum
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 
@@ -76,6 +77,7 @@ class Evaluation:
         self.feed.restore({"samples": 0})
         state = StepState()
         totals = torch.zeros(2, dtype=torch.float64)
+        terms: list[torch.Tensor] = []
         for group in self.groups.values():
             group.log.clear()
         for number in range(self.num_batches):
@@ -85,13 +87,20 @@ class Evaluation:
             first_micro = self.groups["dp"].coord * self.num_micros
             state.begin(number, actions_of(self.steps), self.num_micros, first_micro)
             loss = self.executor.evaluate(self.steps, batch.micros, state)
-            totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
+            if loss.ndim:
+                terms.append(spread(loss, first_micro, self.groups["dp"].size * self.num_micros))
+                # What all ranks know already, added once.
+                totals[1] += self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+            else:
+                totals += torch.tensor([float(loss), batch.weight], dtype=torch.float64)
         self.feed.close()
         differs = torch.tensor([exchanges_differ(self.groups.values())], dtype=torch.float64)
-        totals = self.device.move(torch.cat([totals, differs]))
+        totals = torch.cat([self.device.move(torch.cat([totals, differs])), *terms])
         # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
         all_reduce(totals, self.groups["all"], what="the held-out loss").wait()
-        loss_sum, weight_sum, ranks_differ = totals.tolist()
+        loss_sum, weight_sum, ranks_differ = totals[:3].tolist()
+        for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
+            loss_sum += float(tree_sum(losses))
         if ranks_differ:
             raise differing("an evaluation", exchanges_of(self.groups.values()), self.groups["control"])
         if not weight_sum:

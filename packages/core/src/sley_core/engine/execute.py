@@ -39,7 +39,9 @@ class Executor:
     """Executes lists over `chunks`, this rank's layers per model chunk.
 
     crossing: brings values into chunks and out of them. fields: what the dataset declares of each batch field.
-    over_positions: checks the loss where ranks have slices of sequences.
+    over_positions: checks the loss where ranks have slices of sequences. keeps_apart: whether losses are returned one by one,
+    [micro-batches], in place of their sum. left_in_flight: whether a list is under way, or has failed, so that its messages and
+    gathers may be at work until the next one.
     """
 
     def __init__(
@@ -54,7 +56,10 @@ class Executor:
         queue: WeightQueue | None = None,
         weights: WeightCommunicator | None = None,
         over_positions: OverPositions | None = None,
+        *,
+        keeps_apart: bool = False,
     ) -> None:
+        self.keeps_apart = keeps_apart
         self.chunks = chunks
         self.crossing = crossing
         self.caller = caller
@@ -64,6 +69,7 @@ class Executor:
         self.queue = queue or WeightQueue()
         self.over_positions = over_positions
         self.weights = weights
+        self.left_in_flight = False
         self._clock: ActionClock | None = None
         self._has_loss = any(self._is_last(chunk) for chunk in range(len(chunks)))
         self._reads = reads(chunks, loss if self._has_loss else None, fields)
@@ -89,7 +95,7 @@ class Executor:
         batch: this rank's micro-batches, on the host. weight: the loss weight of the global batch, by which every
         gradient is divided once; None on ranks without the loss. clock: notes when actions run.
 
-        Returns the sum of the loss over this rank's samples: a float64 scalar on the device.
+        Returns the sum of the loss over this rank's samples, or its terms: float64 on the device.
         """
         actions = actions_of(steps)
         total = self._begin(batch, Phase.TRAIN, actions, clock)
@@ -113,6 +119,7 @@ class Executor:
             if last_of_micro[step.micro] == step:
                 self._micros.pop(step.micro, None)
         self.crossing.end()
+        self.left_in_flight = False
         return total
 
     @torch.no_grad()
@@ -131,6 +138,7 @@ class Executor:
                 self._forward(micro, InFlight(), batch, total)
             self._micros.pop(step.micro, None)
         self.crossing.end()
+        self.left_in_flight = False
         return total
 
     def _weights_of(self, action: Action) -> AbstractContextManager[None]:
@@ -142,6 +150,7 @@ class Executor:
         """Discards what a failed list left behind, and announces `actions` to the weights and the link. Returns the
         zero to which losses are added.
         """
+        self.left_in_flight = True
         self._clock = clock
         self._micros.clear()
         self._held.clear()
@@ -150,7 +159,8 @@ class Executor:
             self.weights.begin(actions, phase)
         self.caller.policy.begin(actions, phase)
         self.crossing.begin(self._keys(batch, phase))
-        return torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
+        shape = (len(batch),) if self.keeps_apart else ()
+        return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
     def _keys(self, batch: Sequence[Batch], phase: Phase) -> list[tuple[Any, ...]]:
         """Returns, per micro-batch, everything on which the shapes at the boundaries depend; empty without a pipeline."""
@@ -208,7 +218,8 @@ class Executor:
             hook.after_forward(micro, output)
         if self._is_last(micro.chunk):
             held.loss = self._loss(micro, output, fields)
-            total += held.loss.detach()
+            place = total[micro.micro] if self.keeps_apart else total
+            place += held.loss.detach()
         else:
             description, tensors = describe(output, self.chunks[micro.chunk][-1].name)
             held.edges = edges_of(description, tensors)

@@ -34,7 +34,8 @@ class GradientBuffer(FlatBuffer):
         self.num_shards = cut.count if cut else 1
         self.is_whole = True
         self.reduce_group = entries[0].reduce_group
-        self.num_holders = len(entries[0].stages)
+        self.stages = entries[0].stages
+        self.num_holders = len(self.stages)
         assert all(entry.family == entries[0].family for entry in entries), f"{entries} do not reduce together"
 
     @cached_property
@@ -103,7 +104,7 @@ def pieces_of(buffers: Iterable[GradientBuffer], loose: Iterable[LooseSlot]) -> 
     Of a buffer that is cut, this rank's part.
     """
     for buffer in buffers:
-        yield Piece([buffer.own], buffer.reduce_group, buffer.num_holders, buffer.num_shards)
+        yield Piece([buffer.own], buffer.reduce_group, buffer.num_holders, buffer.num_shards, buffer.stages)
     families: dict[tuple[str, int], list[Tensor]] = {}
     for slot in loose:
         slot.check_nothing_came_late()

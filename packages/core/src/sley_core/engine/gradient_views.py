@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from sley_core.engine.book import Entry
+from sley_core.engine.canonical.slot import CanonicalSlot
 from sley_core.engine.cuts import Span
 from sley_core.engine.gradient_buffers import GradientBuffer, pieces_of
 from sley_core.engine.layout import Piece
-from sley_core.engine.slot import LooseSlot, Slot, frozen, without_gradients
+from sley_core.engine.slot import LooseSlot, Slot
+from sley_core.engine.slot_faults import frozen, without_gradients
 
 
 class GradientViews:
@@ -18,6 +20,7 @@ class GradientViews:
 
     def __init__(self) -> None:
         self.buffers: list[GradientBuffer] = []
+        self._apart: list[GradientBuffer] = []
         self._slots: dict[Entry, Slot] = {}
         self._order: list[Slot] = []
         self._cut: dict[Entry, GradientBuffer] = {}
@@ -56,6 +59,14 @@ class GradientViews:
         """Returns how many ranks of the entry's reduce group share one copy of its reduced gradient; 1 where each has all."""
         return self._cut[entry].num_shards if entry in self._cut else 1
 
+    def partial(self, entry: Entry) -> list[Tensor]:
+        """Returns what a reducer joins with that of other ranks, where sums are canonical: the sums of each use of the
+        parameter, of each of `canonical.nodes`, in this order; the first is the gradient's view.
+        """
+        slot = self._slots[entry]
+        assert isinstance(slot, CanonicalSlot), f"{entry.name} is summed in any order"
+        return slot.rows
+
     @property
     def entries(self) -> list[Entry]:
         """The entries that have a slot, in the order in which they are reported ready."""
@@ -70,7 +81,7 @@ class GradientViews:
     def num_bytes(self) -> int:
         """Bytes of all gradients; those outside the buffers count while they exist."""
         loose = sum(slot.view.nbytes for slot in self._order if isinstance(slot, LooseSlot))
-        return sum(buffer.num_bytes for buffer in self.buffers) + loose
+        return sum(buffer.num_bytes for buffer in (*self.buffers, *self._apart)) + loose
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and view of each gradient, whether or not it has memory."""
@@ -78,4 +89,4 @@ class GradientViews:
 
     def pieces(self) -> Iterator[Piece]:
         """Yields all gradients in as few tensors as possible: one per buffer, of which this rank's part, then lists."""
-        return pieces_of(self.buffers, (slot for slot in self._order if isinstance(slot, LooseSlot)))
+        return pieces_of([*self.buffers, *self._apart], (slot for slot in self._order if isinstance(slot, LooseSlot)))

@@ -43,13 +43,15 @@ class Layout(NamedTuple):
 class Piece(NamedTuple):
     """Gradients that count alike: tensors of one dtype, their reduce group, and how many stages hold a copy.
 
-    num_shards: how many ranks of the reduce group share one copy, each with other elements.
+    num_shards: how many ranks of the reduce group share one copy, each with other elements. stages: those that hold a copy,
+    where the tensors are of a buffer.
     """
 
     tensors: list[Tensor]
     reduce_group: str
     num_holders: int
     num_shards: int = 1
+    stages: tuple[int, ...] = ()
 
 
 Planner = Callable[[list[Entry]], Layout]

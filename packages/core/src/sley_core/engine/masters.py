@@ -144,7 +144,7 @@ class Masters:
         First copies into the masters what a program wrote to weights since the last step. Raises RunError
         `weight-replaced`.
         """
-        self._follow()
+        self.follow()
         if self.home is not None:
             return
         for stepped in self.stepped:
@@ -176,9 +176,14 @@ class Masters:
             known.master.copy_(_elements(value, known.span))
             known.look()
 
-    def _follow(self) -> None:
+    @property
+    def were_written(self) -> bool:
+        """Whether a program wrote to weights since the last step, as far as their versions tell while their memory is away."""
+        return any(one.seen[0] != one.parameter._version for one in self._masters.values())
+
+    def follow(self) -> None:
         """Copies values that a program wrote to working weights into their masters; found by version and address,
-        without a device sync.
+        without a device sync. Weights and masters must be here. Raises RunError `weight-replaced`.
         """
         for entry, original in self._originals:
             now = entry.parameter

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sley_core.engine.book import Entry
-from sley_core.engine.stand_in import sharded_read
+from sley_core.engine.slot_faults import dense
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from sley_core.engine.canonical.order import Arrival
 
 
 @dataclass(slots=True)
@@ -151,6 +155,15 @@ class Slot:
             "it, which is of this rank's samples; `run.step(batch)` trains on samples of your own",
         )
 
+    def enter(self, leaf: Arrival) -> None:
+        """Says of which micro-batch the next contribution is; for slots to which that matters."""
+
+    def leave(self) -> None:
+        """Says that the running action adds nothing more to it."""
+
+    def settle(self) -> None:
+        """Called once per step, when the gradient is complete for good and before anybody is told."""
+
     def take(self, gradient: Tensor) -> None:
         """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
         if self.contributions:
@@ -247,41 +260,3 @@ def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
         table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
     else:
         table.index_add_(0, indices, rows)  # one after the other; `index_put_` may be atomic here
-
-
-def dense(gradient: Tensor, entry: Entry) -> Tensor:
-    """Returns `gradient` of `entry` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
-    if gradient.is_sparse:
-        raise RunError(
-            "sparse-gradient",
-            f"the gradient of the parameter {entry.name!r} is sparse, which no reducer and no norm takes",
-            hint="make its module with `sparse=False`",
-        )
-    return gradient
-
-
-def frozen(entry: Entry) -> RunError:
-    """The error `gradient-frozen`: `entry` has no slot."""
-    return RunError(
-        "gradient-frozen",
-        f"the parameter {entry.name!r} is frozen, so it has no gradient in this step",
-        hint="ask `entry in store` first: parameters may be frozen and trained again between steps",
-    )
-
-
-def without_gradients() -> RunError:
-    """The error `gradients-freed`: an offload discarded all gradients, and no step has begun since."""
-    return RunError(
-        "gradients-freed",
-        "gradients were freed by an offload, and no step has made new ones",
-        hint="read them before `run.memory.offload()`, or leave them where they are: `run.memory.offload(...)` with the "
-        "names of other parts",
-    )
-
-
-def check_not_sharded(entry: Entry) -> None:
-    """Raises RunError `sharded-weight-read` if `entry` is sharded: autograd reached a shard, which only its
-    communicator may use.
-    """
-    if entry.shard is not None:
-        raise sharded_read(entry, "the forward reads")

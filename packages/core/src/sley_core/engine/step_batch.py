@@ -5,7 +5,7 @@
     a list of n micro-batches ───┘  token ids        └──────────┘  of each sequence    └──────────┘
 
 What adds up over samples (loss weight, tokens) is summed over the pieces that were given, not over micro-batches: a loss is
-asked once about a batch that came in one piece.
+asked once about a batch that came in one piece. Where sums are canonical, it is asked about each micro-batch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,18 @@ class StepBatch:
 
     micros: {field: tensor} of each micro-batch, fields in the declared order, of each sequence this rank's slice.
     whole: the same samples with whole sequences, in the pieces in which they were given.
-    weight: this rank's share of the loss weight of the global batch; 0 where the model does not end.
+    weights: of the pieces, this rank's share of the loss weight of the global batch, none where the model does not end; where
+    sums are canonical, of the micro-batches.
     """
 
     micros: Sequence[Batch]
     whole: Sequence[Mapping[str, Tensor]]
-    weight: float = 0.0
+    weights: Sequence[float] = ()
+
+    @property
+    def weight(self) -> float:
+        """This rank's share of the loss weight of the global batch."""
+        return sum(self.weights)
 
     @property
     def num_micros(self) -> int:
@@ -54,15 +60,25 @@ class BatchSplitter:
     """Makes a `StepBatch` of what a step is given.
 
     info: what the data declares of whole samples. slices: takes this rank's part of each sequence. weighs: whether the model
-    ends on this rank, so that `loss` tells the weight here.
+    ends on this rank, so that `loss` tells the weight here. weighs_micros: whether of each micro-batch apart.
     """
 
-    def __init__(self, info: DataInfo, micro_size: int, slices: Slices, loss: Loss, *, weighs: bool) -> None:
+    def __init__(
+        self,
+        info: DataInfo,
+        micro_size: int,
+        slices: Slices,
+        loss: Loss,
+        *,
+        weighs: bool,
+        weighs_micros: bool = False,
+    ) -> None:
         self.info = info
         self.micro_size = micro_size
         self.slices = slices
         self.loss = loss
         self.weighs = weighs
+        self.weighs_micros = weighs_micros
         self._fields = sliced_info(info, slices.num_slices).fields
         self._additive = Additive(loss, self._fields)
 
@@ -104,7 +120,8 @@ class BatchSplitter:
             for piece, count in zip(own, counts, strict=True)
             for index in range(count)
         ]
-        return StepBatch(micros, whole, sum(map(self.loss.weight, own)) if self.weighs else 0.0)
+        weighed = (micros if self.weighs_micros else own) if self.weighs else ()
+        return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed])
 
 
 def _listed(batch: object) -> Sequence[Mapping[str, Tensor]]:

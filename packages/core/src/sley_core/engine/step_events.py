@@ -22,9 +22,8 @@ which the next is asked for; the iterator is closed if that fails."""
 class StepEvents:
     """Lists of what a step calls, in the order of registration, on this rank alone: nothing here may communicate.
 
-    began: before the first forward. gradients_done: after the handlers (`store.on_ready` has each gradient by itself).
-    before_update: when the step is known to be taken (with a fused optimizer on CUDA: when it is given to the device).
-    after_update: after the update of any step that did not raise, taken or not.
+    began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
+    the update of any step that did not raise, taken or not.
 
     step_in_buckets: makes the optimizer step one bucket at a time; None steps everything at once.
     """
@@ -32,7 +31,6 @@ class StepEvents:
     def __init__(self) -> None:
         self.began: list[Event] = []
         self.gradients_done: list[Event] = []
-        self.before_update: list[Event] = []
         self.after_update: list[Event] = []
         self.step_in_buckets: Buckets | None = None
 

@@ -16,7 +16,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.loss_weight import BatchWeight
 from sley_core.engine.not_finite import is_no_number
 from sley_core.engine.step_events import StepEvents, call
-from sley_core.engine.totals import PendingTotals
+from sley_core.engine.totals import PendingTotals, Votes
 from sley_core.errors import closed
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from sley_core.engine.update import Update
     from sley_core.protocols import GradientHandler
 
+
+NO_VOTES = Votes()
 
 STARTING_STEPS = 2
 """Before these, handlers may agree on something of their own as they begin, such as an order that the first step showed."""
@@ -78,11 +80,11 @@ class Stepper:
             store.on_chunk_done.append(self._chunk_done)
 
     def step(
-        self, step: int, batch: StepBatch, *, stop: bool = False, clock: ActionClock | None = None
+        self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, clock: ActionClock | None = None
     ) -> PendingTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates.
 
-        step: counts from 0. stop: this rank's vote to stop after the step. clock: notes when actions run. On CUDA it
+        step: counts from 0. votes: this rank's, of what comes after the step. clock: notes when actions run. On CUDA it
         returns before the device is done; `read` of the result waits. After an exception the next call starts clean.
         """
         if self.is_closed:
@@ -113,7 +115,10 @@ class Stepper:
         call(self.events.gradients_done)
         if (skips := self.update.skips) is not None:
             skips.settle()
-        totals = self.update.step(step, loss, batch.weight, stop)
+        weight_here = batch.weight
+        if self.store.canonical is not None:  # what all ranks know already, added once
+            weight_here = self.agreement.weight if self.groups["all"].coord == 0 else 0.0
+        totals = self.update.step(step, loss, weight_here, votes)
         pending = PendingTotals(totals, self.device)
         self.state.was_taken = self.update.was_taken
         if skips is not None:

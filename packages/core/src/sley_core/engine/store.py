@@ -25,8 +25,10 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.engine.book import Entry, ParameterBook, TrainedSet
+from sley_core.engine.canonical.order import CanonicalOrder
+from sley_core.engine.canonical.slot import CanonicalSlot
+from sley_core.engine.contributions import Contributions
 from sley_core.engine.gradient_buffers import GradientMemory
-from sley_core.engine.gradient_views import GradientViews
 from sley_core.engine.layout import Planner, by_reduce_group
 from sley_core.engine.slot import (
     Autograd,
@@ -34,10 +36,9 @@ from sley_core.engine.slot import (
     LooseSlot,
     Slot,
     State,
-    check_not_sharded,
-    dense,
     mark_irregular,
 )
+from sley_core.engine.slot_faults import check_not_sharded, dense
 from sley_core.engine.step_state import StepState
 from sley_core.errors import closed
 from sley_core.memory.state import is_away
@@ -45,12 +46,13 @@ from sley_core.memory.state import is_away
 Ready = Callable[[Entry], None]
 
 
-class GradientStore(GradientViews):
+class GradientStore(Contributions):
     """Slots for all trainable entries of `book`, in `dtype` on `device`.
 
     A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once
     per entry and step, `on_chunk_done` once per chunk. `begin_step` follows parameters frozen or unfrozen between steps; with
-    a layout that is fixed it cannot, and `changed` is the name of the first of them.
+    a layout that is fixed it cannot, and `changed` is the name of the first of them. canonical: where gradients are summed in
+    one order whatever the layout: the numbers of micro-batches.
     """
 
     def __init__(
@@ -60,17 +62,18 @@ class GradientStore(GradientViews):
         device: torch.device,
         state: StepState,
         planner: Planner | None = None,
+        canonical: CanonicalOrder | None = None,
     ) -> None:
         self.book = book
         self.dtype = dtype
         self.device = device
-        self.state = state
-        super().__init__()
+        for entry in book:
+            entry.num_sums = len(entry.layers) if canonical is not None else 1
+        super().__init__(state, canonical)
         self._memory = GradientMemory(dtype, device)
         self.on_ready: list[Ready] = []
         self.on_chunk_done: list[Callable[[int], None]] = []
         self.changed = ""
-        self._products: set[Entry] = set()
         self._next = 0
         self._is_watching = False
         self._is_closed = False
@@ -92,12 +95,15 @@ class GradientStore(GradientViews):
         self._is_fixed = layout.is_fixed
         known = {entry: replace(slot.habit) for entry, slot in self._slots.items()}
         self._forget()
-        self.buffers = self._memory.buffers(layout.cut_lists)
-        for buffer in self.buffers:
+        # The tree's sums need a place of their own, also where nobody reduces them.
+        apart = by_reduce_group(list(layout.loose)).cut_lists if self.canonical else []
+        buffers = self._memory.buffers([*layout.cut_lists, *apart])
+        self.buffers, self._apart = buffers[: len(buffers) - len(apart)], buffers[len(buffers) - len(apart) :]
+        for buffer in buffers:
             self._cut |= dict.fromkeys(buffer.entries, buffer) if buffer.cut else {}
             for entry, view in zip(buffer.entries, buffer.views, strict=True):
-                self._slots[entry] = Slot(entry, view, known.get(entry, Habit()), self._autograd(entry))
-        for entry in layout.loose:
+                self._slots[entry] = self._slot(entry, view, known.get(entry, Habit()))
+        for entry in layout.loose if self.canonical is None else ():
             self._slots[entry] = LooseSlot(entry, self.dtype, known.get(entry, Habit()), self._autograd(entry))
         self._order = [self._slots[entry] for entry in layout.order]
         self._trained = TrainedSet(self.book)
@@ -152,52 +158,12 @@ class GradientStore(GradientViews):
         if not self._is_watching:
             self.watch()
         self._next = 0
+        if self.canonical is not None:
+            self.canonical.spares.clear()
         if not self._learned:
             self._seen = []
         for slot in self._order:
             slot.reset()
-
-    def check_open(self, entry: Entry) -> None:
-        """Raises RunError `gradient-complete` if no step runs and the gradient of `entry` is that of the step before."""
-        self._slots[entry].check_open(self.state)
-
-    def add(self, entry: Entry, gradient: Tensor) -> None:
-        """Adds a contribution computed outside autograd, and may report it: shape of the parameter, any floating dtype."""
-        slot = self._slots[entry]
-        slot.check_open(self.state)
-        slot.take(gradient)
-        slot.contributions += 1
-        self._passed(slot)
-
-    def add_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype; allocates no memory."""
-        self.put_product(entry, left, right)
-        self.passed(entry)
-
-    def put_product(self, entry: Entry, left: Tensor, right: Tensor) -> None:
-        """Adds as `add_product` does, but leaves it to autograd, or to a later `passed`, to say that it was the last."""
-        slot = self._slots[entry]
-        slot.check_open(self.state)
-        slot.take_product(left, right)
-        slot.contributions += 1
-
-    def passed(self, entry: Entry) -> None:
-        """Notes that the running action has contributed to `entry`, once or for the last time. May report entries ready."""
-        self._passed(self._slots[entry])
-
-    def add_rows(self, entry: Entry, indices: Tensor, rows: Tensor) -> None:
-        """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient."""
-        slot = self._slots[entry]
-        slot.check_open(self.state)
-        slot.take_rows(indices, rows)
-        slot.contributions += 1
-        self._passed(slot)
-
-    def expect_products(self, entry: Entry) -> None:
-        """Notes that from now on `entry` gets contributions by `add_product` and the like, besides any from autograd."""
-        self._products.add(entry)
-        if entry in self._slots and self._slots[entry].autograd is Autograd.IN_VIEW:
-            self._slots[entry].autograd = Autograd.COPIED
 
     def chunk_done(self, chunk: int) -> None:
         """Ends the chunk's last gradient action: entries without a contribution become zero, and all are reported ready."""
@@ -207,6 +173,8 @@ class GradientStore(GradientViews):
         if not any(slot.is_open for slot in self._order):
             self._learn()
         self._report()
+        if self.canonical is not None and self._next == len(self._order):
+            self.canonical.spares.clear()
         for notify in self.on_chunk_done:
             notify(chunk)
 
@@ -238,6 +206,8 @@ class GradientStore(GradientViews):
         if gradient is not None:
             check_not_sharded(slot.entry)
             slot.check_open(self.state)
+            if self.canonical is not None:
+                self._enter_autograd(slot, self.canonical)
             if gradient is not slot.view:
                 slot.adopt(dense(gradient, slot.entry))
                 is_kept = slot.autograd is Autograd.IN_VIEW and parameter.dtype == slot.view.dtype
@@ -248,7 +218,9 @@ class GradientStore(GradientViews):
         self._passed(slot)
 
     def _passed(self, slot: Slot) -> None:
-        """Counts one final pass if the running action is the last for this gradient; reports it if it is next in the order."""
+        """Ends what the action adds; counts one final pass if that was the last for this gradient; reports it if it is next."""
+        if self.canonical is not None and self.state.action is not None:
+            slot.leave()  # as soon as that is known, so that sums are joined and their memory is used again
         if slot.autograd is Autograd.UNWATCHED or not self.state.gradients_final(slot.chunks):
             return
         slot.passed(learning=not self._learned)
@@ -261,10 +233,16 @@ class GradientStore(GradientViews):
         """Reports complete entries up to the first open one: in one order, whatever order autograd had."""
         while self._next < len(self._order) and not self._order[self._next].is_open:
             slot = self._order[self._next]
+            slot.settle()
             slot.state = State.REPORTED
             self._next += 1
             for notify in self.on_ready:
                 notify(slot.entry)
+
+    def _slot(self, entry: Entry, view: Tensor, habit: Habit) -> Slot:
+        if self.canonical is not None:
+            return CanonicalSlot(entry, view, habit, Autograd.COPIED, self.canonical)
+        return Slot(entry, view, habit, self._autograd(entry))
 
     def _autograd(self, entry: Entry) -> Autograd:
         return Autograd.COPIED if entry in self._products else Autograd.IN_VIEW
@@ -275,5 +253,5 @@ class GradientStore(GradientViews):
             hook.remove()
         for slot in self._order:
             slot.parameter.grad = None
-        self._hooks, self._slots, self._order, self.buffers, self._cut = [], {}, [], [], {}
+        self._hooks, self._slots, self._order, self.buffers, self._apart, self._cut = [], {}, [], [], [], {}
         self._next = 0

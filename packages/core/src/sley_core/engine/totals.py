@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +13,20 @@ from sley_core.comm.compare import Exchanges
 from sley_core.comm.device import Device
 
 
+class Votes(NamedTuple):
+    """What this rank asks all for. stop: after the step. save: a checkpoint after it."""
+
+    stop: bool = False
+    save: bool = False
+
+
 @dataclass(frozen=True)
 class StepTotals:
     """Float64 scalars on the device, equal on all ranks except `own_loss` and `own_exchanges`.
 
-    loss: the sum over the global batch. weight: its divisor. stops: how many ranks ask to stop. own_loss,
-    own_exchanges: this rank's share of the sum and its exchanges, to explain a failure. differs: 0 if all ranks'
-    unmarked exchanges were the same. numbers: [n], the sums of the numbers that plugins add to the row. loss_scale: of
+    loss: the sum over the global batch. weight: its divisor. stops, saves: how many ranks ask to stop, and for a
+    checkpoint. own_loss, own_exchanges: this rank's share of the sum and its exchanges, to explain a failure. differs: 0 if all
+    ranks' unmarked exchanges were the same. numbers: [n], the sums of the numbers that plugins add to the row. loss_scale: of
     this step, and overflows: how many ranks found a gradient that is not finite; only in fp16.
     """
 
@@ -26,6 +34,7 @@ class StepTotals:
     weight: Tensor
     grad_norm: Tensor
     stops: Tensor
+    saves: Tensor
     own_loss: Tensor
     differs: Tensor
     own_exchanges: Exchanges
@@ -52,6 +61,7 @@ class StepResult:
     grad_norm: float
     weight: float
     wants_stop: bool
+    wants_save: bool
     ranks_differ: bool
     numbers: list[float]
     loss_scale: float | None = None
@@ -67,8 +77,8 @@ class PendingTotals:
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
         overflows = [] if totals.overflows is None else [totals.overflows]
-        scalars = torch.stack([totals.loss, totals.grad_norm, totals.stops, totals.weight, totals.differs, *overflows])
-        values = torch.cat([scalars, totals.numbers])
+        scalars = [totals.loss, totals.grad_norm, totals.stops, totals.saves, totals.weight, totals.differs, *overflows]
+        values = torch.cat([torch.stack(scalars), totals.numbers])
         self._num_overflows = len(overflows)
         self.own_loss = totals.own_loss
         self.own_exchanges = totals.own_exchanges
@@ -86,7 +96,8 @@ class PendingTotals:
         """Returns the totals on the host; waits for their copy, and for nothing later on the device."""
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, stops, weight, differs, *more = self._values.tolist()
+        loss, grad_norm, stops, saves, weight, differs, *more = self._values.tolist()
         overflows, numbers = more[: self._num_overflows], more[self._num_overflows :]
         mean = loss / weight if weight else 0.0
-        return StepResult(mean, grad_norm, weight, stops > 0, differs != 0, numbers, self._loss_scale, any(overflows))
+        votes, skipped = (stops > 0, saves > 0), any(overflows)
+        return StepResult(mean, grad_norm, weight, *votes, differs != 0, numbers, self._loss_scale, skipped)

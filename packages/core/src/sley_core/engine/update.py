@@ -24,14 +24,15 @@ from sley_core.comm.collectives import all_reduce
 from sley_core.comm.compare import exchanges_differ, exchanges_of
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
+from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
 from sley_core.engine.skips import Skips
-from sley_core.engine.step_events import StepEvents, call, step_buckets
+from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
-from sley_core.engine.totals import StepTotals
+from sley_core.engine.totals import StepTotals, Votes
 from sley_core.optim.groups import scale_learning_rate
 from sley_core.optim.skip import skips_on_device, step_if
 
@@ -94,18 +95,18 @@ class Update:
         """
         return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
-    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> StepTotals:
+    def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         """Clips and takes the optimizer step, or leaves weights and states as they are, on all ranks alike. All ranks
         call it: it all-reduces the totals.
 
-        loss: this rank's sum, a float64 scalar on the device. weight: this rank's share of the batch's; both are 0 on
-        ranks without the loss. The learning rate counts only the steps that were taken.
+        loss: this rank's sum, a float64 scalar on the device; where sums are canonical, its terms. weight: this rank's share of
+        the batch's; both are 0 on ranks without the loss. The learning rate counts only the steps that were taken.
         """
         num_skipped = sum(one.num_skipped for one in (self.scale, self.skips) if one is not None)
         self.was_taken = False
         self._factor = self.factor(step - num_skipped)
         pieces = list(self.store.pieces())
-        totals = self._totals(pieces, loss, weight, stop)
+        totals = self._totals(pieces, loss, weight, votes)
         if self.scale is not None and self._overflowed(step, totals, self.scale):
             return totals
         self._follow()
@@ -117,7 +118,6 @@ class Update:
             self._clip(pieces, totals.grad_norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.take_gradients(self.store)
-        call(self.events.before_update)
         take = partial(step_if, self.optimizer, totals.allow_a_step) if is_on_device else self.optimizer.step
         if self.events.step_in_buckets is None:
             take()
@@ -139,27 +139,37 @@ class Update:
         for group in self.parameter_groups(self.masters.add(new)) if new else ():
             self.optimizer.add_param_group(group)
 
-    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, stop: bool) -> StepTotals:
+    def _totals(self, pieces: list[Piece], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         """Returns norm, loss, votes and plugins' numbers, from one all-reduce over all ranks (two for the inf-norm)."""
         everyone = self.groups["all"]
         overflow = [self._unscale(pieces, 1 / self.scale.value)] if self.scale else []
-        norm = self._local_norm(pieces)  # each rank adds what it alone owns, so the sum counts every gradient once
+        order = self.store.canonical
+        exact = None if order is None else ExactTotals(order, self.groups, pieces, loss, self.norm_kind)
+        own_loss = loss if exact is None else loss.sum()
+        # Each rank adds what it alone owns, so the sum counts every gradient once.
+        norm = self._local_norm(pieces) if exact is None else torch.zeros_like(own_loss)
         differs = exchanges_differ(self._exchanging)
-        host = torch.tensor([weight, float(stop), differs], dtype=torch.float64)
+        host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message for all of it: on a small model the latency of a second would be seen in every step.
-        scalars = torch.cat([torch.stack([loss, norm]), self.device.move(host), *overflow, *self._numbers()])
-        if math.isinf(self.norm_kind):
+        every = [torch.stack([own_loss, norm]), self.device.move(host), *overflow, *self._numbers()]
+        num_scalars = sum(some.numel() for some in every)
+        scalars = torch.cat(every if exact is None else [*every, exact.terms()])
+        if math.isinf(self.norm_kind) and exact is None:
             # The largest of two numbers, of which one is none, may be the other: backends differ, and may lose it.
             norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
-        if not math.isinf(self.norm_kind):
+        sum_of_losses = scalars[0]
+        if exact is not None:
+            sum_of_losses, norm = exact.result(scalars[num_scalars:])
+        elif not math.isinf(self.norm_kind):
             norm = scalars[1] ** (1 / self.norm_kind)
         exchanges = exchanges_of(self._exchanging)
-        first = 6 if self.scale else 5
-        totals = StepTotals(scalars[0], scalars[2], norm, scalars[3], loss, scalars[4], exchanges, scalars[first:])
-        return replace(totals, loss_scale=self.scale.value, overflows=scalars[5]) if self.scale else totals
+        first = 7 if self.scale else 6
+        votes_of_all, numbers = (scalars[3], scalars[4]), scalars[first:num_scalars]
+        totals = StepTotals(sum_of_losses, scalars[2], norm, *votes_of_all, own_loss, scalars[5], exchanges, numbers)
+        return replace(totals, loss_scale=self.scale.value, overflows=scalars[6]) if self.scale else totals
 
     def _numbers(self) -> list[Tensor]:
         """Returns this rank's shares of the numbers that plugins add to the row."""
@@ -190,7 +200,7 @@ class Update:
         without any.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        for tensors, reduce_group, num_holders, num_shards in pieces:
+        for tensors, reduce_group, num_holders, num_shards, _ in pieces:
             # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
             norms = torch.stack(torch._foreach_norm(tensors, self.norm_kind))
             norm = torch.linalg.vector_norm(norms, self.norm_kind, dtype=torch.float64)

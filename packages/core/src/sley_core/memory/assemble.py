@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path
 
+from sley_core.engine.states import named_tensors, optimizer_states
 from sley_core.memory.holdings import Held, Holdings
 from sley_core.memory.protocols import Holds, Trims
 from sley_core.memory.report import MoveNumbers
@@ -79,25 +79,23 @@ def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states(update: Update) -> Iterator[tuple[str, Tensor]]:
-    """Yields `<parameter>.<state>` of each tensor in the optimizer's states, nested ones too, in the order of the parameters;
-    none before its first step.
+    """Yields `<parameter>.<state>` of each tensor in the optimizer's states, in the order of the parameters; then those that it
+    keeps under other keys. None before its first step.
     """
     names = {id(stepped.parameter): stepped.name for stepped in update.masters.stepped}
     for stepped in update.masters.stepped:
         yield from _states_of(update, stepped)
     for key, state in update.optimizer.state.items():
         if id(key) not in names:
-            yield from _inside("optimizer", state)
+            yield from _under("optimizer", named_tensors(state))
 
 
 def _states_of(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    return _inside(stepped.name, update.optimizer.state.get(stepped.parameter, {}))
+    return _under(stepped.name, optimizer_states(update, stepped))
 
 
-def _inside(name: str, state: object) -> Iterator[tuple[str, Tensor]]:
-    for path, value in tree_flatten_with_path(state)[0]:
-        if isinstance(value, Tensor):
-            yield ".".join((name, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))), value
+def _under(name: str, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)
 
 
 def _all_held(objects: Iterable[object]) -> Iterator[tuple[str, Tensor]]:

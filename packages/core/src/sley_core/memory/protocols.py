@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class OffloadManager(Protocol):
     """Moves parts of a run's memory off the device and back; the plan's list `[[offload]]` names it.
 
-    Memory leaves by its storage (`api.memory.free`, `grow`): nothing re-points a tensor. No method communicates.
+    Memory leaves by its storage (`api.memory.free`, `grow`): nothing re-points a tensor. Only `offload`, `onload` and
+    `detach` may communicate, where the manager's table says so.
     """
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sley_core.errors import UsageError
 from sley_core.memory.holdings import same_place, storage_id
 from sley_core.memory.leaks import Leak, find_leaks
-from sley_core.memory.state import PARTS, Moved, Part, Where
+from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 TO_STEP = PARTS
 TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools", "messages")
 TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
-"""What must be there for a step, an evaluation, and for loading weights."""
+TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
+TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
+"""What must be there for a step, an evaluation, for loading and saving weights, and for loading a checkpoint."""
 
 COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
 """What an offload keeps on the host; the others are freed."""
@@ -54,8 +57,8 @@ class RunMemory:
 
     managers: those of the plan, attached. roots: objects of the run by a readable name, from which `leaks` names what it
     finds. settle: makes sure that no step is under way; check_free: that no exchange of one that failed is; the run
-    sets both. No method communicates, so ranks need not do alike; but a step or an evaluation of all ranks needs
-    everything on each.
+    sets both. Ranks need not do alike, unless a manager shares the host's copies among them, as `memory.everything` does
+    with `shared = true`; a step or an evaluation of all ranks needs everything on each.
     """
 
     def __init__(
@@ -84,8 +87,9 @@ class RunMemory:
         """Moves `parts`, or all that the plan's managers move, off the device; those that are away stay so.
 
         Copies run beside other work: `wait` of the result, if another program is to have the memory. Gradients are freed, and
-        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after one that
-        failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the plan moves.
+        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after a step
+        or an evaluation that failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the
+        plan moves.
         """
         self.settle()
         self.check_free()
@@ -119,17 +123,22 @@ class RunMemory:
         run whose memory is away. Names, shapes and dtypes are those of the part, scalars of the optimizer included.
 
         What is away is shown where it lies: read it before the next offload, and write nothing. Of sharded weights, the shards
-        of this rank. Waits for copies to the host. Raises UsageError `not-copied` for a part whose memory is freed, not copied.
+        of this rank. Waits for copies to the host. Raises UsageError `not-copied` for a part whose memory is freed, not copied,
+        and StateError `memory-away` where this rank's host has only a part of what is away.
         """
         self.settle()
         if part not in COPIED:
             hint = f"these have a copy: {', '.join(COPIED)}"
             raise UsageError("not-copied", f"an offload keeps nothing of a run's {part.replace('_', ' ')}", hint=hint)
-        # of all parts: a storage that two parts have moves with the first
-        copies = {
-            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
-        }
-        return ((name, _on_host(tensor, copies)) for name, tensor in self.holdings.everything(part))
+        copies = self._copies()
+        return ((name, _on_host(part, tensor, copies)) for name, tensor in self.holdings.everything(part))
+
+    def at_rest(self) -> Callable[[Tensor], Tensor]:
+        """Returns a function that gives each tensor of the run where it lies: itself, or while its memory is away, or not back
+        yet, the host's copy. Nothing is copied or brought. Waits for copies to the host. The function raises StateError
+        `memory-away` where this rank's host has only a part of what is away.
+        """
+        return partial(_where_it_lies, self._copies())
 
     def leaks(self, min_bytes: int = 4096) -> list[Leak]:
         """Returns what has memory on the device now and belongs to no part that is here, the largest first: after an
@@ -142,6 +151,12 @@ class RunMemory:
         here = [part for part, where in self.where.items() if where in (Where.HERE, Where.COMING)]
         known = {storage_id(tensor) for part in here for _, tensor in self.holdings.everything(part)}
         return find_leaks(self.holdings.device, known, self.roots, min_bytes)
+
+    def _copies(self) -> dict[int, Tensor]:
+        """Of all parts, by storage: one that two parts have moves with the first."""
+        return {
+            key: copy for manager in self.managers for one in manager.parts for key, copy in manager.host(one).items()
+        }
 
     def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
         """The wanted parts with their managers, in the order in which they come back."""
@@ -159,9 +174,16 @@ class RunMemory:
 def _nothing() -> None: ...
 
 
-def _on_host(tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
+def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
+    found = _where_it_lies(copies, tensor, part)
+    return found.detach().to("cpu", copy=True) if found is tensor else found
+
+
+def _where_it_lies(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
     copy = copies.get(storage_id(tensor))
-    return tensor.detach().to("cpu", copy=True) if copy is None else same_place(tensor, copy)
+    if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise is_away(part, "reading on the host")
+    return tensor if copy is None else same_place(tensor, copy)
 
 
 def _not_moved(part: str) -> UsageError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from sley_core.errors import RunError
@@ -51,6 +53,19 @@ class JsonlWriter(MetricsWriter):
         if written != len(line):
             raise RunError("metrics-file", f"cannot write to `{self.path}`: {written} of {len(line)} bytes were taken")
 
+    def rewind(self, step: int) -> None:
+        """Cuts the file where the first row of a later step begins. Raises RunError if it cannot."""
+        try:
+            end = 0
+            with self.path.open("rb") as file:
+                for line in file:
+                    if _step_of(line) > step:
+                        break
+                    end += len(line)
+            self._file.truncate(end)
+        except OSError as error:
+            raise RunError("metrics-file", f"cannot cut `{self.path}` after step {step}: {error.strerror}") from error
+
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
         self._file.close()
@@ -61,3 +76,17 @@ class JsonlWriter(MetricsWriter):
             return True
         self._file.seek(size - 1)
         return self._file.read(1) == b"\n"
+
+
+def rows(folder: Path) -> Iterator[dict[str, float | int]]:
+    """Yields the rows in the file of a run's folder; none if there is no file. Lines that are no rows are left out."""
+    with suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
+        yield from (json.loads(line) for line in file if _step_of(line))
+
+
+def _step_of(line: bytes) -> int:
+    """Returns the step of a row; 0 for a line that is none, as a power cut may leave."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sley_core.errors import dotted
 from sley_core.memory.report import CountsOf
-from sley_core.protocols import Counts
+from sley_core.protocols import Counts, Keeps
 
 if TYPE_CHECKING:
     from sley_core.engine.pools import Pools
@@ -20,17 +21,30 @@ def counts_of(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> 
 
     A name that the plan lists twice is followed by its number.
     """
-    parts: list[tuple[Component | None, object]] = [
-        (plan.weights, stepper.executor.weights),
-        (plan.link, stepper.executor.crossing.link),
-        *zip(plan.gradient_handlers, stepper.handlers, strict=True),
-        *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
-        (plan.activations, stepper.executor.caller.policy),
-        *zip(plan.offload, map(CountsOf, memory.managers), strict=True),
-    ]
+    parts = [*parts_of(plan, stepper), *zip(plan.offload, map(CountsOf, memory.managers), strict=True)]
     found: dict[str, dict[str, float]] = {}
     for component, part in parts:
         if component is not None and isinstance(part, Counts):
             same = sum(name.split(" ")[0] == component.name for name in found)
             found[f"{component.name} {same + 1}" if same else component.name] = dict(part.counts())
     return found | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}
+
+
+def parts_of(plan: Plan, stepper: Stepper) -> list[tuple[Component | None, object]]:
+    """Returns the live parts of a run, each with the component of the plan that made it."""
+    return [
+        (plan.weights, stepper.executor.weights),
+        (plan.link, stepper.executor.crossing.link),
+        *zip(plan.gradient_handlers, stepper.handlers, strict=True),
+        *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
+        (plan.activations, stepper.executor.caller.policy),
+    ]
+
+
+def keepers_of(plan: Plan, stepper: Stepper) -> dict[str, Keeps]:
+    """Returns those parts that keep something for a checkpoint, by their place: `gradient_handlers.0 dp.powersgd`."""
+    found: dict[str, Keeps] = {}
+    for component, part in parts_of(plan, stepper):
+        if component is not None and isinstance(part, Keeps):
+            found[f"{dotted(component.path)} {component.name}"] = part
+    return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from sley_core.model.hf_config import CONFIG, read_config
 from sley_core.plan.tables import ModelConfig
-from sley_core.table import Positive, PositiveFloat
+from sley_core.table import PlanPath, Positive, PositiveFloat, Table
 
 FFN_MULTIPLE = 64
 
@@ -21,16 +23,48 @@ def _default_kv_heads(chosen: dict[str, Any]) -> int:
     return int(chosen["heads"])
 
 
-def _default_head_dim(chosen: dict[str, Any]) -> int:
-    return int(chosen["hidden"] // chosen["heads"])
+def _default_head_dim(chosen: dict[str, Any]) -> float:
+    """Returns `hidden / heads`; where that is no whole number, `_head_dim_is_whole` says so."""
+    hidden, heads = chosen["hidden"], chosen["heads"]
+    return float(hidden / heads) if hidden % heads else int(hidden // heads)
 
 
 def _default_ffn_hidden(chosen: dict[str, Any]) -> int:
     return default_ffn_hidden(chosen["hidden"])
 
 
+class RopeScaling(Table):
+    """How Llama 3.1 slows rotary positions down for longer contexts (`rope_type` "llama3"); names are Hugging Face's."""
+
+    factor: PositiveFloat
+    """What the slow frequencies are divided by."""
+
+    low_freq_factor: PositiveFloat
+    """A channel that turns less often than this within the original context is slow."""
+
+    high_freq_factor: PositiveFloat
+    """A channel that turns more often than this is fast, and stays as it is."""
+
+    original_max_position_embeddings: Positive
+    """Tokens of the context that the model was first trained on."""
+
+    @field_validator("high_freq_factor")
+    @classmethod
+    def _high_is_above_low(cls, high: float, info: ValidationInfo) -> float:
+        low = info.data.get("low_freq_factor")
+        if low is not None and high <= low:
+            raise ValueError(f"it is not above low_freq_factor = {low:g}")
+        return high
+
+
 class LlamaConfig(ModelConfig):
-    """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; Qwen2 and Qwen3 by options.
+
+    Keys that `weights` decides may be left out beside it, and must agree with it otherwise.
+    """
+
+    weights: PlanPath | None = None
+    """A folder with a Llama, Qwen2 or Qwen3 of Hugging Face to start from: `config.json` and safetensors files."""
 
     num_layers: Positive
     """Decoder blocks."""
@@ -39,7 +73,7 @@ class LlamaConfig(ModelConfig):
     """Width of the residual stream."""
 
     heads: Positive
-    """Query heads of a block's attention; they divide `hidden`."""
+    """Query heads of a block's attention; they divide `hidden`, unless there is a `head_dim`."""
 
     kv_heads: Positive = Field(default_factory=_default_kv_heads)
     """Key and value heads, each shared by `heads / kv_heads` query heads; left out, as many as `heads`."""
@@ -56,8 +90,17 @@ class LlamaConfig(ModelConfig):
     tie_embeddings: bool = False
     """Whether the head's matrix is the embedding's."""
 
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases, as in Qwen2."""
+
+    qk_norm: bool = False
+    """Whether queries and keys are normed head by head before they are rotated, as in Qwen3."""
+
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+
+    rope_scaling: RopeScaling | None = None
+    """Slower rotary positions for longer contexts, as in Llama 3.1; left out, none."""
 
     norm_eps: PositiveFloat = 1e-5
     """What RMSNorm adds to the mean square."""
@@ -65,13 +108,42 @@ class LlamaConfig(ModelConfig):
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Standard deviation of the first weights; over sqrt(2 x blocks) where a block adds to the residual stream."""
 
-    @field_validator("heads")
+    @model_validator(mode="before")
     @classmethod
-    def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
-        hidden = info.data.get("hidden")
-        if hidden is not None and hidden % heads:
-            raise ValueError(f"hidden / heads = {hidden} / {heads} is not a whole number")
-        return heads
+    def _filled_from_weights(cls, given: Any, info: ValidationInfo) -> Any:
+        """Takes keys that are left out from the `config.json` of `weights`.
+
+        Where the folder has none but all sizes are given, as in the resolved plan of a run that has ended, they stand: only
+        a run needs the files, and its check says that they are missing.
+        """
+        if not isinstance(given, dict) or not isinstance(given.get("weights"), str | Path):
+            return given
+        folder = Path((info.context or {}).get("folder") or "", given["weights"])
+        if not (folder / CONFIG).exists() and {"num_layers", "hidden", "heads"} <= given.keys():
+            return given
+        found = read_config(folder).keys
+        return {**{key: value for key, value in found.items() if value is not None}, **given}
+
+    def decided_by(self, key: str) -> str | None:
+        """Returns the `config.json` of `weights` for a key that it decides."""
+        file = None if self.weights is None else self.weights / CONFIG
+        if file is None or not file.exists() or key not in read_config(file.parent).keys:
+            return None
+        return str(file)
+
+    @field_validator("*")
+    @classmethod
+    def _agrees_with_weights(cls, value: Any, info: ValidationInfo) -> Any:
+        folder, key = info.data.get("weights"), info.field_name or ""
+        if folder is None or not (folder / CONFIG).exists():
+            return value
+        known = read_config(folder)
+        if key in known.keys and key in known.names:
+            plain = value.model_dump() if isinstance(value, Table) else value
+            if plain != known.keys[key]:
+                theirs = f"`{folder / CONFIG}` has {known.names[key]} = {known.said(key)}"
+                raise ValueError(f"{plain} is not what the weights need: {theirs}")
+        return value
 
     @field_validator("kv_heads")
     @classmethod
@@ -80,6 +152,14 @@ class LlamaConfig(ModelConfig):
         if heads is not None and heads % kv_heads:
             raise ValueError(f"heads / kv_heads = {heads} / {kv_heads} is not a whole number")
         return kv_heads
+
+    @field_validator("head_dim", mode="before")
+    @classmethod
+    def _head_dim_is_whole(cls, head_dim: Any, info: ValidationInfo) -> Any:
+        hidden, heads = info.data.get("hidden"), info.data.get("heads")
+        if isinstance(head_dim, float) and hidden is not None and heads and head_dim == hidden / heads:
+            raise ValueError(f"hidden / heads = {hidden} / {heads} is not a whole number")
+        return head_dim
 
     @field_validator("head_dim")
     @classmethod

@@ -1,18 +1,19 @@
-"""The weights of `core.llama` under the names that Hugging Face's LlamaForCausalLM gives them, in and out.
+"""The weights of `core.llama` under the names that Hugging Face's Llama, Qwen2 and Qwen3 give them, in and out.
 
 Only names differ: rotary pairs, head order and matrices are laid out alike. A tied head has no tensor of its own there,
-as in the files that `save_pretrained` writes.
+as in the files that `save_pretrained` writes. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from sley_core.errors import RunError
 from sley_core.model.config import LlamaConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OUTER = {
     "embed.tokens.weight": "model.embed_tokens.weight",
@@ -30,7 +31,12 @@ _IN_BLOCK = {
     "feed_forward.up.weight": "mlp.up_proj.weight",
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
+_PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+_BIASES = {f"attention.{ours}.bias": f"self_attn.{theirs}.bias" for ours, theirs in _PROJECTIONS.items()}
+_NORMS = {f"attention.{ours}_norm.weight": f"self_attn.{ours[0]}_norm.weight" for ours in ("query", "key")}
+EMBEDDING = "embed.tokens.weight"
 HEAD = "head.output.weight"
+THEIR_HEAD = _OUTER[HEAD]
 
 
 def names(config: LlamaConfig) -> Iterator[tuple[str, str]]:
@@ -38,8 +44,9 @@ def names(config: LlamaConfig) -> Iterator[tuple[str, str]]:
     for ours, theirs in _OUTER.items():
         if ours != HEAD:
             yield ours, theirs
+    in_block = {**_IN_BLOCK, **(_BIASES if config.qkv_bias else {}), **(_NORMS if config.qk_norm else {})}
     for block in range(config.num_layers):
-        for ours, theirs in _IN_BLOCK.items():
+        for ours, theirs in in_block.items():
             yield f"blocks.{block}.{ours}", f"model.layers.{block}.{theirs}"
     yield HEAD, _OUTER["embed.tokens.weight" if config.tie_embeddings else HEAD]
 
@@ -51,7 +58,7 @@ def to_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[st
     RunError "weights-mismatch" if a weight is missing or unknown.
     """
     known = dict(names(config))
-    _check(state, known, optional={HEAD} if config.tie_embeddings else set())
+    check_names(state, known, optional={HEAD} if config.tie_embeddings else set())
     return {theirs: state[ours] for ours, theirs in known.items() if ours in state and not _is_tied(ours, config)}
 
 
@@ -63,31 +70,34 @@ def from_hugging_face(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[
     """
     known = dict(names(config))
     repeated = {_OUTER[HEAD]} if config.tie_embeddings else set()
-    _check(
-        {name: None for name in state if name not in repeated}, {theirs: ours for ours, theirs in known.items()}, set()
+    check_names(
+        [name for name in state if name not in repeated], {theirs: ours for ours, theirs in known.items()}, set()
     )
     return {ours: state[theirs] for ours, theirs in known.items()}
 
 
-def config_to_hugging_face(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the `config.json` that belongs to `to_hugging_face`; transformers' `LlamaConfig(**it)` takes it as well."""
+def shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter by Hugging Face's name; a tied head has none of its own."""
+    hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    in_block = {
+        "attention.query.weight": (queries, hidden),
+        "attention.key.weight": (keys, hidden),
+        "attention.value.weight": (keys, hidden),
+        "attention.output.weight": (hidden, queries),
+        "attention.query.bias": (queries,),
+        "attention.key.bias": (keys,),
+        "attention.value.bias": (keys,),
+        "attention.query_norm.weight": (config.head_dim,),
+        "attention.key_norm.weight": (config.head_dim,),
+        "feed_forward.gate.weight": (config.ffn_hidden, hidden),
+        "feed_forward.up.weight": (config.ffn_hidden, hidden),
+        "feed_forward.down.weight": (hidden, config.ffn_hidden),
+    }
+    outer = {"embed.tokens.weight": (vocab_size, hidden), HEAD: (vocab_size, hidden)}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn_hidden,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
+        theirs: outer.get(ours) or in_block.get(ours.split(".", 2)[-1], (hidden,))
+        for ours, theirs in names(config)
+        if not _is_tied(ours, config)
     }
 
 
@@ -95,7 +105,7 @@ def _is_tied(name: str, config: LlamaConfig) -> bool:
     return config.tie_embeddings and name == HEAD
 
 
-def _check(state: Mapping[str, Any], known: Mapping[str, str], optional: set[str]) -> None:
+def check_names(state: Collection[str], known: Mapping[str, str], optional: set[str]) -> None:
     """Raises RunError "weights-mismatch" if names of `known` are missing from `state` or it has others."""
     missing = [name for name in known if name not in state and name not in optional]
     unknown = [name for name in state if name not in known]

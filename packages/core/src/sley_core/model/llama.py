@@ -1,5 +1,7 @@
 """The reference decoder, `core.llama`: the architecture of Touvron et al. 2023 (LLaMA) with grouped-query attention.
 
+Options make it Qwen2 (biases of queries, keys and values) or Qwen3 (normed queries and keys).
+
     embed ──> blocks.0 ──> ... ──> blocks.n-1 ──> head ──> logits [b, s, v]
 
     block:  x + attention(norm(x)),  then  x + feed_forward(norm(x))
@@ -13,14 +15,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
 from sley_core.model.attention import Attention
-from sley_core.model.fields import once_per_field
+from sley_core.model.from_files import take_from_files
 from sley_core.model.layers import Model
+from sley_core.model.rotary import Rotary
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
@@ -31,7 +33,9 @@ def layers(config: LlamaConfig, data: DataInfo) -> Model:
     """Builds the layers `embed`, `blocks.0` ... and `head`.
 
     The first takes the field `tokens` [b, s]; blocks take `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data
-    has them. Raises PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's.
+    has them. With `weights`, parameters have the values of these files, which each rank reads when it needs them. Raises
+    PlanError "model-vocabulary" if the vocabulary is unknown or smaller than the data's, "model-weights" for files that
+    cannot be read or are not this model's.
     """
     vocab_size = _vocab_size(config, data)
     embed = Embed(vocab_size, config.hidden)
@@ -39,7 +43,11 @@ def layers(config: LlamaConfig, data: DataInfo) -> Model:
     head = Head(config, vocab_size)
     if config.tie_embeddings:
         head.output.weight = embed.tokens.weight
-    return Model([("embed", embed), *blocks, ("head", head)], init_weights=_Normal(config))
+    named = [("embed", embed), *blocks, ("head", head)]
+    if config.weights is None:
+        return Model(named, init_weights=_Normal(config))
+    take_from_files(dict(named), config)
+    return Model(named)
 
 
 def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
@@ -71,6 +79,8 @@ class _Normal:
         if isinstance(module, nn.Linear | nn.Embedding):
             into_residual = name.endswith((".attention.output", ".feed_forward.down"))
             nn.init.normal_(module.weight, std=self.residual_std if into_residual else self.std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 class Embed(nn.Module):
@@ -121,15 +131,17 @@ class SelfAttention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        """Creates the projections; key and value have `kv_heads` heads."""
+        """Creates the projections; key and value have `kv_heads` heads. Norms of queries and keys run over one head."""
         super().__init__()
         self.head_dim = config.head_dim
         self.attention_width = config.heads * config.head_dim  # counted by `model_flops_per_token`
-        self.query = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
-        self.key = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.query = nn.Linear(config.hidden, config.heads * config.head_dim, bias=config.qkv_bias)
+        self.key = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.value = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
         self.output = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         self.core = Attention()
 
     def forward(self, x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -137,47 +149,10 @@ class SelfAttention(nn.Module):
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        q, k = self.rotary(q, k, positions)
+        q, k = self.rotary(self.query_norm(q), self.key_norm(k), positions)
         context = self.core(q, k, v, cu_seqlens=cu_seqlens)
         out: Tensor = self.output(context.flatten(-2))
         return out
-
-
-class Rotary(nn.Module):
-    """Rotates pairs of channels by an angle that grows with the position (Su et al. 2021), in Hugging Face's pairing.
-
-    Channel i of the first half is rotated with channel i of the second by position / theta^(2 i / head_dim).
-    """
-
-    frequencies: Tensor
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self.key = head_dim, theta
-        self.register_buffer("frequencies", 1.0 / theta**exponents, persistent=False)
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns q and k, rotated, in their shapes and dtypes.
-
-        q, k: [b, s, heads, d]. positions: [b, s] integers; None counts each row from 0.
-        """
-        if positions is None:
-            cos, sin = self._tables(torch.arange(q.shape[1], device=q.device)[None])
-        else:
-            fixed = positions  # the tables are shared by all blocks of a forward
-            cos, sin = once_per_field(fixed, ("rotary", *self.key), lambda: self._tables(fixed))
-        return _turned(q, cos, sin), _turned(k, cos, sin)
-
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, fp32 [b, s, 1, d / 2]."""
-        angles = (positions[:, :, None].float() * self.frequencies.float())[:, :, None]
-        return angles.cos(), angles.sin()
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class FeedForward(nn.Module):

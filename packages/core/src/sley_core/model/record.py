@@ -20,7 +20,18 @@ from sley_core.model.steps import Blank, Call, Cell, Ref, tensors_of
 _BLANK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _FROM_SHAPES = _BLANK | {f"{kind}_like" for kind in ("zeros", "ones", "full", "rand", "randn", "randint")}
 _FROM_SHAPES |= {f"new_{kind}" for kind in ("zeros", "ones", "full")}
-_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
+_OVERWRITES = {
+    "copy_",
+    "zero_",
+    "fill_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "sley_core::read_",
+}
 _COPIES = {"copy_", "clone", "_to_copy", "lift_fresh_copy", "detach_copy"}
 _WRITES_UNSAID = {
     "native_batch_norm": ("running_mean", "running_var"),

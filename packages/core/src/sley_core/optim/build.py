@@ -62,11 +62,13 @@ def factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.devic
 def _fastest(
     kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any
 ) -> torch.optim.Optimizer:
-    """Builds `kind(groups, **options)`, fused if `device` supports it, else foreach.
+    """Builds `kind(groups, **options)`, fused if `device` supports it, else foreach; foreach too where groups say so.
 
+    On a CPU a fused kernel rounds the last elements of a tensor otherwise than the others, which vectors hold.
     On a CPU a fused AdamW takes a quarter of the time of foreach, and 0.4 of that of torch's default, the loop.
     """
-    form: dict[str, Any] = {"fused": True} if device.type in FUSED_ON else {"foreach": True}
+    is_fused = device.type in FUSED_ON and not any(group.get("foreach") for group in groups)
+    form: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
     return with_late_gradients(kind(groups, **form, **options))
 
 

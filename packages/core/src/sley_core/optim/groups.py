@@ -59,12 +59,19 @@ def frozen(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, 
     return found
 
 
-def parameter_groups(entries: Iterable[Grouped], config: OptimizerConfig) -> list[dict[str, Any]]:
+EVERYWHERE_ALIKE = {"foreach": True}
+"""An option of every group where an element must get the same bits wherever in a tensor it lies; `optim.build` sees it."""
+
+
+def parameter_groups(
+    entries: Iterable[Grouped], config: OptimizerConfig, more: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Returns torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the entries.
 
     A group's own `weight_decay` is taken as written; else a parameter that does not decay has 0. `initial_lr` keeps the
     full rate that `scale_learning_rate` scales. Without entries there is one empty group, which torch.optim accepts.
-    Leave frozen entries out (see `frozen`); one that a program unfreezes later has the optimizer's options.
+    Leave frozen entries out (see `frozen`); one that a program unfreezes later has the optimizer's options. more: options of
+    every group.
     """
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for entry in entries:
@@ -77,7 +84,7 @@ def parameter_groups(entries: Iterable[Grouped], config: OptimizerConfig) -> lis
     if not groups:
         groups[config.lr, config.weight_decay] = []
     return [
-        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": decay}
+        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": decay, **(more or {})}
         for (lr, decay), parameters in groups.items()
     ]
 

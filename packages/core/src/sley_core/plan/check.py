@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.optim.scope import scope_of
+from sley_core.plan.check_canonical import check_canonical
 from sley_core.plan.check_handlers import check_handlers
 from sley_core.plan.check_offload import check_offload
 from sley_core.plan.document import by_place
@@ -28,15 +29,16 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     """Returns all problems of `plan` with `world` ranks, sorted by place; empty if it can run. Starts no process.
 
     Codes: "layout", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused", "loss-scale-range",
-    "beyond-the-run", "skips-unused", "optimizer-layout", and more of this module's, those of `check_handlers`
-    and `check_offload`, and those of the
-    plugins' `sley_check_plan`, which are called only if the sizes fit. Raises PluginError if one of these hooks fails.
+    "beyond-the-run", "skips-unused", "optimizer-layout", and more of this module's, those of `check_handlers`, `check_offload`
+    and `check_canonical`, and those of the plugins' `sley_check_plan`, which are called only if the sizes fit. Raises
+    PluginError if one of these hooks fails.
     """
     problems = [
         *_precision(plan),
         *_beyond(plan),
         *_skips(plan),
         *check_offload(plan),
+        *check_canonical(plan),
         *_pipeline_is_there(plan),
         *_weights(plan),
         *_sequence(plan),

@@ -24,8 +24,8 @@ OriginKind = Literal["file", "set", "default", "record", "core"]
 class Origin:
     """Where a value of the resolved plan comes from.
 
-    kind: "file", "set" (a `--set`), "default" (the table's model), "record" (named by the record of another component),
-        or "core" (written in because the layout needs it).
+    kind: "file" (the plan's, or one that it names), "set" (a `--set`), "default" (the table's model), "record" (named by
+        the record of another component), or "core" (written in because the layout needs it).
     place: of the first two. named_by: of "record", that component's name: `pp.interleaved`.
     """
 

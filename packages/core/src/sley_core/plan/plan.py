@@ -16,6 +16,7 @@ from sley_core.plan.factory import call_factory, import_factory
 from sley_core.plan.kinds import ComponentTable, Factory
 from sley_core.plan.tables import (
     BatchTable,
+    CheckpointTable,
     EvaluationTable,
     LimitsTable,
     ParallelTable,
@@ -97,6 +98,7 @@ class Plan:
     parallel: ParallelTable
     limits: LimitsTable
     evaluation: EvaluationTable | None
+    checkpoint: CheckpointTable | None
     profile: ProfileTable | None
     timeline: TimelineTable | None
     model: Component

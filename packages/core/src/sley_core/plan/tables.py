@@ -66,6 +66,9 @@ class RunTable(Table):
     max_skips: Positive | None = Field(default_factory=_max_skips)
     """How many steps in a row may be skipped; one more ends the run. Only with `on_nan = "skip"`, 10 where it is left out."""
 
+    final_weights: Literal["working", "full", "none"] = "working"
+    """What `weights/` of the run folder holds at its end: weights as they compute, in full precision, or nothing."""
+
     keep_freed_memory: bool = True
     """On the CPU, what the process frees stays with it, for the next step: of all its code, and for good; glibc only."""
 
@@ -138,6 +141,10 @@ class ParallelTable(Table):
     wp: Positive = 1
     """Ranks that split each weight."""
 
+    reduction: Literal["fast", "canonical"] = "fast"
+    """In which order gradients are summed: the fastest of the layout; or the one tree over all micro-batches, which gives the
+    same bits in every layout with the same `micro_size`, for more memory and time."""
+
     cross_memory_attach: bool = True
     """Ranks on one host's CPUs read each other's weights and gradients, where the system lets them; false: gloo's sockets."""
 
@@ -150,6 +157,28 @@ class EvaluationTable(Table):
 
     steps: Positive = 10
     """Batches of `global_size` samples that an evaluation sees."""
+
+
+class CheckpointTable(Table):
+    """When a run saves itself, and where; left out, only when a program asks for it."""
+
+    every_steps: Positive | None = None
+    """Optimizer steps from one checkpoint to the next."""
+
+    every_minutes: PositiveFloat | None = None
+    """Minutes from one checkpoint to the next; with `every_steps`, whichever comes first."""
+
+    keep: Positive = 2
+    """How many stay; older ones are deleted once a newer one is verified."""
+
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """Path or URL (fsspec's) of the folder that has them, of this run alone; left out, `checkpoints` in the run's folder."""
+
+    on_interrupt: bool = True
+    """Whether a run that is asked to stop saves itself first."""
+
+    mode: Literal["async", "sync"] = "async"
+    """Whether the next step goes on while a checkpoint is written."""
 
 
 class ProfileTable(Table):
@@ -189,6 +218,11 @@ class ModelConfig(Table):
     compile: bool = False
     """Compile the layers with torch.compile."""
 
+    def decided_by(self, key: str) -> str | None:
+        """Returns the file beside the plan that `key` was taken from where the plan leaves it out; None for a default."""
+        del key
+        return None
+
 
 class SequenceConfig(Table):
     """What every attention over split sequences has; the config of its record is a subclass."""
@@ -208,6 +242,7 @@ TABLES: dict[str, type[Table]] = {
 
 OPTIONAL: dict[str, type[Table]] = {
     "evaluation": EvaluationTable,
+    "checkpoint": CheckpointTable,
     "profile": ProfileTable,
     "timeline": TimelineTable,
 }

@@ -34,7 +34,7 @@ HABITS = {
 """What others, or plans of before, call what a plan calls otherwise: no edit of a few letters leads from one to the other."""
 
 
-_NOT_SAVED = "a run cannot be resumed yet: nothing saves its weights"
+_NOT_SAVED = "a run cannot be resumed yet; its final weights stay in its folder (`run.final_weights`)"
 NOT_BUILT = dict.fromkeys(
     (
         "resume",

@@ -32,6 +32,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_core.table import Table
+from sley_core.testing.bits import differing, trained
 from sley_core.testing.contract_model import SQUARES, Samples, Uneven, contract_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.recorder import collectives
@@ -68,7 +69,7 @@ def layers() -> list[tuple[str, nn.Module]]:
     return [(ALONE, First(WIDTH, WIDTH)), ("second", Uneven(WIDTH))]
 
 
-def tables(handlers: list[Handler], num_micros: int) -> dict[str, Any]:
+def tables(handlers: list[Handler], num_micros: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
     """The contract's plan: two ranks, fp64, every handler of the list."""
     return contract_plan(
         __name__,
@@ -76,7 +77,7 @@ def tables(handlers: list[Handler], num_micros: int) -> dict[str, Any]:
         loss=SQUARES,
         batch={"global_size": SAMPLES * num_micros, "micro_size": SAMPLES // 2},
         optimizer={"use": "core.sgd", "lr": LR},
-        parallel={"dp": 2},
+        parallel={"dp": dp, "reduction": reduction},
         gradient_handlers=handlers,
     )
 
@@ -90,7 +91,7 @@ class Seen:
         self.hooks_left = -1
 
 
-def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True) -> Seen:
+def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True, reduction: str = "fast") -> Seen:
     """Runs the contract's plan on this rank. fail: before the first and the last step comes one that fails.
 
     The latter fails at the end of its last backward, when handlers have been told of the second layer's gradients: sums
@@ -98,7 +99,7 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
     """
     seen = Seen()
     with World.join("cpu") as world:
-        run = assemble(plan_from_dict(tables(handlers, num_micros)), world)
+        run = assemble(plan_from_dict(tables(handlers, num_micros, reduction=reduction)), world)
         own_hooks = _num_hooks(run)
         if splits:
             _split_reduce_groups(run)
@@ -175,6 +176,19 @@ class GradientHandlerContract:
             for before, after in zip(one.gradients, other.gradients, strict=True):
                 for name, gradient in before.items():
                     assert torch.equal(gradient, after[name]), name
+
+    def test_keeps_the_order_of_canonical_sums(self, ranks_of_two: Ranks) -> None:
+        """One hash with one process, where its record says so; also after a step that failed."""
+        record, config = self._record()
+        if not record.canonical or record.role != "reducer" or record.tolerance_with(config):
+            pytest.skip("its record does not promise it")
+        plans = (tables(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
+        one, two = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
+        assert differing([trained(one, 2)], ranks_of_two(trained, two, 2)) == []
+        clean, failed = (ranks_of_two(observe, self._handlers(), 1, fail, False, "canonical") for fail in (False, True))
+        for one_rank, other in zip(clean, failed, strict=True):
+            for before, after in zip(one_rank.gradients, other.gradients, strict=True):
+                assert all(torch.equal(gradient, after[name]) for name, gradient in before.items())
 
     def test_detach_leaves_nothing(self, ranks_of_two: Ranks) -> None:
         """After `Run.close` no hook of anybody is left on a parameter."""

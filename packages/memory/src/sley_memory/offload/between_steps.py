@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sley_core.api.memory import Holding, Moved, Where, storage_id
 from sley_memory.offload.buckets import by_bytes
+from sley_memory.offload.packed import packed
 from sley_memory.offload.parked import Parked, Streams
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class BetweenSteps:
                 shared.update(keys & self._holdings.shared_with(bucket))
                 known.clear()
                 known.update(keys)
-            return [piece for piece in found if storage_id(piece.memory) not in shared]
+            mine = packed([piece for piece in found if storage_id(piece.memory) not in shared], self._bucket_bytes)
+            known.update(storage_id(piece.memory) for piece in mine)
+            return mine
 
         return own

@@ -9,6 +9,8 @@ number's sign, could change places unseen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,24 +28,39 @@ def versions(piece: Holding) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in piece.tensors.values())
 
 
-def fingerprint(memory: Tensor) -> Tensor:
-    """Returns an int64 scalar on the device of `memory`, uint8 [bytes], which starts at a multiple of 4 bytes."""
+def fingerprints(memories: Sequence[Tensor]) -> list[int]:
+    """Returns a number for each of `memories`: uint8 [bytes], of one device, each starting at a multiple of 4 bytes. Waits for
+    the device.
+    """
+    if not memories:
+        return []
+    most_rows = max(memory.numel() // 4 // WIDTH for memory in memories)
+    # Once for all of them: many small pieces would otherwise cost more operations than bytes.
+    drawn = _drawn(WIDTH + max(most_rows, WIDTH + 2) + 1, memories[0].device)
+    prints: list[int] = torch.stack([_fingerprint(memory, drawn) for memory in memories]).tolist()
+    return prints
+
+
+def _fingerprint(memory: Tensor, drawn: Tensor) -> Tensor:
+    """Returns an int64 scalar on the device. drawn: the numbers of the places in a row, then those of rows and of the rest."""
+    of_places, of_rest = drawn[:WIDTH], drawn[WIDTH:]
     num_words = memory.numel() // 4
     words = memory[: num_words * 4].view(torch.int32)
     num_rows = num_words // WIDTH
-    of_places = _drawn(WIDTH, 0, memory.device)
-    of_rows = _drawn(num_rows + 1, WIDTH, memory.device)
-    table = words[: num_rows * WIDTH].view(num_rows, WIDTH)
-    chunks = torch.split(table, CHUNK.get(memory.device.type, 1024))
-    sums = [(rows * of_places).sum(1) for rows in chunks]
-    tail = torch.cat([words[num_rows * WIDTH :].long(), memory[num_words * 4 :].long()])
-    last = (tail * _drawn(tail.numel(), WIDTH, memory.device)).sum().reshape(1)
-    return (torch.cat([*sums, last]) * of_rows).sum()
+    sums = []
+    if num_rows:
+        table = words[: num_rows * WIDTH].view(num_rows, WIDTH)
+        sums = [(rows * of_places).sum(1) for rows in torch.split(table, CHUNK.get(memory.device.type, 1024))]
+    tail = words[num_rows * WIDTH :].long()
+    if memory.numel() % 4:
+        tail = torch.cat([tail, memory[num_words * 4 :].long()])
+    last = (tail * of_rest[: tail.numel()]).sum().reshape(1)
+    return (torch.cat([*sums, last]) * of_rest[: num_rows + 1]).sum()
 
 
-def _drawn(count: int, start: int, device: torch.device) -> Tensor:
-    """Returns odd numbers that look like chance, int64 [count], for places from `start` on: those of SplitMix64."""
-    found = torch.arange(start + 1, start + count + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+def _drawn(count: int, device: torch.device) -> Tensor:
+    """Returns odd numbers that look like chance, int64 [count]: those of SplitMix64."""
+    found = torch.arange(1, count + 1, device=device) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         # a shift that fills with zeros; torch's fills with the sign
         found = (found ^ ((found >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)

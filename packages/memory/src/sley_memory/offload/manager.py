@@ -11,7 +11,9 @@ from sley_memory.offload.arena import Arena
 from sley_memory.offload.between_steps import BetweenSteps
 from sley_memory.offload.freed import Freed, Trimmed
 from sley_memory.offload.gate import Gate
-from sley_memory.offload.parked import Parked, Streams
+from sley_memory.offload.packed import packed
+from sley_memory.offload.parked import Parked, Pieces, Streams
+from sley_memory.offload.shared import SharedCopies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +63,8 @@ class Manager(OffloadManager):
         if not device.is_real:
             return
         budget = self.config.host_budget_mb
-        arena = Arena(device.host_memory, None if budget is None else int(budget * MB))
         streams, bucket = Streams(device.copy_stream), int(self.config.bucket_mb * MB)
+        arena = Arena(device.host_memory, streams.wait, None if budget is None else int(budget * MB))
         self._streams = streams
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
         for part in self.parts:
@@ -74,8 +76,13 @@ class Manager(OffloadManager):
                 self._movers[part] = Trimmed(partial(holdings.trim, part), moved)
             elif part == "optimizer_states" and self.config.steps_in_buckets:
                 self._movers[part] = BetweenSteps(holdings, parts, streams, arena, bucket, moved)
+            elif self.config.is_shared and parts.groups["wdp"].size > 1:
+                groups = parts.groups["wdp"], parts.groups["control"]
+                self._movers[part] = SharedCopies(
+                    part, _pieces(holdings, part, bucket), *groups, streams, arena, bucket, moved
+                )
             else:
-                self._movers[part] = Parked(partial(holdings.pieces, part), streams, arena, bucket, moved)
+                self._movers[part] = Parked(_pieces(holdings, part, bucket), streams, arena, bucket, moved)
         self._is_attached = True
 
     def offload(self, part: Part) -> Callable[[], None]:
@@ -111,9 +118,12 @@ class Manager(OffloadManager):
         if not self._is_attached:
             return
         for part in OF_LAYERS:
-            if part in self._movers:
-                self._movers[part].onload()
-                self._movers[part].wait()
+            mover = self._movers.get(part)
+            if isinstance(mover, SharedCopies):
+                mover.close()
+            elif mover is not None:
+                mover.onload()
+                mover.wait()
         self._gate.open()
         self._streams.wait()  # what the device waits for reads host memory too, which goes with this object
 
@@ -127,3 +137,10 @@ class Manager(OffloadManager):
         for part in OF_LAYERS:
             if part in self._movers:
                 self.require(part, "a layer's forward")
+
+
+def _pieces(holdings: Holdings, part: Part, bucket_bytes: int) -> Pieces:
+    """Returns what lists the storages of `part`."""
+    if part == "optimizer_states":
+        return lambda: packed(holdings.pieces(part), bucket_bytes)
+    return partial(holdings.pieces, part)

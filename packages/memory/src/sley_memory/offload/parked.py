@@ -13,11 +13,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from sley_core.api.memory import CopyEvent, CopyStream, Holding, Moved, Where, free, grow, storage_id
-from sley_memory.offload.fingerprint import fingerprint, versions
+from sley_memory.offload.fingerprint import fingerprints, versions
 
 if TYPE_CHECKING:
     from sley_memory.offload.arena import Arena
@@ -105,7 +104,6 @@ class Parked:
         self._moved = moved
         self._compares = compares
         self._places: dict[int, HostCopy] = {}
-        self._spare: dict[int, list[Tensor]] = {}
         self._away: list[tuple[Holding, HostCopy, int]] = []
         self._event: CopyEvent | None = None
         self._where = Where.HERE
@@ -233,35 +231,15 @@ class Parked:
         """Returns each piece that can leave with its place and its bytes; makes places for new ones."""
         able = [piece for piece in pieces if piece.memory.numel() and self._can_leave(piece)]
         sizes = {storage_id(piece.memory): piece.memory.numel() for piece in able}
-        self._let_go(sizes)
-        new = {key: size for key, size in sizes.items() if key not in self._places and not self._reuse(key, size)}
-        if new:
-            before = self._arena.num_bytes
-            hosts = self._arena.places([*new.values()])
-            self._moved.host_bytes += self._arena.num_bytes - before
-            self._places.update({key: HostCopy(host) for key, host in zip(new, hosts, strict=True)})
+        for key in [key for key, place in self._places.items() if place.host.numel() != sizes.get(key)]:
+            self._arena.give(self._places.pop(key).host)  # of what is gone, or has another size now
+        new = {key: size for key, size in sizes.items() if key not in self._places}
+        hosts = self._arena.places([*new.values()], self._moved)
+        self._places.update({key: HostCopy(host) for key, host in zip(new, hosts, strict=True)})
         return [(piece, self._places[key], size) for piece, (key, size) in zip(able, sizes.items(), strict=True)]
 
-    def _let_go(self, sizes: Mapping[int, int]) -> None:
-        """Takes the places of pieces that are gone, by storage, for others of their size: what its owner makes anew in every
-        step, such as PowerSGD its bases, would else take more of the host each time.
-        """
-        for key in [key for key, place in self._places.items() if place.host.numel() != sizes.get(key)]:
-            host = self._places.pop(key).host
-            self._spare.setdefault(host.numel(), []).append(host)
-
-    def _reuse(self, key: int, size: int) -> bool:
-        """Gives a new piece the place of one that is gone; returns whether there was one."""
-        hosts = self._spare.get(size)
-        if hosts:
-            self._places[key] = HostCopy(hosts.pop())
-            return True
-        return False
-
     def _can_leave(self, piece: Holding) -> bool:
-        storage = piece.memory.untyped_storage()
-        # A host tensor that processes share says that it can be resized; to grow it again ends the process.
-        if storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared()):
+        if can_leave(piece):
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -278,7 +256,7 @@ class Parked:
                 asked.append((piece, place))
             else:
                 place.print = None  # of what the host had before
-        prints = torch.stack([fingerprint(piece.memory) for piece, _ in asked]).tolist() if asked else []
+        prints = fingerprints([piece.memory for piece, _ in asked])
         for (piece, place), found in zip(asked, prints, strict=True):
             changed[id(piece)] = place.has_changed(found)
         return changed
@@ -297,3 +275,10 @@ class Parked:
             size += one[2]
         if bucket:
             yield bucket
+
+
+def can_leave(piece: Holding) -> bool:
+    """Returns whether the memory of `piece` is torch's own, to free and to grow."""
+    storage = piece.memory.untyped_storage()
+    # A host tensor that processes share says that it can be resized; to grow it again ends the process.
+    return storage.resizable() and not (piece.memory.device.type == "cpu" and storage.is_shared())

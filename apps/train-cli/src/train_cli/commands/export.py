@@ -1,0 +1,58 @@
+"""`train-cli export`: a run's final weights, as other programs read them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sley_core.errors import UsageError
+from sley_core.export.run_weights import weights_of_run
+from train_cli.console import say
+
+
+class ExportFormat(StrEnum):
+    """Whose names and layout the files have."""
+
+    safetensors = "safetensors"
+    huggingface = "huggingface"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended: runs/NAME.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that does not exist yet, or is empty.")],
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="safetensors: any model, by the names of its own state. huggingface: core.llama, as transformers reads it.",
+        ),
+    ] = ExportFormat.safetensors,
+    max_file_mb: Annotated[
+        int, typer.Option("--max-file-mb", metavar="N", min=1, help="The size of a file of weights at most.")
+    ] = 5000,
+) -> None:
+    """Write a run's final weights for other programs, one tensor in memory at a time."""
+    plan, source = weights_of_run(run)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
+    to = out.absolute()
+    if form is ExportFormat.huggingface:
+        from sley_core.export.huggingface import export_hugging_face
+
+        files = export_hugging_face(plan, source, to, max_file_mb * 10**6)
+    else:
+        from sley_core.export.plain import export_safetensors
+
+        files, names = export_safetensors(plan, source, to, max_file_mb * 10**6)
+        if names.module:
+            say(f"names are those of `{names.module}.load_state_dict`")
+        if names.missing:
+            more = f", and {len(names.missing) - 1} more" if len(names.missing) > 1 else ""
+            say(
+                f"its state also has {names.missing[0]!r}{more}, which no layer of the run uses: load with `strict=False`"
+            )
+    many = "1 file" if len(files) == 1 else f"{len(files)} files"
+    say(f"{len(source.names)} tensors in {many}: {out}")

@@ -1,0 +1,142 @@
+"""A run that is killed at random moments and continued ends with the numbers of the run that nobody disturbed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lives import End, end, kill_anywhere, kill_in_a_save, live, start, undisturbed
+
+from sley_core.testing.plans import Tables, changed, small_plan, write_texts
+
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
+PLAN = small_plan(
+    run={"name": "killed", "steps": 12, "device": "cpu", "seed": 7, "log_every": 100},
+    model__num_layers=4,
+    model__heads=2,
+    model__kv_heads=None,
+    data__sequence=16,
+    batch={"global_size": 8, "micro_size": 1},
+    optimizer__clip_norm=0.5,
+    precision={"compute": "fp64"},
+    checkpoint={"every_steps": 1, "keep": 2},
+)
+EACH = [{"use": "core.each"}]
+TIES = {"use": "pp.shared_modules"}
+LAYOUTS: dict[str, tuple[int, Tables]] = {
+    "one": (1, {}),
+    "dp 2": (2, {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]}),
+    "dp 4": (4, {"parallel": {"dp": 4}, "gradient_handlers": EACH}),
+    "pp 2": (2, {"parallel": {"pp": 2}, "gradient_handlers": EACH}),
+    "pp 2 x dp 2": (4, {"parallel": {"pp": 2, "dp": 2}, "gradient_handlers": EACH}),
+    "wp 2": (2, {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}),
+    "wp 2 x sp 2": (
+        2,
+        {
+            "parallel": {"sp": 2, "wp": 2},
+            "weights": {"use": "isp.communicator"},
+            "sequence": {"use": "isp.all_to_all"},
+        },
+    ),
+    "sharded": (2, {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]}),
+    "interleaved": (
+        2,
+        {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}, "gradient_handlers": EACH},
+    ),
+}
+LONGEST_S = 2.5
+"""About what a life takes from its first line to its last step."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_texts(tmp_path)
+    return tmp_path
+
+
+def lives(folder: Path, draw: random.Random, layouts: list[str], num_kills: int, tables: Tables) -> Iterator[str]:
+    """Lets the run live, in each life in one of `layouts`, until it has ended by itself; yields how each life ended.
+
+    After `num_kills` kills nobody disturbs it any more.
+    """
+    number = killed = 0
+    ended = False
+    while not ended:
+        layout = draw.choice(layouts)
+        world, changes = LAYOUTS[layout]
+        mode = draw.choice(["async", "sync"])
+        is_time: Any = kill_in_a_save(folder, draw) if draw.random() < 0.5 else kill_anywhere(draw, LONGEST_S)
+        if killed == num_kills:
+            is_time = lambda _: False  # noqa: E731 - one of three rules
+        with start(folder, changed(tables, checkpoint__mode=mode) | changes, world, number) as life:
+            was_killed = live(life, draw, is_time)
+        number += 1
+        killed += was_killed
+        ended = not was_killed
+        yield f"life {number} on {layout}, {mode}: {'killed' if was_killed else 'ended'}"
+
+
+def assert_same(wanted: End, found: End, *, bits: bool) -> None:
+    """Rows of all steps once and in order; weights and optimizer states of the last checkpoint."""
+    assert [row["step"] for row in found.rows] == [row["step"] for row in wanted.rows]
+    assert wanted.tensors.keys() == found.tensors.keys()
+    if bits:
+        assert found.rows == wanted.rows
+        assert all(torch.equal(wanted.tensors[name], found.tensors[name]) for name in wanted.tensors)
+        return
+    for one, other in zip(wanted.rows, found.rows, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-10)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-10)
+    for name, tensor in wanted.tensors.items():
+        error = torch.linalg.vector_norm(found.tensors[name] - tensor) / torch.linalg.vector_norm(tensor)
+        assert error < 1e-10 or torch.equal(found.tensors[name], tensor), (name, float(error))
+
+
+def killed(folder: Path, seed: int, layouts: list[str], num_kills: int) -> list[str]:
+    """Kills a run `num_kills` times, or less if it ends before, and compares; returns how its lives ended."""
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    world, changes = LAYOUTS[layouts[0]] if len(layouts) == 1 else LAYOUTS["one"]
+    beside = folder / "undisturbed"
+    wanted = undisturbed(beside, changed(PLAN, data__files=_of(folder, PLAN)) | changes, world)
+    told = []
+    for line in lives(folder, draw, layouts, num_kills, PLAN):
+        print(line)
+        told.append(line)
+    assert_same(wanted, end(folder), bits=len(layouts) == 1)
+    return told
+
+
+def _of(folder: Path, tables: Tables) -> list[str]:
+    return [str(folder / name) for name in tables["data"]["files"]]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("seed", "layout"), [(1, "sharded"), (2, "interleaved")])
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(folder: Path, seed: int, layout: str) -> None:
+    assert any("killed" in line for line in killed(folder, seed, [layout], 2))
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_run_ends_in_other_layouts_with_the_same_numbers(folder: Path) -> None:
+    assert any("killed" in line for line in killed(folder, 3, ["dp 2", "pp 2", "wp 2"], 2))
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_six_kills_in_one_layout(folder: Path, layout: str) -> None:
+    killed(folder, 100 + list(LAYOUTS).index(layout), [layout], 6)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_six_kills_and_a_layout_drawn_for_each_life(folder: Path, seed: int) -> None:
+    killed(folder, seed, list(LAYOUTS), 6)

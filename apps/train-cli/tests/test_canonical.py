@@ -1,0 +1,148 @@
+"""`reduction = "canonical"`: one hash of weights, masters, optimizer states, losses and norms, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sley_core.engine.canonical import slot, tree_sums
+from sley_core.engine.canonical.partial_sums import PartialSums
+from sley_core.engine.canonical.tree import Node
+from sley_core.testing.bits import Bits, differing, digest, trained
+from sley_core.testing.plans import Tables, changed, small_plan
+
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
+PLAN = small_plan(
+    model__num_layers=4,
+    model__heads=2,
+    model__kv_heads=None,
+    model__ffn_hidden=27,
+    model__vocab_size=257,
+    model__tie_embeddings=True,
+    data__sequence=16,
+    batch__micro_size=1,
+    optimizer__weight_decay=0.1,
+    precision__compute="fp32",
+    parallel={"reduction": "canonical"},
+    evaluation={"every": 2, "steps": 2},
+)
+
+DP = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
+DP_PP = {"gradient_handlers": [*DP["gradient_handlers"], {"use": "pp.shared_modules"}]}
+SHARDED = {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.01}]}
+WP = {"parallel__wp": 2, "weights": {"use": "isp.communicator"}}
+LAYOUTS: dict[str, tuple[int, Tables]] = {
+    "dp2 each": (2, {"parallel__dp": 2}),
+    "dp4 each": (4, {"parallel__dp": 4}),
+    "dp2 bucketed": (2, {"parallel__dp": 2, **DP}),
+    "dp2 sharded": (2, {"parallel__dp": 2, **SHARDED}),
+    "dp4 sharded": (4, {"parallel__dp": 4, **SHARDED}),
+    "wp2": (2, {"parallel__dp": 2, **WP}),
+    "wp4": (4, {"parallel__dp": 4, "parallel__wp": 4, "weights": {"use": "isp.communicator"}}),
+    "wp2 wdp2 sharded": (4, {"parallel__dp": 4, **WP, **SHARDED}),
+    "wp2 wdp2 each": (4, {"parallel__dp": 4, **WP}),
+    "wp2 pp2": (4, {"parallel__dp": 2, "parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_h1"}, **WP}),
+    "pp2": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.one_f_one_b"}}),
+    "pp2 dp2": (4, {"parallel__pp": 2, "parallel__dp": 2, "pipeline": {"use": "pp.one_f_one_b"}, **DP_PP}),
+    "interleaved": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.interleaved"}}),
+    "zero bubble": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_h1"}}),
+    "zero bubble v": (2, {"parallel__pp": 2, "pipeline": {"use": "pp.zero_bubble_v"}}),
+    "zero bubble v dp2": (4, {"parallel__pp": 2, "parallel__dp": 2, "pipeline": {"use": "pp.zero_bubble_v"}, **DP_PP}),
+}
+
+
+OWN = Path(__file__).parent / "own"
+
+
+@cache
+def alone(folder: Path, precision: str) -> Bits:
+    return trained(changed(PLAN, precision__compute=precision), 3, folder=folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
+    size, changes = LAYOUTS[layout]
+    tables = changed(PLAN, precision__compute=precision, **changes)
+    found = ranks(size, 180)(trained, tables, 3, folder=texts)
+    assert differing([alone(texts, precision)], found) == []
+    assert digest([alone(texts, precision)]) == digest(found)
+
+
+@pytest.mark.parametrize("layout", ["dp2 each", "dp3 sharded", "wp2", "pp2"])
+def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: Path, layout: str):
+    """Six micro-batches: a rank of two has three, which are two sums of the tree, and hands over both."""
+    size, changes = {"dp3 sharded": (3, {"parallel__dp": 3, **SHARDED}), **LAYOUTS}[layout]
+    six = changed(PLAN, batch__global_size=6)
+    found = ranks(size, 180)(trained, changed(six, **changes), 2, folder=texts)
+    assert differing([trained(six, 2, folder=texts)], found) == []
+
+
+@pytest.mark.parametrize("optimizer", ["core.sgd", "core.adamw"])
+@pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2", "wp2 wdp2 sharded", "zero bubble", "wp2 pp2", "recomputed"])
+def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, layout: str, optimizer: str):
+    """Biases, an embedding with padding, dropout, and weights that autograd alone knows, in bf16 with masters."""
+    monkeypatch.syspath_prepend(OWN)
+    tables = changed(
+        PLAN,
+        model={"factory": "canonical_parts:layers"},
+        data={"factory": "canonical_parts:Rows"},
+        optimizer={"use": optimizer, "lr": 1e-2, "clip_norm": 0.1}
+        | ({"momentum": 0.9} if optimizer == "core.sgd" else {}),
+        precision__compute="bf16",
+        evaluation=None,
+    )
+    size, changes = {"recomputed": (1, {"activations": {"use": "core.recompute"}}), **LAYOUTS}[layout]
+    found = ranks(size, 180)(trained, changed(tables, **changes), 2, folder=OWN)
+    assert differing([trained(tables, 2, folder=OWN)], found) == []
+
+
+class LeftToRight(PartialSums):
+    """What the tree is instead of: adds whatever comes, as it comes."""
+
+    def put(self, use: int, node: Node, value: Tensor) -> None:
+        there = self._sums().pop(use, None)
+        if there is not None:
+            home = value is self.home
+            there, value = (value, there) if home else (there, value)
+            there.add_(value)
+        self._sums()[use] = value if there is None else there
+
+    def take(self, use: int, node: Node, like: Tensor) -> Tensor:
+        found = self._sums().pop(use, None)
+        return torch.zeros_like(like) if found is None else found
+
+    def _sums(self) -> dict[int, Tensor]:
+        return self.__dict__.setdefault("sums", {})
+
+
+def trained_left_to_right(tables: Tables, num_steps: int, *, folder: Path) -> Bits:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot, "PartialSums", LeftToRight)
+        patch.setattr(tree_sums, "PartialSums", LeftToRight)
+        return trained(tables, num_steps, folder=folder)
+
+
+SAMPLE = ["dp2 bucketed", "dp2 sharded", "wp2", "pp2", "zero bubble v dp2"]
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS]
+)
+def test_sums_from_left_to_right_have_another_hash(ranks: Any, texts: Path, layout: str):
+    """Of numbers that are as good: so the tests above see the tree, and nothing else."""
+    size, changes = LAYOUTS[layout]
+    found = ranks(size, 180)(trained_left_to_right, changed(PLAN, **changes), 3, folder=texts)
+    one = alone(texts, "fp32")
+    assert [name for name in differing([one], found) if name.endswith("weight")]
+    for name in ("step 3: loss", "step 3: grad_norm"):
+        wanted, other = (float.fromhex(bits[name].decode()) for bits in (one, found[0]))
+        assert math.isclose(wanted, other, rel_tol=1e-4), (name, wanted, other)

@@ -1,0 +1,292 @@
+"""What a run has learnt leaves it: transformers computes its logits, and a factory's own module loads its state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import UsageError
+from sley_core.plan.load import load_plan, plan_from_dict
+from sley_core.testing.plans import Tables, changed, small_plan
+from sley_core.weight_files.read import INDEX, WeightFiles
+
+transformers = pytest.importorskip("transformers")
+PLAN = small_plan(
+    data__sequence=16,
+    batch={"global_size": 4, "micro_size": 2},
+    optimizer={"use": "core.adamw", "lr": 1e-2},
+    precision__compute="fp32",
+)
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_embeddings": True, "kv_heads": 4, "norm_eps": 1e-6},
+    "llama3": {"rope_scaling": SCALING, "rope_theta": 500.0, "kv_heads": 1},
+    "qwen2": {"qkv_bias": True, "tie_embeddings": True},
+    "qwen3": {"qk_norm": True, "head_dim": 8},
+}
+DATA = '[data]\nuse = "core.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
+TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+Trained = Callable[..., tuple[Path, torch.Tensor]]
+
+
+@pytest.fixture
+def trained(texts: Path, folder: Path) -> Trained:
+    """`trained(tables, precision)`: the folder of a run of two steps, and its logits for `TOKENS`, fp32."""
+
+    def train(tables: Tables, precision: str = "working") -> tuple[Path, torch.Tensor]:
+        to = folder / "run"
+        with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
+            run.step()
+            run.step()
+            run.save_weights(to / "weights", precision=precision, max_file_bytes=8000)  # type: ignore[arg-type]
+            (to / "plan.toml").write_text(run.resolved_plan.to_toml(), "utf-8")
+            output: Any = TOKENS % (run.dataset.info.vocab_size or 256)
+            with torch.no_grad():
+                for layer in run.layers:
+                    output = layer.module(output)
+        return to, output.float()
+
+    return train
+
+
+def first_file(run: Path) -> Path:
+    return min((run / "weights").glob("*.safetensors"))
+
+
+def theirs(folder: Path) -> Any:
+    """The model that transformers reads; fails where any weight is missing, unknown or of another shape."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_transformers_computes_the_runs_logits(cli: Any, trained: Trained, folder: Path, kind: str) -> None:
+    run, logits = trained(changed(PLAN, **{f"model__{key}": value for key, value in MODELS[kind].items()}))
+    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
+    assert result.code == 0, result.err
+    model = theirs(folder / "hf")
+    assert model.config.model_type == {"tied": "llama", "llama3": "llama"}.get(kind, kind)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert model.config.max_position_embeddings == 16
+    assert "lm_head.weight" not in WeightFiles(folder / "hf").names or not MODELS[kind].get("tie_embeddings")
+
+
+def test_several_files_have_an_index_of_exactly_their_tensors(cli: Any, trained: Trained, folder: Path) -> None:
+    run, logits = trained(changed(PLAN, model__ffn_hidden=6000))
+    assert cli("export", run, "--format", "huggingface", "--out", folder / "hf", "--max-file-mb", 1).code == 0
+    index = json.loads((folder / "hf" / INDEX).read_text())
+    files = {file.name: load_file(file) for file in (folder / "hf").glob("*.safetensors")}
+    assert len(files) == 3
+    assert index["weight_map"] == {name: file for file, values in files.items() for name in values}
+    every = [value for values in files.values() for value in values.values()]
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in every)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(folder / "hf")(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("working", torch.bfloat16), ("full", torch.float32)])
+def test_files_have_the_type_that_the_run_kept(
+    cli: Any, trained: Trained, folder: Path, precision: str, dtype: torch.dtype
+) -> None:
+    run, _ = trained(changed(PLAN, precision__compute="bf16"), precision)
+    assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
+    assert {value.dtype for value in load_file(folder / "hf" / "model.safetensors").values()} == {dtype}
+    assert theirs(folder / "hf").dtype == dtype
+
+
+def test_a_run_goes_on_from_what_a_run_exported_bit_for_bit(
+    cli: Any, trained: Trained, folder: Path, texts: Path
+) -> None:
+    run, _ = trained(changed(PLAN, model__qk_norm=True, model__tie_embeddings=True))
+    first = {name: WeightFiles(run / "weights").tensor(name) for name in WeightFiles(run / "weights").names}
+    assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
+    start = changed(PLAN, model={"use": "core.llama", "weights": str(folder / "hf")})
+    with assemble(plan_from_dict(start, texts), World.alone("cpu")) as again:
+        assert sorted(again.book.names) == sorted(first)
+        assert all(torch.equal(entry.parameter, first[entry.name]) for entry in again.book)
+
+
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_the_tokenizer_goes_along(cli: Any, trained: Trained, folder: Path, given: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<end>": 0, "the": 1, "sley": 2, "beats": 3, "home": 4, "?": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    home = folder / "tokenizer"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(home)
+    path = home if given == "folder" else home / "tokenizer.json"
+    run, _ = trained(changed(PLAN, data__tokenizer=str(path), data__end_of_document="<end>"))
+    assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    assert (config["eos_token_id"], config["vocab_size"]) == (0, 6)
+    assert (folder / "hf" / "tokenizer.json").read_bytes() == (home / "tokenizer.json").read_bytes()
+    assert (folder / "hf" / "tokenizer_config.json").exists() == (given == "folder")
+    if given == "folder":
+        assert transformers.AutoTokenizer.from_pretrained(folder / "hf")("sley home").input_ids == [2, 4]
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.register = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+    def forward(self, x):
+        return x + self.up(x) * self.scale
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(256, 16)
+        self.h = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(16, 256, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+class First(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.table = net.wte
+    def forward(self, tokens):
+        return self.table(tokens)
+
+def of_a_module(width=1):
+    net = Net()
+    return [First(net), *net.h, net.lm_head]
+
+def of_none():
+    net = Net()
+    return [("in", First(net)), ("block", Block()), ("out", nn.Linear(16, 256))]
+
+def in_a_row():
+    return nn.Sequential(First(Net()), Block(), nn.Linear(16, 256))
+"""
+
+
+@pytest.mark.parametrize("factory", ["of_a_module", "of_none", "in_a_row"])
+def test_a_factorys_own_module_loads_its_weights(
+    cli: Any, trained: Trained, texts: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, factory: str
+) -> None:
+    (folder / "odd_net.py").write_text(OWN, "utf-8")
+    monkeypatch.syspath_prepend(folder)
+    tables = changed(
+        PLAN, model={"factory": f"odd_net:{factory}"}, data__documents="cut", optimizer={"use": "core.sgd", "lr": 1e-2}
+    )
+    run, logits = trained(tables)
+    result = cli("export", run, "--out", folder / "own")
+    assert result.code == 0, result.err
+    import odd_net
+
+    state = load_file(folder / "own" / "model.safetensors")
+    if factory == "of_a_module":
+        assert "names are those of `Net.load_state_dict`" in result.err
+        net = odd_net.Net()
+        net.load_state_dict(state, strict=True)
+        layers: list[torch.nn.Module] = odd_net.First(net), *net.h, net.lm_head  # type: ignore[assignment]
+    elif factory == "in_a_row":
+        layers = odd_net.in_a_row()
+        layers.load_state_dict(state, strict=True)  # type: ignore[attr-defined]
+    else:
+        layers = [module for _, module in odd_net.of_none()]
+        for name, module in zip(("in", "block", "out"), layers, strict=True):
+            own = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
+            module.load_state_dict(own, strict=True)
+    output: Any = TOKENS
+    with torch.no_grad():
+        for layer in layers:
+            output = layer(output)
+    assert torch.equal(output, logits)
+
+
+def test_a_factory_that_makes_another_model_now_is_refused(
+    cli: Any, trained: Trained, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "odd_net.py").write_text(OWN, "utf-8")
+    monkeypatch.syspath_prepend(folder)
+    run, _ = trained(changed(PLAN, model={"factory": "odd_net:of_a_module"}, data__documents="cut"))
+    values = load_file(first_file(run))
+    save_file({f"{name}.old": value for name, value in values.items()}, run / "weights" / "model.safetensors")
+    result = cli("export", run, "--out", folder / "own")
+    assert result.code == 1
+    assert "error[weights-mismatch]: the factory does not make the run's model any more" in result.err
+    assert not (folder / "own").exists()
+    assert not list(folder.glob(".own*"))
+
+
+def test_what_cannot_be_exported_is_an_error_and_leaves_nothing(cli: Any, trained: Trained, folder: Path) -> None:
+    run, _ = trained(changed(PLAN, model__qk_norm=True, model__qkv_bias=True))
+    out = folder / "hf"
+    result = cli("export", run, "--format", "huggingface", "--out", out)
+    assert (result.code, out.exists()) == (2, False)
+    assert "error[export-format]: no model of transformers has both biases" in result.err
+    assert "error[no-run]" in cli("export", folder, "--out", out).err
+    assert "error[export-folder]" in cli("export", run, "--out", run).err
+    file = first_file(run)
+    file.write_bytes(file.read_bytes()[:-1])
+    result = cli("export", run, "--out", out)
+    assert (result.code, out.exists()) == (1, False)
+    assert f"{file.name}`: it is damaged" in result.err
+    shutil.rmtree(run / "weights")
+    result = cli("export", run, "--out", out)
+    assert result.code == 2
+    assert "error[no-weights]" in result.err
+
+
+def test_a_run_keeps_its_weights_unless_its_plan_says_no(start: Any, plan: Path, folder: Path) -> None:
+    result = start("run", plan).finish()
+    assert result.code == 0, result.err
+    assert "  weights        runs/small/weights\n" in result.err
+    with safe_open(folder / "runs" / "small" / "weights" / "model.safetensors", "pt") as content:
+        assert set(content.keys()) >= {"embed.tokens.weight", "head.norm.weight"}
+    assert load_plan(folder / "runs" / "small" / "plan.toml").run.final_weights == "working"
+    result = start("run", plan, changes=['run.name="none"', 'run.final_weights="none"']).finish()
+    assert result.code == 0, result.err
+    assert "  weights  " not in result.err
+    assert not (folder / "runs" / "none" / "weights").exists()
+
+
+IN_THE_WAY = """
+from pathlib import Path
+from torch import nn
+
+class Table(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+def layers(data):
+    if Path("runs/small").is_dir():  # not yet while the launcher looks at the model
+        Path("runs/small/weights").mkdir(exist_ok=True)
+        Path("runs/small/weights/thesis.tex").write_text("years of work")
+    return [Table(256, 8), nn.Linear(8, 256)]
+"""
+
+
+def test_a_run_that_cannot_keep_its_weights_fails_and_has_its_summary(start: Any, own_model: Any, folder: Path) -> None:
+    plan = own_model(IN_THE_WAY, DATA + 'documents = "cut"\n')
+    result = start("run", plan).finish()
+    assert result.code == 1
+    assert result.err.count("error[weights-unsaved]") == 1
+    assert "`thesis.tex`, which is no file of weights" in result.err
+    assert json.loads((folder / "runs" / "small" / "summary.json").read_text())["outcome"] == "finished"
+    assert [path.name for path in (folder / "runs" / "small" / "weights").iterdir()] == ["thesis.tex"]
+
+
+def test_a_word_that_is_no_precision_is_refused(texts: Path, folder: Path) -> None:
+    with assemble(plan_from_dict(PLAN, texts), World.alone("cpu")) as run, pytest.raises(UsageError, match="or full"):
+        run.save_weights(folder / "w", precision="bf16")  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""Runs that go on from a checkpoint: what is told, what is refused, and that the numbers are those of a run in one go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+Cli = Callable[..., Any]
+Start = Callable[..., Any]
+
+ALONE = ("parallel.dp=1", "run.steps=6")
+EVERY = 'checkpoint={every_steps=2, mode="sync"}'
+
+
+def rows(folder: Path, name: str = "small") -> list[dict[str, float]]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [{key: json.loads(line)[key] for key in ("step", "loss", "grad_norm", "lr")} for line in lines]
+
+
+@pytest.fixture
+def in_one_go(cli: Cli, plan: Path, folder: Path) -> list[dict[str, float]]:
+    """The rows of the same plan, under another name, that nobody disturbed."""
+    result = cli("run", plan, changes=[*ALONE, "run.name='whole'"])
+    assert result.code == 0, result.err
+    return rows(folder, "whole")
+
+
+def test_auto_goes_on_with_the_numbers_of_a_run_in_one_go(cli: Cli, plan: Path, folder: Path, in_one_go: Any) -> None:
+    """A learning rate that knows of all steps makes the first part end early; rows are there once."""
+    changes = [*ALONE, EVERY]
+    first = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", "learning_rate.use='core.constant'"])
+    assert first.code == 0, first.err
+    assert "no checkpoint yet: it begins at the first step" in first.err
+    assert len(rows(folder)) == 5
+    again = cli("run", plan, "--resume", "auto", changes=[*changes, "learning_rate.use='core.constant'"])
+    assert again.code == 0, again.err
+    assert f"going on after step 4 of 6, from {folder / 'runs/small/checkpoints/step-00000004'}" in again.err
+    assert "the plan has changed since: run.steps: 5 -> 6" in again.err
+    assert rows(folder) == in_one_go
+    summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
+    assert (summary["steps"], summary["samples"]) == (6, 24)
+
+
+def test_another_layout_is_told_and_another_model_is_refused(cli: Cli, plan: Path, folder: Path) -> None:
+    first = cli("run", plan, changes=[*ALONE, EVERY, "run.steps=2"])
+    assert first.code == 0, first.err
+    refused = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "model.hidden=32", "data.sequence=8"])
+    assert refused.code == 3, refused.err
+    assert "resume-differs" in refused.err
+    assert "`model.hidden = 16`, the plan has 32" in refused.err
+    assert "`data.sequence = 16`, the plan has 8" in refused.err
+    assert len(rows(folder)) == 2, "nothing was touched"
+    other = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "batch.micro_size=2"])
+    assert other.code == 0, other.err
+    assert "the plan has changed since: batch.micro_size: 1 -> 2" in other.err
+
+
+def test_a_path_begins_a_run_of_another_name(cli: Cli, plan: Path, folder: Path, in_one_go: Any) -> None:
+    assert cli("run", plan, changes=[*ALONE, EVERY]).code == 0
+    path = folder / "runs/small/checkpoints/step-00000004"
+    taken = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='whole'"])
+    assert taken.code != 0
+    assert "exists already" in taken.err
+    other = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='other'"])
+    assert other.code == 0, other.err
+    assert rows(folder, "other") == in_one_go[4:]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(cli: Cli, plan: Path, folder: Path) -> None:
+    assert cli("run", plan, changes=[*ALONE, EVERY]).code == 0
+    (newest,) = (folder / "runs/small/checkpoints/step-00000006").glob("*.safetensors")
+    with newest.open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\xff\x00\xff")
+    again = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY])
+    assert again.code == 0, again.err
+    assert "passed over " in again.err
+    assert newest.name in again.err
+    assert "going on after step 4 of 6" in again.err
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_both_options_contradict_each_other(cli: Cli, plan: Path) -> None:
+    result = cli("run", plan, "--resume", "auto", "--overwrite", changes=ALONE)
+    assert result.code == 2
+    assert "`--resume` goes on with a run and `--overwrite` deletes it" in result.err
+
+
+def test_a_missing_checkpoint_is_named(cli: Cli, plan: Path, folder: Path) -> None:
+    result = cli("run", plan, "--resume", folder / "nowhere", changes=ALONE)
+    assert result.code != 0
+    assert "no-checkpoint" in result.err
+    assert str(folder / "nowhere") in result.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on(
+    start: Start, plan: Path, folder: Path, number: int, code: int
+) -> None:
+    changes = ["parallel.dp=2", "run.steps=1000000", "run.log_every=1", "checkpoint={}"]
+    program = start("run", plan, changes=changes)
+    program.wait_for("step 3/")
+    os.kill(program.process.pid, number)
+    result = program.finish(60)
+    assert result.code == code, result.err
+    done = len(rows(folder))
+    assert [path.name for path in (folder / "runs/small/checkpoints").iterdir()] == [f"step-{done:08}"]
+    again = start("run", plan, "--resume", "auto", changes=[*changes[:1], f"run.steps={done + 2}", *changes[2:]])
+    result = again.finish(60)
+    assert result.code == 0, result.err
+    assert f"going on after step {done} of {done + 2}" in result.err
+    assert [row["step"] for row in rows(folder)] == list(range(1, done + 3))
+
+
+DIES_ONCE = """
+    import os
+    import torch
+    from torch import nn
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(256, 256)
+            self.calls = 0
+
+        def forward(self, tokens):
+            self.calls += self.training
+            if self.calls > 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), 9)
+            return self.embed(tokens)
+
+    def layers():
+        return [Tiny()]
+"""
+
+
+def test_torchrun_starts_a_run_again_and_it_goes_on_by_itself(start: Start, own_model: Any, folder: Path) -> None:
+    path = own_model(DIES_ONCE)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+    torchrun = (*torchrun, "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "--max-restarts", "1")
+    changes = ["run.steps=8", 'checkpoint={every_steps=1, mode="sync"}']
+    result = start("run", path, launcher=torchrun, changes=changes).finish(120)
+    assert result.code == 0, result.err
+    assert "going on after step" in result.err
+    assert [row["step"] for row in rows(folder)] == list(range(1, 9))

@@ -1,0 +1,220 @@
+"""`run.save_weights` writes, in every layout, the weights that the ranks hold, each once, in files that are complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.parity import assert_close_gradients
+from sley_core.testing.plans import changed, small_plan
+from sley_core.testing.runs import weights
+from sley_core.weight_files import write
+from sley_core.weight_files.read import INDEX, WeightFiles
+
+for plugin in ("sley_dp", "sley_pp", "sley_isp"):
+    pytest.importorskip(plugin)
+
+Tensors = dict[str, torch.Tensor]
+PLAN = small_plan(
+    model__tie_embeddings=True,
+    data__sequence=16,
+    batch={"global_size": 4, "micro_size": 1},
+    optimizer={"use": "core.adamw", "lr": 1e-3},
+    precision__compute="bf16",
+)
+SHARDED = [{"use": "dp.sharded"}]
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
+        "sharded": {"parallel": {"dp": 2}, "gradient_handlers": SHARDED},
+        "pp": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
+        "interleaved": {"parallel": {"pp": 2}, "pipeline": {"use": "pp.interleaved"}},
+        "wp": {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
+        "wp by columns": {
+            "model__tie_embeddings": False,
+            "parallel": {"wp": 2},
+            "weights": {"use": "isp.communicator", "embedding": "hidden"},
+        },
+    },
+    4: {
+        "wp and sharded": {
+            "parallel": {"wp": 2, "dp": 4},
+            "weights": {"use": "isp.communicator"},
+            "gradient_handlers": SHARDED,
+        },
+        "copies of shards": {"parallel": {"dp": 4}, "gradient_handlers": [{"use": "dp.sharded", "shards": 2}]},
+        "pp and wp": {
+            "parallel": {"pp": 2, "wp": 2},
+            "pipeline": {"use": "pp.one_f_one_b"},
+            "weights": {"use": "isp.communicator"},
+        },
+    },
+}
+pytestmark = pytest.mark.timeout(400)
+
+
+def saved(plans: dict[str, dict[str, Any]], texts: Path, to: Path) -> dict[str, Tensors]:
+    """Takes two steps of each plan and saves its weights in both precisions; returns what this rank holds."""
+    found = {}
+    for name, tables in plans.items():
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+            run.step()
+            run.step()
+            run.save_weights(to / name / "working", max_file_bytes=4000)
+            run.save_weights(to / name / "full", precision="full")
+            found[name] = {key: value for key, value in weights(run).items() if key in run.book.names}
+    return found
+
+
+def read(folder: Path) -> Tensors:
+    files = WeightFiles(folder)
+    return {name: files.tensor(name) for name in files.names}
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_files_have_what_ranks_hold(ranks: Any, texts: Path, tmp_path: Path, size: int) -> None:
+    saved({"tied": PLAN, "untied": changed(PLAN, model__tie_embeddings=False)}, texts, tmp_path)
+    plans = {name: changed(PLAN, **layout) for name, layout in LAYOUTS[size].items()}
+    everyone = ranks(size, timeout_s=200)(saved, plans, texts, tmp_path)
+    for name, tables in plans.items():
+        reference = read(tmp_path / ("tied" if tables["model"]["tie_embeddings"] else "untied") / "full")
+        working, full = read(tmp_path / name / "working"), read(tmp_path / name / "full")
+        assert working.keys() == full.keys() == reference.keys(), name
+        for of_rank in everyone:
+            assert all(torch.equal(working[key], value) for key, value in of_rank[name].items()), name
+        for key, value in full.items():
+            assert value.dtype == torch.float32
+            assert torch.equal(value.bfloat16(), working[key]), f"{name}: {key} is not the master of what computes"
+        assert_close_gradients(reference, full, 2**-7)
+        index = json.loads((tmp_path / name / "working" / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in working.values())
+        assert not list((tmp_path / name).glob(".*")), "nothing unfinished is left"
+
+
+def test_files_are_not_larger_than_allowed_and_the_library_reads_them(texts: Path, tmp_path: Path) -> None:
+    saved({"alone": PLAN}, texts, tmp_path)
+    files = sorted((tmp_path / "alone" / "working").glob("*.safetensors"))
+    assert len(files) == 3
+    assert [file.name for file in files][:1] == [f"model-00001-of-{len(files):05}.safetensors"]
+    for file in files:
+        with safe_open(file, "pt") as content:
+            assert content.metadata() == {"format": "pt"}
+        values = load_file(file)
+        assert sum(value.nbytes for value in values.values()) <= 4000 or len(values) == 1
+    assert (tmp_path / "alone" / "full" / "model.safetensors").is_file()
+
+
+def test_weights_go_out_and_come_back_bit_for_bit(texts: Path, tmp_path: Path) -> None:
+    plan = plan_from_dict(PLAN, texts)
+    with assemble(plan, World.alone("cpu")) as run:
+        run.step()
+        run.save_weights(tmp_path / "w", precision="full")
+        first = run.step()["loss"]
+    with assemble(plan, World.alone("cpu")) as run:
+        run.step()
+        run.step()
+        assert run.load_weights(load_file(tmp_path / "w" / "model.safetensors")) == ([], [])
+        run.save_weights(tmp_path / "again", precision="full")
+    with assemble(plan, World.alone("cpu")) as run:
+        run.step()  # moments and data as in the first run
+        run.load_weights(load_file(tmp_path / "again" / "model.safetensors"))
+        assert run.step()["loss"] == first
+
+
+def refused(tables: dict[str, Any], texts: Path, to: Path) -> list[str]:
+    """What this rank is told in three saves that fail on one rank, and where a save that succeeds after them went."""
+    told = []
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        run.step()
+        add = write.TensorFile.add
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device", "disk")
+
+        for case in ("strange", "disk", "file"):
+            if case == "disk" and world.rank == 1:
+                write.TensorFile.add = full  # type: ignore[method-assign]
+            folder = to / case / "sub" if case == "file" else to / case
+            with pytest.raises(RunError) as raised:
+                run.save_weights(folder)
+            told.append(raised.value.diagnostics[0].message)
+            write.TensorFile.add = add  # type: ignore[method-assign]
+        run.save_weights(to / "disk")
+    return told
+
+
+def test_all_ranks_hear_that_one_could_not_write(ranks: Any, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "thesis.tex").write_text("years of work")
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "disk").mkdir()
+    plan = changed(PLAN, parallel={"pp": 2}, pipeline={"use": "pp.one_f_one_b"})
+    (first, second) = ranks(2, timeout_s=100)(refused, plan, texts, tmp_path)
+    assert first == second
+    strange, disk, file = first
+    assert "rank 0" in strange
+    assert "`thesis.tex`, which is no file of weights" in strange
+    assert "rank 1: cannot write `disk`: No space left on device" in disk
+    assert "rank 0: cannot write" in file
+    assert (tmp_path / "strange" / "thesis.tex").read_text() == "years of work"
+    assert read(tmp_path / "disk").keys(), "the next save succeeds"
+    assert not list(tmp_path.glob(".*"))
+
+
+def away(tables: dict[str, Any], texts: Path, to: Path) -> list[str]:
+    """What this rank is told when the weights of rank 1 alone are away, and the names that it saves once they are back."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        run.step()
+        if world.rank == 1:
+            run.memory.offload("weights").wait()
+        with pytest.raises(RunError) as raised:
+            run.save_weights(to)
+        run.memory.onload()
+        run.save_weights(to, precision="full")
+        return [raised.value.diagnostics[0].message, *sorted(WeightFiles(to).names)]
+
+
+def test_memory_that_is_away_on_one_rank_is_told_on_all(ranks: Any, texts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sley_memory")
+    tables = changed(PLAN, parallel={"dp": 2}, offload=[{"use": "memory.everything"}])
+    (first, *names), second = ranks(2, timeout_s=100)(away, tables, texts, tmp_path / "w")
+    assert second == [first, *names]
+    assert "rank 1: " in first
+    assert "saving weights" in first
+    assert "embed.tokens.weight" in names
+
+
+def grown(tables: dict[str, Any], texts: Path, to: Path) -> tuple[int, int]:
+    """By how many bytes memory grows at most while this rank saves, and the bytes that it saves of all ranks."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        run.save_weights(to / "first")  # so that what is imported late is there
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
+        before = status("VmRSS")
+        run.save_weights(to / "w")
+        return status("VmHWM") - before, run.facts.num_parameters * 4
+
+
+def test_no_rank_gathers_more_than_a_weight(ranks: Any, texts: Path, tmp_path: Path) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the system does not say how much memory a process had at most")
+    model = {"use": "core.llama", "num_layers": 4, "hidden": 512, "heads": 8, "ffn_hidden": 2048}
+    tables = changed(PLAN, model=model, precision__compute="fp32", run__keep_freed_memory=False)
+    tables = changed(tables, parallel={"wp": 2}, weights={"use": "isp.communicator"})
+    for peak, total in ranks(2, timeout_s=100)(grown, tables, texts, tmp_path):
+        assert total > 64e6
+        assert peak < 24e6, f"{peak / 1e6:.0f} MB, where the largest weight has 4"

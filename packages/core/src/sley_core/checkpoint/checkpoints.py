@@ -1,0 +1,196 @@
+"""`run.save_checkpoint` and `run.load_checkpoint`: what all ranks do together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sley_core.checkpoint.background import Background
+from sley_core.checkpoint.loading import CheckpointLoader, Restored
+from sley_core.checkpoint.run_tensors import RunTensors
+from sley_core.checkpoint.saving import Destination, Preparation, absolute
+from sley_core.checkpoint.values import to_json
+from sley_core.checkpoint.writing import Writing, said
+from sley_core.comm.collectives import gather_objects
+from sley_core.engine.agreement import Agreement
+from sley_core.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from sley_core.data.feed import Feed
+    from sley_core.plan.plan import Plan
+
+AUTO = "auto"
+FAILED = "checkpoint-failed"
+COUNTS = ("saved", "failed", "seconds_blocked", "seconds_securing", "seconds_waited", "copied_bytes")
+
+
+class Checkpoints:
+    """The checkpoints of a run, on one rank. folder: of those that have no path of their own; None where the run has none.
+
+    resolved: returns the resolved plan as text; the run sets it. is_asked: whether all ranks have agreed that it is time.
+    notes: for the user, of saves that failed. counts: saves that were written and that failed, seconds that training waited for
+    them (as they begin, before updates, for the one before), and bytes that had to be copied.
+    """
+
+    def __init__(self, plan: Plan, tensors: RunTensors, feed: Feed | None, folder: str | None) -> None:
+        self.plan = plan
+        self.tensors = tensors
+        self.feed = feed
+        self.folder = None if folder is None else absolute(folder)
+        self.resolved: Callable[[], str] = plan.to_toml
+        self.notes: list[str] = []
+        self.is_asked = False
+        self.counts = dict.fromkeys(COUNTS, 0.0)
+        self._background: Background | None = None
+        self._saved_step = -1
+        self._saved_at = time.monotonic()
+        self._is_written = False
+        tensors.parts.events.gradients_done.append(self.secure)
+        self._preparation = Preparation(plan, tensors)
+        self._loader = CheckpointLoader(plan, tensors, feed)
+        self._control = tensors.parts.groups["control"]
+
+    def save(self, path: str | Path | None, step: int) -> str:
+        """Writes a checkpoint and returns its folder, when it is there on all ranks. All ranks call it."""
+        self.finish()
+        writing = self._prepare(
+            Destination(self._folder(), True) if path is None else Destination(absolute(path), False), step
+        )
+        failed = ""
+        try:
+            writing.run()
+        except RunError as error:
+            failed = said(error)
+        self._done(failed)
+        self._saved_step = step
+        return writing.target.text
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the plan wants a checkpoint after `step` that is not there yet; alike on all ranks."""
+        table = self.plan.checkpoint
+        if table is None or step == self._saved_step:
+            return False
+        return self.is_asked or (table.every_steps is not None and step % table.every_steps == 0)
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether it is time, by the clock of rank 0, which votes for all."""
+        minutes = self.plan.checkpoint.every_minutes if self.plan.checkpoint else None
+        is_voter = self.tensors.parts.world.rank == 0
+        return is_voter and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+
+    def save_due(self, step: int) -> None:
+        """Begins the save that is due, or does all of it, as the plan says. All ranks call it. That it fails is a note and a
+        count: the run goes on.
+        """
+        assert self.plan.checkpoint is not None, "nothing is due"
+        began = time.perf_counter()
+        self._saved_step, self._saved_at, self.is_asked = step, time.monotonic(), False
+        try:
+            if self.plan.checkpoint.mode == "sync":
+                self.save(None, step)
+            else:
+                self.finish()
+                self._background = Background(
+                    self._prepare(Destination(self._folder(), True), step), self.tensors.parts.world.device
+                )
+        except RunError as error:
+            if error.diagnostics[0].code != FAILED:
+                raise
+            self._note(said(error))
+        self.counts["seconds_blocked"] += time.perf_counter() - began
+
+    def train_done(self, step: int, *, was_stopped: bool) -> None:
+        """Ends the save in progress, and saves a run that was asked to stop. All ranks call it, after their last step."""
+        self.finish()
+        table = self.plan.checkpoint
+        if was_stopped and table is not None and table.on_interrupt and not self._is_saved(step):
+            self.save(None, step)
+
+    def secure(self) -> None:
+        """Must be called before weights, masters or states change or move; a save in progress copies what it has not read."""
+        if self._background is not None:
+            began = time.perf_counter()
+            self._background.secure()
+            self.counts["seconds_securing"] += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Waits for the save in progress, on all ranks, and tells how it ended. All ranks call it."""
+        background, self._background = self._background, None
+        if background is None:
+            return
+        began = time.perf_counter()
+        background.wait()
+        self.counts["copied_bytes"] += background.live.num_copied
+        try:
+            self._done(background.failed)
+        except RunError as error:
+            self._note(said(error))
+        self.counts["seconds_waited"] += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Ends the save in progress, as far as the other ranks still answer. Does not communicate."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.secure()
+            background.end()
+            self.counts["copied_bytes"] += background.live.num_copied
+            self.counts["saved"] += not background.failed
+            if background.failed:
+                self._note(background.failed)
+
+    def _prepare(self, where: Destination, step: int) -> Writing:
+        keep = self.plan.checkpoint.keep if self.plan.checkpoint else None
+        Agreement(self.tensors.parts.groups).begin("saving a checkpoint").check()
+        return self._preparation.prepare(where, step, self._state(step), self.resolved(), keep)
+
+    def _done(self, failed: str) -> None:
+        """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not there."""
+        # All ranks: it is there when rank 0 has given it its name, and not if any of them has failed.
+        everyone = gather_objects(failed, self._control, what="whether the checkpoint is written")
+        self._is_written = not any(everyone)
+        self.counts["saved"] += self._is_written
+        if not self._is_written:
+            raise RunError(FAILED, next(filter(None, everyone)))
+
+    def _is_saved(self, step: int) -> bool:
+        return self._saved_step == step and self._is_written
+
+    def _note(self, failed: str) -> None:
+        self.counts["failed"] += 1
+        self.notes.append(f"{failed}; the run goes on without it")
+
+    def load(self, path: str | Path) -> tuple[Restored | None, int]:
+        """Loads the checkpoint at `path`, or the newest whole one of several there. All ranks call it.
+
+        path: "auto" for the run's own folder. Returns what was loaded, and the steps done; None if that has none.
+        """
+        self.finish()
+        Agreement(self.tensors.parts.groups).begin("loading a checkpoint").check()
+        is_auto = str(path) == AUTO
+        found = self._loader.load(self._folder() if is_auto else absolute(path), self.resolved(), is_auto=is_auto)
+        if found is None:
+            return None, 0
+        self._saved_step, self._is_written, self._saved_at = found.step, True, time.monotonic()
+        return found, found.step
+
+    def _folder(self) -> str:
+        if self.folder is None:
+            raise UsageError(
+                "no-folder",
+                "this run has no folder for checkpoints",
+                hint="give a path, or a folder to `assemble(plan, world, folder=...)`",
+            )
+        return self.folder
+
+    def _state(self, step: int) -> dict[str, Any]:
+        update = self.tensors.update
+        return {
+            "steps": step,
+            "was_taken": update.was_taken,
+            "scale": None if update.scale is None else update.scale.state(),
+            "skips": None if update.skips is None else update.skips.state(),
+            "data": None if self.feed is None else to_json(self.feed.state()),
+        }

@@ -1,0 +1,184 @@
+"""The folder of a checkpoint: its files are whole once they have their names, and it appears at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+
+class Written(NamedTuple):
+    """What a file has: bytes, and their CRC-32."""
+
+    num_bytes: int
+    crc: int
+
+
+class Folder(Protocol):
+    """A folder, by path or URL. All methods raise OSError for what the system refuses."""
+
+    @property
+    def text(self) -> str:
+        """Its path or URL, for people."""
+        ...
+
+    def child(self, name: str) -> Folder: ...
+
+    def names(self) -> list[str]:
+        """Returns the names of what is in it, sorted; none if there is no such folder."""
+        ...
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+        """Writes a file, which is on the disk, under its name and whole, or is not there."""
+        ...
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
+        """Returns the bytes of a file from `first` to before `last`; fewer where it ends before."""
+        ...
+
+    def read_into(self, name: str, first: int, memory: memoryview) -> int:
+        """Reads from the byte `first` on into `memory`; returns how many bytes there were."""
+        ...
+
+    def num_bytes(self, name: str) -> int:
+        """Returns how long a file is."""
+        ...
+
+    def crc(self, name: str) -> int:
+        """Reads a file, and returns the CRC-32 of its bytes."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Deletes a file."""
+        ...
+
+    def staging(self, token: str) -> Folder:
+        """Returns the folder in which this one is made ready; `publish` of that gives it this one's name."""
+        ...
+
+    def is_unfinished(self, name: str, last_file: str) -> bool:
+        """Returns whether the folder `name` in this one is a checkpoint that was not written up to its `last_file`."""
+        ...
+
+    def publish(self, target: Folder) -> None:
+        """Gives this folder, a `staging` of `target`, its name, for good."""
+        ...
+
+    def remove(self) -> None:
+        """Deletes it with all that is in it, if it is there."""
+        ...
+
+
+STAGING = ".saving-"
+"""How the names of folders begin that are not ready."""
+
+_STEP_BYTES = 16 << 20
+
+
+class LocalFolder:
+    """A folder of a mounted file system, made when the first file is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def text(self) -> str:
+        return str(self.path)
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self.path / name)
+
+    def names(self) -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(one.name for one in self.path.iterdir())
+        return []
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+        self.path.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path / f".{name}"
+        num_bytes = crc = 0
+        try:
+            with unfinished.open("wb", buffering=0) as file:
+                for chunk in chunks:
+                    crc = crc32(chunk, crc)
+                    left = memoryview(chunk)
+                    while left:
+                        left = left[file.write(left) :]
+                    num_bytes += len(chunk)
+                os.fsync(file.fileno())
+            unfinished.replace(self.path / name)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink()  # a full disk has room again
+            raise
+        return Written(num_bytes, crc)
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
+        end = self.num_bytes(name)
+        data = bytearray(max(0, min(end, end if last is None else last) - first))
+        found = self.read_into(name, first, memoryview(data))
+        return data[:found]
+
+    def read_into(self, name: str, first: int, memory: memoryview) -> int:
+        done = 0
+        with (self.path / name).open("rb", buffering=0) as file:
+            while done < len(memory):
+                got = os.preadv(file.fileno(), [memory[done : done + _STEP_BYTES]], first + done)
+                if not got:
+                    break
+                done += got
+        return done
+
+    def num_bytes(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def crc(self, name: str) -> int:
+        memory, crc, done = memoryview(bytearray(_STEP_BYTES)), 0, 0
+        while got := self.read_into(name, done, memory):
+            crc = crc32(memory[:got], crc)
+            done += got
+        return crc
+
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink()
+
+    def staging(self, token: str) -> LocalFolder:
+        return LocalFolder(self.path.parent / f"{STAGING}{self.path.name}-{token}")
+
+    def is_unfinished(self, name: str, last_file: str) -> bool:
+        return name.startswith(STAGING)
+
+    def publish(self, target: Folder) -> None:
+        assert isinstance(target, LocalFolder), target
+        _sync(self.path)
+        self.path.rename(target.path)
+        _sync(target.path.parent)
+
+    def remove(self) -> None:
+        if self.path.is_dir():
+            gone = self.path.with_name(f"{STAGING}{self.path.name.removeprefix(STAGING)}-gone")
+            with suppress(OSError):  # of what is deleted half, nobody takes the rest for a checkpoint
+                self.path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Returns the folder at `path`. Raises UsageError `no-fsspec` for a URL that nothing here can open."""
+    if "://" in str(path):
+        from sley_core.checkpoint.remote import RemoteFolder
+
+        return RemoteFolder(str(path))
+    return LocalFolder(Path(path).absolute())
+
+
+def _sync(path: Path) -> None:
+    """Makes what was created in a folder, or renamed, survive the end of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

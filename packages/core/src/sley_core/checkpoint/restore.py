@@ -1,0 +1,158 @@
+"""Brings a checkpoint into a run: each rank reads of every tensor what it holds, whatever ranks wrote it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
+from sley_core.checkpoint.regions import Region, region_of
+from sley_core.checkpoint.run_tensors import OPTIONS, RunTensors, state_name
+from sley_core.checkpoint.tensor_file import BY_NAME
+from sley_core.checkpoint.trees import StateLeaf, joined, leaves
+from sley_core.checkpoint.values import from_json
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sley_core.checkpoint.reader import Checkpoint
+    from sley_core.engine.masters import Stepped
+
+SHOWN = 4
+
+
+class Restoring:
+    """Of one rank, from one checkpoint. is_same_layout: whether every rank is what it was when the checkpoint was written."""
+
+    def __init__(self, tensors: RunTensors, found: Checkpoint, *, is_same_layout: bool) -> None:
+        self.tensors = tensors
+        self.found = found
+        self.is_same_layout = is_same_layout
+        self.notes: list[str] = []
+        self._states = _by_parameter(found)
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes that this rank needs: weights and buffers."""
+        named = {WEIGHTS + entry.name: tuple(entry.shape) for entry in self.tensors.parts.book}
+        return named | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.tensors.buffers()}
+
+    def restore(self) -> None:
+        """Sets weights, masters, buffers, optimizer states, and what parts of the run keep. Does not communicate."""
+        self._weights()
+        self._buffers()
+        self._optimizer()
+        self._kept()
+
+    def _weights(self) -> None:
+        masters = self.tensors.update.masters
+        types = set()
+        for entry in self.tensors.parts.book:
+            value = self._own(WEIGHTS + entry.name, region_of(entry))
+            types.add(value.dtype)
+            masters.set(entry, value)
+        others = sorted(str(one).removeprefix("torch.") for one in types if one != masters.wide)
+        if others:
+            wide = str(masters.wide).removeprefix("torch.")
+            self.notes.append(f"weights of the checkpoint were {', '.join(others)}, and are {wide} here")
+
+    @torch.no_grad()
+    def _buffers(self) -> None:
+        for name, buffer, differs in self.tensors.buffers():
+            own = self.tensors.own_name(BUFFERS + name)
+            is_own = differs and self.is_same_layout and own in self.found
+            buffer.copy_(self._own(own if is_own else BUFFERS + name, Region(tuple(buffer.shape))))
+
+    def _optimizer(self) -> None:
+        """Gives the optimizer its states by its own `load_state_dict`, which knows where they must lie, and of what type."""
+        optimizer = self.tensors.update.optimizer
+        groups = optimizer.param_groups
+        packed = optimizer.state_dict()
+        stepped = {id(one.parameter): one for one in self.tensors.update.masters.stepped}
+        states: dict[int, Any] = {}
+        for group, numbered in zip(groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], numbered["params"], strict=True):
+                if state := self._state(stepped[id(parameter)]):
+                    states[number] = state
+            numbered |= self._options([stepped[id(one)].name for one in group["params"]])
+        optimizer.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
+        for mine, loaded in zip(groups, optimizer.param_groups, strict=True):
+            mine.update(loaded)
+        optimizer.param_groups = groups  # the same objects as before: others have them
+        for one in stepped.values():
+            self._keep_types(one)
+
+    def _kept(self) -> None:
+        for place, keeper in self.tensors.keepers.items():
+            prefix = self.tensors.own_name(f"{place}/")
+            found = [name for name in self.found if name.startswith(prefix)] if self.is_same_layout else []
+            keeper.restore_kept({name.removeprefix(prefix): self.found[name] for name in found})
+            if not self.is_same_layout and any(f"/{place}/" in name for name in self.found):
+                self.notes.append(f"{place} begins anew: what it kept belongs to another layout")
+
+    def _state(self, stepped: Stepped) -> Any:
+        found = self._states.get(stepped.name, [])
+        return joined(StateLeaf(path, self._leaf(stepped, name)) for name, path in found)
+
+    def _keep_types(self, stepped: Stepped) -> None:
+        """Gives states that were of another type than their parameter that type again: torch casts all to the parameter's."""
+        state = self.tensors.update.optimizer.state
+        found = list(leaves(state.get(stepped.parameter, {})))
+        kept = [leaf._replace(value=self._in_own_type(stepped, leaf)) for leaf in found]
+        if any(one.value is not other.value for one, other in zip(kept, found, strict=True)):
+            state[stepped.parameter] = joined(kept)
+
+    def _in_own_type(self, stepped: Stepped, leaf: StateLeaf) -> Any:
+        name = state_name(stepped.name, leaf.name)
+        if not isinstance(leaf.value, Tensor) or name not in self.found:
+            return leaf.value
+        dtype = BY_NAME[self.found.facts(name).dtype]
+        followed = BY_NAME[self.found.facts(WEIGHTS + stepped.name).dtype]
+        if dtype in (followed, leaf.value.dtype):
+            return leaf.value
+        return self._leaf(stepped, name).to(leaf.value.device)
+
+    def _leaf(self, stepped: Stepped, name: str) -> Any:
+        if name in self.found.index.values:
+            return from_json(self.found.index.values[name])
+        shape = self.found.facts(name).shape
+        is_part = shape == tuple(stepped.entry.shape)
+        return self._own(name, region_of(stepped.entry, stepped.span) if is_part else Region(shape))
+
+    def _options(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns what an optimizer that counts in its groups had counted for these parameters."""
+        values = self.found.index.values
+        found = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
+        if any(one != found[0] for one in found):
+            raise RunError("checkpoint-mismatch", f"the optimizer had other options for {names[0]!r} and {names[-1]!r}")
+        return {key: from_json(value) for key, value in found[0].items()} if found else {}
+
+    def _own(self, name: str, region: Region) -> Tensor:
+        """Returns this rank's part of a tensor, on the host, in the format of the file, padded with zeros."""
+        own = torch.zeros(region.own_shape, dtype=BY_NAME[self.found.facts(name).dtype])
+        for rectangle, view in region.cut(own):
+            self.found.read_into(name, rectangle, view)
+        return own
+
+
+def mismatches(expected: dict[str, tuple[int, ...]], found: Checkpoint) -> Iterator[str]:
+    """Yields in words what one rank needs and the checkpoint does not have, or has in another shape."""
+    for name, shape in expected.items():
+        if name not in found:
+            yield f"{name!r} is not in the checkpoint"
+        elif (other := found.facts(name).shape) != shape:
+            yield f"{name!r} is {list(other)} in the checkpoint and {list(shape)} here"
+
+
+def _by_parameter(found: Checkpoint) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
+    """Returns, by parameter, the names of its states in the checkpoint, each with the way to it; tensors and values."""
+    states: dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]] = {}
+    for name in [*found, *found.index.values]:
+        if name.startswith(OPTIMIZER):
+            parameter, _, state = name.removeprefix(OPTIMIZER).rpartition("/")
+            path = found.index.paths.get(name, [["dict", state]])
+            assert name == state_name(parameter, state), name
+            states.setdefault(parameter, []).append((name, tuple((kind, key) for kind, key in path)))
+    return states

@@ -1,0 +1,207 @@
+"""What a run's checkpoint consists of: this rank's tensors by names that no layout changes, and the small values beside them.
+
+weights/<parameter>              what is stepped: the master where there is one, else the weight
+optimizer/<parameter>/<state>    as the optimizer calls it
+buffers/<name>                   of modules; not what their constructors make anew
+ranks/<rank>/<name>              what one rank keeps for itself
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.checkpoint.index import BUFFERS, OPTIMIZER, WEIGHTS
+from sley_core.checkpoint.regions import Region, region_of
+from sley_core.checkpoint.tensor_file import DTYPES, TensorPiece
+from sley_core.checkpoint.trees import leaves
+from sley_core.checkpoint.values import from_json, to_json
+from sley_core.errors import RunError
+from sley_core.memory.state import Where, is_away
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sley_core.comm.device import Device
+    from sley_core.engine.masters import Stepped
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.update import Update
+    from sley_core.memory.run_memory import RunMemory
+    from sley_core.protocols import Keeps
+
+OPTIONS = "options/"
+"""How the names of values begin that are a parameter's options in the optimizer's groups."""
+
+OF_PLAN = ("params", "lr", "initial_lr", "weight_decay")
+"""Options that the plan gives: those of the present plan hold, not those that were saved."""
+
+
+class RunTensors:
+    """Of one rank. per_rank: patterns of buffers that may differ from rank to rank. keepers: what keeps something of its own,
+    by its place in the plan.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        update: Update,
+        memory: RunMemory,
+        per_rank: Sequence[str],
+        keepers: Mapping[str, Keeps],
+    ) -> None:
+        self.parts = parts
+        self.update = update
+        self.memory = memory
+        self.per_rank = tuple(per_rank)
+        self.keepers = keepers
+
+    def pieces(self) -> list[TensorPiece]:
+        """Returns everything that this rank holds, live, and where it lies; equal pieces of other ranks are equal bit for bit.
+
+        Raises RunError `checkpoint-type` for a tensor of numbers that a file cannot hold.
+        """
+        self._follow()
+        self._at_rest = self.memory.at_rest()
+        found = [*self._weights(), *self._states(), *self._all_buffers(), *self._kept()]
+        for piece in found:
+            if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
+                kind = f"{piece.tensor.dtype}, {piece.tensor.layout}"
+                raise RunError("checkpoint-type", f"a checkpoint cannot hold {piece.name!r}, which is {kind}")
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """Returns what the optimizer keeps that is no tensor, as JSON: leaves of states, and options that it counts in."""
+        found = {}
+        for stepped in self.update.masters.stepped:
+            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                if leaf.path and not isinstance(leaf.value, Tensor):
+                    found[state_name(stepped.name, leaf.name)] = _plain(leaf.value, stepped.name, leaf.name)
+        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
+        for group in self.update.optimizer.param_groups:
+            changed = self._changed(group)
+            if changed:
+                found |= {OPTIONS + names[id(one)]: changed for one in group["params"] if id(one) in names}
+        return found
+
+    def paths(self) -> dict[str, Any]:
+        """Returns where leaves of nested states lie; none for an optimizer whose states are flat."""
+        found = {}
+        for stepped in self.update.masters.stepped:
+            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                if len(leaf.path) > 1:
+                    found[state_name(stepped.name, leaf.name)] = [list(one) for one in leaf.path]
+        return found
+
+    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yields name and value of each buffer that is kept, and whether it may differ from rank to rank."""
+        for layer in self.parts.layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name):
+                for attribute, buffer in module.named_buffers(recurse=False):
+                    name = f"{prefix}.{attribute}"
+                    differs = any(fnmatchcase(name, pattern) for pattern in self.per_rank)
+                    if differs or attribute not in module._non_persistent_buffers_set:
+                        yield name, buffer, differs
+
+    def _follow(self) -> None:
+        """Lets masters take over what a program wrote to weights. Raises StateError if it did, and these are away now."""
+        where, masters = self.memory.where, self.update.masters
+        if where["weights"] is where["masters"] is Where.HERE or masters.home is not None:
+            masters.follow()
+        elif masters.were_written:
+            raise is_away("weights", "a checkpoint after a program has written weights")
+
+    def _weights(self) -> Iterator[TensorPiece]:
+        stepped = {one.entry: one for one in self.update.masters.stepped}
+        for entry in self.parts.book:
+            if entry in stepped:
+                one = stepped[entry]
+                yield from self._cut(WEIGHTS + entry.name, region_of(entry, one.span), one.parameter)
+            elif self.parts.store.span(entry) is None:
+                yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
+
+    def _states(self) -> Iterator[TensorPiece]:
+        for stepped in self.update.masters.stepped:
+            for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                if isinstance(leaf.value, Tensor):
+                    name = state_name(stepped.name, leaf.name)
+                    yield from self._cut(name, state_region(stepped, tuple(leaf.value.shape)), leaf.value)
+
+    def _all_buffers(self) -> Iterator[TensorPiece]:
+        for name, buffer, differs in self.buffers():
+            yield from self._cut(BUFFERS + name, Region(tuple(buffer.shape)), buffer)
+            if differs:
+                yield from self._cut(self.own_name(BUFFERS + name), Region(tuple(buffer.shape)), buffer)
+
+    def _kept(self) -> Iterator[TensorPiece]:
+        for place, keeper in self.keepers.items():
+            for name, tensor in keeper.kept().items():
+                yield from self._cut(self.own_name(f"{place}/{name}"), Region(tuple(tensor.shape)), tensor)
+
+    def own_name(self, name: str) -> str:
+        """Returns the name of what this rank keeps for itself."""
+        return f"ranks/{self.parts.world.rank}/{name}"
+
+    def _cut(self, name: str, region: Region, tensor: Tensor) -> Iterator[TensorPiece]:
+        for rectangle, view in region.cut(self._at_rest(tensor.detach())):
+            yield TensorPiece(name, region.shape, rectangle, view)
+
+    def _changed(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the options of a group that are not those with which the optimizer began, as JSON."""
+        begun = self.update.optimizer.defaults
+        return {
+            key: _plain(value, "a group", key)
+            for key, value in group.items()
+            if key not in OF_PLAN and (key not in begun or begun[key] != value)
+        }
+
+
+def state_name(parameter: str, state: str) -> str:
+    """Returns the name of a state of a parameter."""
+    return f"{OPTIMIZER}{parameter}/{state}"
+
+
+def state_region(stepped: Stepped, shape: tuple[int, ...]) -> Region:
+    """Returns what of a whole state this rank's is: as much as of the parameter, if it has the parameter's shape; else all."""
+    return region_of(stepped.entry, stepped.span) if shape == tuple(stepped.parameter.shape) else Region(shape)
+
+
+def generators(device: Device) -> dict[str, Any]:
+    """Returns the states of the generators of this process, as JSON: torch's, Python's and numpy's."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device.torch_device)
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = (kind, keys.tolist(), *rest)
+    return {name: to_json(state) for name, state in found.items()}
+
+
+def restore_generators(states: Mapping[str, Any], device: Device) -> None:
+    """Restores what `generators` returned."""
+    found = {name: from_json(state) for name, state in states.items()}
+    torch.set_rng_state(found["torch"])
+    random.setstate(found["python"])
+    if "cuda" in found and device.type == "cuda":
+        torch.cuda.set_rng_state(found["cuda"], device.torch_device)
+    if "numpy" in found:
+        import numpy
+
+        kind, keys, *rest = found["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def _plain(value: Any, parameter: str, name: str) -> Any:
+    try:
+        return to_json(value)
+    except TypeError as error:
+        raise RunError(
+            "optimizer-state",
+            f"a checkpoint cannot hold {name!r}, which the optimizer keeps for {parameter}: {error}",
+            hint="keep tensors, numbers, strings, and lists, tuples and dicts of them",
+        ) from error

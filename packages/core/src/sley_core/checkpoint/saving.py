@@ -1,0 +1,186 @@
+"""What all ranks agree on before a save: that they save the same thing in the same place, and who writes what of it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sley_core.checkpoint.folders import Folder, open_folder
+from sley_core.checkpoint.index import INDEX, CheckpointIndex, read_index
+from sley_core.checkpoint.run_tensors import RunTensors, generators
+from sley_core.checkpoint.shares import Listed, Shares, from_lists, listed, share_out
+from sley_core.checkpoint.tensor_file import chunks_of
+from sley_core.checkpoint.verify import is_ours, ready, step_name
+from sley_core.checkpoint.writing import Writing
+from sley_core.comm.collectives import gather_objects
+from sley_core.errors import RunError, SleyError
+from sley_core.plan.factory import cause
+
+if TYPE_CHECKING:
+    from sley_core.checkpoint.tensor_file import TensorPiece
+    from sley_core.plan.plan import Plan
+
+
+class Destination(NamedTuple):
+    """Destination a checkpoint goes. path: its own folder, or one of several checkpoints."""
+
+    path: str
+    is_of_several: bool
+
+
+class Preparation:
+    """Prepares the saves of one rank. state: returns what the run keeps beside tensors, as JSON, alike on all ranks.
+
+    Remembers who writes what for as long as no rank holds other tensors than at the last save.
+    """
+
+    def __init__(self, plan: Plan, tensors: RunTensors) -> None:
+        self.plan = plan
+        self.tensors = tensors
+        self._shares: tuple[list[str], Shares] | None = None
+
+    def prepare(self, where: Destination, step: int, state: dict[str, Any], resolved: str, keep: int | None) -> Writing:
+        """Returns what this rank has to write. keep: how many checkpoints stay in a folder of several; None for all.
+
+        All ranks call it: one blocking exchange over `control`, and a second where some rank holds other tensors than before.
+        Raises RunError on all ranks alike.
+        """
+        world, control = self.tensors.parts.world, self.tensors.parts.groups["control"]
+        pieces, own, why = self._held()
+        lines = listed(pieces)
+        chosen = ["", "", ""] if world.rank or why else self._target(where, step)
+        said = [why, where.path, sha256(json.dumps(state).encode()).hexdigest(), _digest(lines), chosen]
+        # All ranks come here, with an error too: nobody waits for one that has none.
+        everyone = gather_objects(said, control, what="what ranks are about to save")
+        _, token, problem = everyone[0][4]
+        _raise_first([one[0] for one in everyone] + [problem], control.ranks)
+        _same([one[1] for one in everyone], "folder", control.ranks)
+        _same([one[2] for one in everyone], "position in the data, or loss scale", control.ranks)
+        target = open_folder(everyone[0][4][0])
+        shares = self._shared([one[3] for one in everyone], lines)
+        files = [[pieces[number] for number in numbers] for numbers in shares.of_rank[world.rank]]
+        facts = {"run": self.plan.run.name, "step": step, "token": token}
+        return Writing(
+            world.rank,
+            world.size,
+            target.staging(token),
+            target,
+            files,
+            facts,
+            own,
+            self._index(step, token, resolved, shares, state),
+            self.plan.limits.collective_timeout_s,
+            lambda piece: chunks_of(piece.tensor),
+            partial(_prune, open_folder(where.path), keep) if keep and where.is_of_several else _nothing,
+        )
+
+    def _held(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
+        """Returns this rank's tensors, and what it keeps for itself; with words for why not, if it cannot."""
+        try:
+            own = {
+                "values": self.tensors.values(),
+                "paths": self.tensors.paths(),
+                "rank": {"generators": generators(self.tensors.parts.world.device)},
+            }
+            return self.tensors.pieces(), own, ""
+        except SleyError as error:
+            first = error.diagnostics[0]
+            return [], {}, f"{first.message} ({first.hint})" if first.hint else first.message
+        except Exception as error:  # of a part of the run that keeps something: the other ranks wait for an answer
+            return [], {}, cause(error)
+
+    def _target(self, where: Destination, step: int) -> list[str]:
+        """Returns the folder, a token for this save, and words for why it cannot be; removes what is left of earlier saves."""
+        try:
+            folder = open_folder(where.path)
+            names = folder.names()
+            if not where.is_of_several:
+                problem = f"there is something in {folder.text} already" if names else ""
+                return [folder.text, secrets.token_hex(8), problem]
+            remove_unfinished(folder)
+            if names and (problem := of_another_run(folder, self.plan.run.name)):
+                return ["", "", problem]
+            return [folder.child(step_name(step, names)).text, secrets.token_hex(8), ""]
+        except Exception as error:  # whatever a file system raises
+            return ["", "", f"the folder {where.path} cannot be read: {cause(error)}"]
+
+    def _shared(self, digests: list[str], lines: list[Listed]) -> Shares:
+        """Returns who writes what; the exchange of the lists is left out on all ranks alike where none has changed."""
+        if self._shares is None or self._shares[0] != digests:
+            control = self.tensors.parts.groups["control"]
+            # All ranks: they have compared the same digests with those of the same last save.
+            everyone = gather_objects(lines, control, what="what ranks hold")
+            self._shares = digests, share_out([from_lists(one) for one in everyone])
+        return self._shares[1]
+
+    def _index(self, step: int, token: str, resolved: str, shares: Shares, state: dict[str, Any]) -> CheckpointIndex:
+        topology = self.tensors.parts.topology
+        layout = {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")}
+        return CheckpointIndex(
+            self.plan.run.name,
+            step,
+            token,
+            resolved,
+            {"torch": torch.__version__, **{name: str(plugin) for name, plugin in self.plan.plugins.items()}},
+            layout | {"world": topology.world},
+            self.plan.optimizer.name,
+            {},
+            shares.tensors,
+            state=state,
+        )
+
+
+def remove_unfinished(folder: Folder) -> None:
+    """Deletes what saves that were cut off have left in a folder of checkpoints."""
+    for name in folder.names():
+        if is_ours(name) and folder.is_unfinished(name, INDEX):
+            folder.child(name).remove()
+
+
+def of_another_run(folder: Folder, run: str) -> str:
+    """Returns words for why the newest readable checkpoint of a folder is none of the run's; nothing if it is one."""
+    for name in ready(folder):
+        with suppress(RunError):
+            if (found := read_index(folder.child(name)).run) != run:
+                return f"the folder {folder.text} has checkpoints of the run {found!r}, and this one is {run!r}"
+            return ""
+    return ""
+
+
+def _prune(folder: Folder, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints of a folder; the newest has just been verified."""
+    with suppress(Exception):  # one too many is no reason to lose the one that was written
+        for name in ready(folder)[keep:]:
+            folder.child(name).remove()
+
+
+def _nothing() -> None: ...
+
+
+def absolute(path: str | Path) -> str:
+    """Returns a path or URL that means the same wherever the process is."""
+    return open_folder(path).text
+
+
+def _digest(lines: list[Listed]) -> str:
+    return sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def _raise_first(problems: list[str], ranks: tuple[int, ...]) -> None:
+    for rank, problem in zip([*ranks, 0], problems, strict=True):
+        if problem:
+            raise RunError("checkpoint-failed", f"rank {rank} cannot save: {problem}")
+
+
+def _same(values: list[str], what: str, ranks: tuple[int, ...]) -> None:
+    for rank, value in zip(ranks, values, strict=True):
+        if value != values[0]:
+            message = f"ranks {ranks[0]} and {rank} are about to save with another {what}"
+            raise RunError("ranks-differ", message, hint="all ranks save the same at the same time")

@@ -1,0 +1,128 @@
+"""Files of safetensors: written straight from the memory of tensors, and read by ranges of bytes.
+
+    8 bytes: length of the header | header: JSON, name -> dtype, shape, bytes from .. to | data
+
+The header says of each tensor where it begins in the whole one, as torch.distributed.checkpoint reads it
+(`HuggingFaceStorageReader`), and of which run, step and rank the file is. Nothing in a file can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sley_core.checkpoint.rectangles import Rectangle
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The formats of numbers that a file can hold, by the names of safetensors."""
+
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+CHUNK_BYTES = 16 << 20
+"""What is handed to the system at once: the lock of Python is free meanwhile."""
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A rectangle of the tensor `name`, whose whole `shape` is; the same name in every layout.
+
+    tensor: of the rectangle's sizes, on the host or the device; often a view of live memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rectangle: Rectangle
+    tensor: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class InFile(NamedTuple):
+    """Where a file has a rectangle: bytes from `first` to before `last`, row by row."""
+
+    dtype: torch.dtype
+    rectangle: Rectangle
+    first: int
+    last: int
+
+
+def header_of(pieces: Sequence[TensorPiece], facts: Mapping[str, Any]) -> bytes:
+    """Returns the first bytes of a file that holds `pieces` in this order, each name once. facts: JSON, of the file itself."""
+    offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
+    assert len(offsets) == len(pieces), f"a name twice in one file: {[piece.name for piece in pieces]}"
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            "sley": json.dumps(facts),
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps(offsets),
+        }
+    }
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.num_bytes
+        sizes = list(piece.rectangle.sizes)
+        header[piece.name] = {"dtype": DTYPES[piece.tensor.dtype], "shape": sizes, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def parsed(start: bytes) -> tuple[dict[str, InFile], dict[str, Any]]:
+    """Returns what a file with this header has, by name, and its facts. start: at least the header. Raises ValueError for what
+    is no header of ours.
+    """
+    if len(start) < _LENGTH.size or len(start) < header_bytes(start):
+        raise ValueError("it ends within its header")
+    begin = header_bytes(start)
+    header = json.loads(start[_LENGTH.size : begin])
+    about = header.pop("__metadata__")
+    offsets, facts = json.loads(about["DCP_SHARDING_INFO"]), json.loads(about["sley"])
+    found = {}
+    for name, one in header.items():
+        rectangle = Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(one["shape"]))
+        first, last = one["data_offsets"]
+        found[name] = InFile(BY_NAME[one["dtype"]], rectangle, begin + first, begin + last)
+    return found, facts
+
+
+def header_bytes(start: bytes | bytearray) -> int:
+    """Returns how many bytes the header takes, from the first eight or more of a file."""
+    return _LENGTH.size + int(_LENGTH.unpack_from(start)[0])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor on the host."""
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yields the bytes of `tensor`, row by row, without a copy where it is contiguous and on the host."""
+    data = bytes_of(tensor.detach().cpu().contiguous())
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]

@@ -1,0 +1,132 @@
+"""Finds out whether a checkpoint is as it was written, and the newest one that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from sley_core.checkpoint.folders import STAGING, Folder, open_folder
+from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts, read_index
+from sley_core.checkpoint.reader import read_header
+from sley_core.errors import RunError
+from sley_core.plan.factory import cause
+
+_STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+class Damage(NamedTuple):
+    """A file that is not what was written, and how."""
+
+    file: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.how}"
+
+
+class Newest(NamedTuple):
+    """The newest whole checkpoint of a folder, None if there is none; and newer ones that are damaged, each with what is."""
+
+    path: str | None
+    passed_over: list[tuple[str, list[Damage]]]
+
+
+def verify(path: str | Path) -> list[Damage]:
+    """Returns which files of the checkpoint in the folder `path` are damaged; none if all is as it was written.
+
+    Reads all of it. Raises RunError `no-checkpoint` for a folder without anything of one.
+    """
+    folder = open_folder(path)
+    if not folder.names():
+        raise RunError("no-checkpoint", f"there is no checkpoint in {folder.text}")
+    return damages(folder)
+
+
+def newest(path: str | Path) -> Newest:
+    """Returns the newest whole checkpoint in the folder `path`, which has several; reads their files."""
+    folder = open_folder(path)
+    passed_over: list[tuple[str, list[Damage]]] = []
+    for name in ready(folder):
+        found = damages(folder.child(name))
+        if not found:
+            return Newest(folder.child(name).text, passed_over)
+        passed_over.append((folder.child(name).text, found))
+    return Newest(None, passed_over)
+
+
+def ready(folder: Folder) -> list[str]:
+    """Returns the names of the checkpoints in a folder of several, the newest first; half-written ones are not among them."""
+    named = [(match, name) for name in folder.names() if (match := _STEP.fullmatch(name))]
+    found = [one for one in named if not folder.is_unfinished(one[1], INDEX)]
+    return [name for _, name in sorted(found, key=lambda one: _age(one[0]), reverse=True)]
+
+
+def is_ours(name: str) -> bool:
+    """Returns whether a folder with this name is a checkpoint of a run, or was to become one."""
+    return name.startswith(STAGING) or _STEP.fullmatch(name) is not None
+
+
+def step_name(step: int, taken: Iterable[str]) -> str:
+    """Returns a name for the checkpoint after `step`, which no other has: of two of one step, the later is the newer."""
+    names = set(taken)
+    name, attempt = f"step-{step:08}", 0
+    while name in names:
+        attempt += 1
+        name = f"step-{step:08}-{attempt}"
+    return name
+
+
+def damages(folder: Folder, rank: int = 0, num_ranks: int = 1) -> list[Damage]:
+    """Returns the damages that one of `num_ranks` ranks finds, which look at different files, and all at the index."""
+    try:
+        if INDEX not in folder.names():
+            return [Damage(INDEX, "is missing")]
+        index = read_index(folder)
+    except RunError as error:
+        return [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
+    except Exception as error:  # whatever a file system raises
+        return [Damage(INDEX, f"cannot be read: {cause(error)}")]
+    found = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
+    return [one for one in found if one is not None]
+
+
+def _damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
+    facts = index.files[name]
+    try:
+        num_bytes = folder.num_bytes(name)
+        if num_bytes == facts.num_bytes and folder.crc(name) == facts.crc:
+            return None
+        return Damage(name, _whose(folder, name, index, facts) or _how(num_bytes, facts))
+    except FileNotFoundError:
+        return Damage(name, "is missing")
+    except Exception as error:  # whatever a file system raises
+        return Damage(name, f"cannot be read: {cause(error)}")
+
+
+def _how(num_bytes: int, facts: FileFacts) -> str:
+    if num_bytes < facts.num_bytes:
+        return f"is cut short: it has {num_bytes} bytes of {facts.num_bytes}"
+    if num_bytes > facts.num_bytes:
+        return f"is too long: it has {num_bytes} bytes, not {facts.num_bytes}"
+    return "has other bytes than were written"
+
+
+def _whose(folder: Folder, name: str, index: CheckpointIndex, facts: FileFacts) -> str:
+    """Returns whose file it is, if it says that it is another's; else nothing."""
+    try:
+        _, found = read_header(folder, name)
+    except RunError:
+        return ""
+    if (found.get("run"), found.get("step")) != (index.run, index.step):
+        return f"is of step {found.get('step')} of the run {found.get('run')!r}"
+    if found.get("token") != index.token:
+        return f"is of another checkpoint of step {index.step}"
+    if found.get("rank") != facts.rank:
+        return f"is the file of rank {found.get('rank')}"
+    return ""
+
+
+def _age(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 0)

@@ -1,0 +1,170 @@
+"""One save, as a rank does it: its files, then a note that says what is in them; rank 0 waits for all notes, and publishes.
+
+    rank 1   | rank-00001.safetensors | note-00001.json |
+    rank 0   | rank-00000.safetensors | note-00000.json | waits for all notes | looks at all sizes | checkpoint.json | rename
+
+No rank waits for another by a collective here, so all of it may run in a thread beside training.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sley_core.checkpoint.folders import Folder, Written
+from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts
+from sley_core.checkpoint.shares import file_name
+from sley_core.checkpoint.tensor_file import TensorPiece, header_of
+from sley_core.errors import RunError
+from sley_core.plan.factory import cause
+
+_POLL_S = 0.005
+_SLOWEST_POLL_S = 0.1
+
+
+@dataclass
+class Writing:
+    """What one rank has to write. staging: where; target: what that becomes. files: the pieces of each of its files. facts: of
+    all files, in their headers. own: JSON that this rank keeps for itself, and values and paths of the optimizer. index: of all
+    ranks, but for what their notes say. timeout_s: how long rank 0 waits for the others. chunks: yields the bytes of a piece.
+    published: called on rank 0 when the checkpoint is there.
+
+    is_cancelled: set it, and the writing ends soon, without a checkpoint. waits_since: since when, by the monotonic clock, rank
+    0 has been waiting without another rank that came to its end.
+    """
+
+    rank: int
+    num_ranks: int
+    staging: Folder
+    target: Folder
+    files: Sequence[Sequence[TensorPiece]]
+    facts: dict[str, Any]
+    own: dict[str, Any]
+    index: CheckpointIndex
+    timeout_s: float
+    chunks: Callable[[TensorPiece], Iterator[memoryview]]
+    published: Callable[[], None]
+    is_cancelled: bool = False
+    waits_since: float | None = None
+
+    def run(self) -> None:
+        """Writes this rank's files, and on rank 0 waits for the others and publishes. Raises RunError `checkpoint-failed`; then
+        the checkpoint is not there, and what was written of it is removed.
+        """
+        try:
+            self._write()
+            if self.rank == 0:
+                self._publish()
+        except Exception as error:  # nobody may be left waiting, whatever a file system raises
+            self._fail(error)
+            raise _failed(self.target, self.rank, said(error)) from error
+
+    def _write(self) -> None:
+        written: dict[str, Written] = {}
+        for number, pieces in enumerate(self.files):
+            name = file_name(self.rank, number)
+            written[name] = self.staging.write(name, self._content(number, pieces))
+            if (found := self.staging.crc(name)) != written[name].crc:
+                raise RunError("checkpoint-failed", f"{name} reads other than it was written: {found:x}")
+        note = json.dumps({"files": written, "own": self.own}).encode()
+        self.staging.write(_note(self.rank), [note])
+
+    def _content(self, number: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
+        yield header_of(pieces, {**self.facts, "rank": self.rank, "file": number})
+        for piece in pieces:
+            self._check_wanted()
+            yield from self.chunks(piece)
+
+    def _check_wanted(self) -> None:
+        if self.is_cancelled:
+            raise RunError("checkpoint-failed", "the run ended while it was written")
+
+    def _publish(self) -> None:
+        """Waits for all notes, looks whether the files are as long as they say, writes the index, and names the folder."""
+        notes = self._notes()
+        files = {
+            name: FileFacts(num_bytes, crc, rank)
+            for rank, note in enumerate(notes)
+            for name, (num_bytes, crc) in note["files"].items()
+        }
+        for name, facts in files.items():
+            if (found := self.staging.num_bytes(name)) != facts.num_bytes:
+                raise RunError("checkpoint-failed", f"{name} has {found} bytes, of {facts.num_bytes} that were written")
+        index = replace(
+            self.index,
+            files=files,
+            values=_union([note["own"]["values"] for note in notes]),
+            paths=_union([note["own"]["paths"] for note in notes]),
+            ranks=[note["own"]["rank"] for note in notes],
+        )
+        for rank in range(self.num_ranks):
+            self.staging.delete(_note(rank))  # all of it is in the index
+        self.staging.write(INDEX, [index.to_bytes()])
+        self.staging.publish(self.target)
+        self.published()
+
+    def _notes(self) -> list[dict[str, Any]]:
+        """Returns what all ranks have noted. Raises RunError if one failed, or does not come to its end."""
+        deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
+        missing = set(range(self.num_ranks))
+        while True:
+            names = set(self.staging.names())
+            for rank in range(self.num_ranks):
+                if _failure(rank) in names:
+                    why = bytes(self.staging.read(_failure(rank))).decode() or "the disk is full"
+                    raise RunError("checkpoint-failed", f"rank {rank}: {why}")
+            left = {rank for rank in missing if _note(rank) not in names}
+            if left != missing or self.waits_since is None:
+                missing, self.waits_since = left, time.monotonic()
+            if not missing:
+                return [json.loads(self.staging.read(_note(rank))) for rank in range(self.num_ranks)]
+            if not names:
+                raise RunError("checkpoint-failed", f"{self.staging.text} is gone")
+            self._check_wanted()
+            if time.monotonic() > deadline:
+                raise RunError("checkpoint-failed", f"rank {min(missing)} did not finish in {self.timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _SLOWEST_POLL_S)
+
+    def _fail(self, error: Exception) -> None:
+        """Frees the disk of what was written; on other ranks than 0, tells rank 0."""
+        with suppress(Exception):
+            if self.rank == 0:
+                self.staging.remove()
+            elif self.staging.names():
+                for chunks in ([said(error).encode()], []):  # a full disk may have room for a name at least
+                    with suppress(Exception):
+                        self.staging.write(_failure(self.rank), chunks)
+                        break
+
+
+def said(error: Exception) -> str:
+    """Returns an error in words, on one line."""
+    return error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
+
+
+def _note(rank: int) -> str:
+    return f"note-{rank:05}.json"
+
+
+def _failure(rank: int) -> str:
+    return f"failed-{rank:05}.txt"
+
+
+def _failed(target: Folder, rank: int, why: str) -> RunError:
+    return RunError("checkpoint-failed", f"the checkpoint {target.text} could not be written by rank {rank}: {why}")
+
+
+def _union(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns all of `found` in one. Raises RunError where ranks have other values of one name."""
+    union: dict[str, Any] = {}
+    for rank, one in enumerate(found):
+        for name, value in one.items():
+            if union.setdefault(name, value) != value:
+                message = f"rank {rank} keeps {value!r} as {name!r}, and another rank {union[name]!r}"
+                raise RunError("checkpoint-ranks", message)
+    return union

@@ -1,0 +1,1 @@
+"""Sums in one fixed order, whatever the layout: `[parallel] reduction = "canonical"`."""

@@ -1,0 +1,156 @@
+"""Sums of buffers over their group, in the one tree over micro-batches.
+
+    rows of each rank ──all-to-all──> all ranks' rows of my part ──joined──> the sum of my part ──all-gather──> the whole sum
+
+No all-reduce: each backend adds in an order of its own, which depends on the number of ranks and on the place in the buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sley_core.engine.canonical.partial_sums import PartialSums
+from sley_core.engine.canonical.slot import add_uses
+from sley_core.engine.canonical.tree import Node
+from sley_core.topology import DEFAULT_LANE
+
+if TYPE_CHECKING:
+    from sley_core.comm.groups import Group
+    from sley_core.comm.sent_bytes import SentBytes
+    from sley_core.comm.transport.protocol import Work
+    from sley_core.engine.canonical.order import CanonicalOrder
+    from sley_core.engine.gradient_buffers import GradientBuffer
+    from sley_core.engine.store import GradientStore
+
+NUM_SLOTS = 2
+"""Sums in flight at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""
+
+
+class TreeSums:
+    """Sums buffers of `store`, whole or, where they are cut, this rank's part. sent: counts what is sent. lane: of the groups.
+
+         start* ──> finish ──> start* ──> finish ...
+            └─────> forget ────────┘             (a step that failed)
+
+    All ranks of a group call `start` for the same buffers in the same order. Each start advances the earlier sums, in an order
+    that is equal on all ranks of their groups. A reducer's sums in a run whose plan has `reduction = "canonical"`.
+    """
+
+    def __init__(self, store: GradientStore, sent: SentBytes, lane: str = DEFAULT_LANE) -> None:
+        self._store = store
+        self._sent = sent
+        self._lane = lane
+        self._under_way: deque[_TreeSum] = deque()
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Starts to sum `buffer`, whose gradients are complete, over `group`; waits for the oldest sum if NUM_SLOTS are in
+        flight. The buffer must not be used until `finish`.
+        """
+        if len(self._under_way) == NUM_SLOTS:
+            self._under_way.popleft().finish()
+        for one in self._under_way:
+            one.join()
+        self._under_way.append(_TreeSum(self._store, buffer, group, self._sent, self._lane))
+
+    def finish(self) -> None:
+        """Blocks until every started buffer holds its sum."""
+        for one in self._under_way:
+            one.join()
+        while self._under_way:
+            self._under_way.popleft().finish()
+
+    def forget(self) -> None:
+        """Waits for the exchanges in flight and discards their results."""
+        while self._under_way:
+            self._under_way.popleft().work.wait_sent()
+
+    def trim(self) -> int:
+        """Frees nothing: no memory is kept from step to step."""
+        return 0
+
+
+class _TreeSum:
+    """The sum of one buffer: the exchange starts when it is made; `join` and `finish` follow."""
+
+    def __init__(self, store: GradientStore, buffer: GradientBuffer, group: Group, sent: SentBytes, lane: str) -> None:
+        assert store.canonical is not None, "sums in any order need no tree"
+        self.buffer = buffer
+        self.group = group
+        self._sent = sent
+        self._lane = lane
+        self._order: CanonicalOrder = store.canonical
+        self._nodes = [self._order.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
+        self._num_uses = buffer.entries[0].num_sums
+        self._out = _packed(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
+        self._in = self._out.new_empty(self._out.shape)
+        self._whole: Tensor | None = None
+        self._is_joined = False
+        # The buffer's reduce group; its ranks start their buckets in one order.
+        self.work: Work = group.transport(lane).all_to_all(
+            self._in, self._out, what=f"the sums of {buffer.entries[0].name}", contents=buffer.contents
+        )
+        sent.add(self._out, group, passes=1)
+
+    def join(self) -> None:
+        """Waits for the exchange and joins the rows in the order of the tree; gathers the sum, unless the buffer is cut."""
+        if self._is_joined:
+            return
+        self._is_joined = True
+        self.work.wait()
+        own = self._joined()
+        if self.buffer.cut is not None:
+            self.buffer.own.copy_(own)
+            self.buffer.zero_padding()
+            return
+        self.work.wait_sent()
+        self._whole = self._out.view(-1)[: self.group.size * own.numel()]
+        # The same group; all its ranks come here between the same two starts, or between the last start and the end.
+        self.work = self.group.transport(self._lane).all_gather(
+            [self._whole], [own], what=f"the sum of {self.buffer.entries[0].name}"
+        )
+        self._sent.add(self._whole, self.group, passes=1)
+
+    def finish(self) -> None:
+        """Waits for the all-gather and writes the sum into the buffer."""
+        self.join()
+        self.work.wait()
+        if self._whole is not None:
+            self.buffer.data.copy_(self._whole[: self.buffer.data.numel()])
+        self.work.wait_sent()
+
+    def _joined(self) -> Tensor:
+        """Returns the sum of this rank's part, [columns]."""
+        num_rows = self._in.shape[1] // self._num_uses
+        sums = PartialSums(self._order.num_leaves)
+        for coord, nodes in enumerate(self._nodes):
+            for use in range(self._num_uses):
+                for at, node in enumerate(nodes):
+                    sums.put(use, node, self._in[coord, use * num_rows + at])
+        root = Node(0, self._order.num_leaves)
+        return add_uses([sums.take(use, root, self._in[0, 0]) for use in range(self._num_uses)])
+
+
+def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
+    """Returns [size, uses x rows, columns]: for each rank, its part of the sums of this rank; rows that others need are zeros.
+
+    Gives up the sums' memory.
+    """
+    numel = buffer.data.numel()
+    num_columns = -(-numel // size)
+    packed = buffer.data.new_zeros(size, num_uses * num_rows, num_columns)
+    flat = buffer.data.new_zeros(size * num_columns)
+    partial = [store.partial(entry) for entry in buffer.entries]
+    each = len(partial[0]) // num_uses
+    for at in range(len(partial[0])):
+        if at == 0:
+            flat[:numel].copy_(buffer.data)
+        else:
+            for rows, start in zip(partial, buffer.offsets, strict=True):
+                flat[start : start + rows[at].numel()].copy_(rows[at].reshape(-1))
+        packed[:, at // each * num_rows + at % each].copy_(flat.view(size, num_columns))
+    for rows in partial:
+        del rows[1:]
+    return packed

@@ -1,0 +1,99 @@
+"""Gradients of embedding tables, row by row into the gradient store: the table that autograd makes of them never exists.
+
+Each row is added in the store's dtype, in the order of the tokens, as communicators of sharded tables do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sley_core.engine.direct import Asked, asked_of, has_shards, no_view
+from sley_core.engine.weight_queue import Handover
+from sley_core.model.patch import ForwardPatch
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry, ParameterBook
+    from sley_core.engine.store import GradientStore
+    from sley_core.engine.weight_queue import WeightQueue
+    from sley_core.model.layers import Layer
+
+RowSink = Callable[[Tensor, Tensor], None]
+"""Takes (g [n, width], tokens [n]) and adds each of g at its token of a table's gradient."""
+
+
+class DirectEmbedding(torch.autograd.Function):
+    """`F.embedding` whose backward gives the table's gradient to `sink` instead of to autograd, where it would be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: RowSink) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.sink, ctx.padding_idx, ctx.num_rows = sink, padding_idx, weight.shape[0]
+        return no_view(F.embedding(tokens, weight, padding_idx))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        asked = asked_of(ctx)
+        if asked is Asked.SUM and not torch.is_grad_enabled():
+            rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
+            ctx.sink(without_padding(rows, flat, ctx.padding_idx), flat)
+            return None, None, None, None
+        if asked is Asked.NOTHING:
+            return None, None, None, None
+        padding = -1 if ctx.padding_idx is None else ctx.padding_idx
+        table = torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.num_rows, padding, False)
+        return None, table, None, None
+
+
+def without_padding(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Tensor:
+    """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, which an embedding does not train."""
+    return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
+
+
+def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: RowSink, input: Tensor) -> Tensor:
+    """The forward of `embedding` while a run is open, called as `nn.Embedding.forward` is.
+
+    weight: the one that the store knows; another that a program put in its place is none of the store's.
+    """
+    held = embedding.weight
+    is_own = held is weight and held.requires_grad and not held._backward_hooks
+    if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return F.embedding(input, held, embedding.padding_idx)
+    found: Tensor = DirectEmbedding.apply(input, held, embedding.padding_idx, sink)  # type: ignore[no-untyped-call]  # torch's
+    return found
+
+
+def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Returns whether `module` is an embedding whose gradient is the sum of its rows, and nothing more."""
+    if type(module) is not nn.Embedding or "forward" in module.__dict__ or module._parameters.get("weight") is None:
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def add_rows_directly(
+    layers: Iterable[Layer], book: ParameterBook, store: GradientStore, queue: WeightQueue
+) -> Callable[[], None]:
+    """Makes every plain `nn.Embedding` of `layers` add its gradient to `store` directly; returns a function that undoes it.
+
+    Left out are sharded ones. queue: takes the rows instead while a D runs.
+    """
+    patches = ExitStack()
+    for layer in layers:
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            if is_plain_embedding(module) and not has_shards(book, name, module):
+                entry = book[f"{name}.weight"]
+                sink = Handover(partial(_put_rows, store, entry, layer.name), queue, entry)
+                patches.callback(ForwardPatch(module, partial(embedding_forward, module, module.weight, sink)).undo)
+                store.expect_products(entry)
+    return patches.close
+
+
+def _put_rows(store: GradientStore, entry: Entry, layer: str, rows: Tensor, tokens: Tensor) -> None:
+    store.put_rows(entry, tokens, rows, layer)

@@ -1,0 +1,211 @@
+"""Saves a run's weights: safetensors files by names that no layout changes, of which each stage writes its own.
+
+    every rank of a stage    a part of a master  ──> sum over the ranks that share it          (`precision = "full"`)
+    its first replica        shards of one weight ──> gather over `wp` ──> the first rank's file
+    rank 0                   all files are there ──> index ──> the folder takes its name
+
+One weight is whole at a time, and no rank holds a file in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.collectives import all_reduce, gather_objects
+from sley_core.engine.agreement import Agreement
+from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
+from sley_core.errors import RunError, SleyError
+from sley_core.weight_files.write import (
+    Spec,
+    TensorFile,
+    begin,
+    discard,
+    file_names,
+    finish,
+    split,
+    unfinished,
+    write_index,
+)
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
+    from sley_core.engine.masters import Masters
+    from sley_core.engine.parts import Parts
+    from sley_core.model.layers import Layer
+
+Precision = Literal["working", "full"]
+"""working: the weights as they compute. full: as the optimizer steps them, in fp32 at least."""
+
+_BITS = {4: torch.int32, 8: torch.int64}
+"""Whole numbers of as many bytes, whose sums with zeros keep every bit."""
+
+
+class _Source(NamedTuple):
+    """A tensor that this rank's stage writes: an entry of the book, or a buffer."""
+
+    spec: Spec
+    entry: Entry | None
+    buffer: Tensor | None
+
+
+class WeightSaver:
+    """Saves this rank's `parts` of a model and their `masters`; called by `Run.save_weights`."""
+
+    def __init__(self, parts: Parts, masters: Masters) -> None:
+        self._parts = parts
+        self._masters = masters
+        self._control = parts.groups["control"]
+        self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
+        self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
+        self._stepped = {one.entry: one for one in masters.stepped}
+        # by what is cut, and not by what this rank steps, which may be nothing: all ranks take the same way
+        self._cuts = {entry: buffer.cut for buffer in parts.store.buffers if buffer.cut for entry in buffer.entries}
+
+    def __call__(self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None]) -> None:
+        """Saves as `Run.save_weights` says. require: raises if memory that is read here is away.
+
+        Every rank calls it: an exchange over `control` before each part, in which all hear of what failed on any of them, so
+        that all raise and none waits.
+        """
+        Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
+        sources: list[_Source] = []
+        failed = ""
+        try:
+            require()
+            sources = list(self._sources(precision))
+            if self._parts.world.rank == 0:
+                begin(folder)
+        except (SleyError, OSError) as error:
+            failed = _said(error)
+        own = [source.spec for source in sources] if self._writes else []
+        files = self._shared(split(own, max_file_bytes), failed, folder)
+        mine = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
+        failed = self._write(sources, mine, precision, folder)
+        self._shared([], failed, folder)
+        if self._parts.world.rank == 0:
+            failed = _complete(folder, {name: specs for name, _, specs in files})
+        self._shared([], failed, folder)
+
+    def _shared(self, files: list[list[Spec]], failed: str, folder: Path) -> list[tuple[str, int, list[Spec]]]:
+        """Returns name, rank and tensors of every rank's files. Raises RunError "weights-unsaved" on all ranks alike if one
+        failed; then nothing is left but what was there before.
+        """
+        # over all ranks: every one comes here three times, whatever failed
+        everyone = gather_objects([failed, files], self._control, what="what ranks save")
+        wrong = [f"rank {rank}: {said}" for rank, (said, _) in zip(self._control.ranks, everyone, strict=True) if said]
+        if wrong:
+            if self._parts.world.rank == 0:
+                discard(folder)
+            hint = "all ranks write into this folder, so that each of them must see it"
+            raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {wrong[0]}", hint=hint)
+        found = [
+            (rank, [Spec(name, dtype, tuple(shape)) for name, dtype, shape in specs])
+            for rank, (_, lists) in zip(self._control.ranks, everyone, strict=True)
+            for specs in lists
+        ]
+        return [(name, *one) for name, one in zip(file_names(len(found)), found, strict=False)]
+
+    def _sources(self, precision: Precision) -> Iterator[_Source]:
+        """Yields what this rank's stage writes, in the order of its book: the same on all ranks of the stage."""
+        stage = self._parts.groups["pp"].coord
+        wide = self._masters.wide if precision == "full" else None
+        for entry in self._parts.book:
+            if entry.stages[0] == stage:  # of a tie, the first stage
+                yield _Source(Spec.of(entry.name, wide or entry.parameter.dtype, entry.shape), entry, None)
+        for layer in self._parts.layers:
+            for name, buffer in _kept_buffers(layer):
+                yield _Source(Spec.of(name, buffer.dtype, buffer.shape), None, buffer)
+
+    @torch.no_grad()
+    def _write(self, sources: list[_Source], mine: dict[str, str], precision: Precision, folder: Path) -> str:
+        """Writes this rank's files; returns what failed, in words. After a failure it still takes part in every exchange."""
+        specs: dict[str, list[Spec]] = {}
+        for source in sources if self._writes else ():
+            specs.setdefault(mine[source.spec.name], []).append(source.spec)
+        failed, file, current = "", None, ""
+        for source in sources:
+            value = self._whole(source, precision)
+            if value is None or failed:
+                continue
+            try:
+                if mine[source.spec.name] != current:
+                    if file is not None:
+                        file.close()
+                    current = mine[source.spec.name]
+                    file = TensorFile(unfinished(folder) / current, specs[current])
+                assert file is not None, source
+                file.add(source.spec.name, value)
+            except OSError as error:
+                failed = _said(error)
+        if file is not None:
+            try:
+                if not failed:
+                    file.close()
+            except OSError as error:
+                failed = _said(error)
+            with suppress(OSError):
+                file.drop()
+        return failed
+
+    def _whole(self, source: _Source, precision: Precision) -> Tensor | None:
+        """Returns the whole tensor on the rank that writes it, None on others. Communicates: all ranks of a stage call it for
+        the same sources, in one order.
+        """
+        if source.entry is None:
+            return source.buffer if self._writes else None
+        value = self._full(source.entry) if precision == "full" else source.entry.parameter.detach()
+        if not self._is_first_copy:
+            return None
+        # over `wp` of the first copy, whose ranks are all here
+        found = value if source.entry.shard is None else wholes({source.entry: value}, self._parts.groups)[source.entry]
+        return found if self._writes else None
+
+    def _full(self, entry: Entry) -> Tensor:
+        """Returns what is stepped of this rank's shard of `entry`; where ranks step parts of it, after a sum over them."""
+        parameter, wide = entry.parameter, self._masters.wide
+        stepped, cut = self._stepped.get(entry), self._cuts.get(entry)
+        if cut is None:
+            value = parameter.detach() if stepped is None else stepped.parameter.detach()
+            return value.to(device=parameter.device, dtype=wide)
+        flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
+        group = self._parts.groups[entry.reduce_group]
+        # copies of the parts lie on other ranks of the reduce group: the first one is taken
+        if stepped is not None and stepped.span is not None and group.ranks[0] in self._parts.groups[cut.axis].ranks:
+            flat[stepped.span.first : stepped.span.last] = stepped.parameter.detach()
+        # over the reduce group, all of whose ranks save the same entries in the order of the book
+        bits = flat.view(_BITS[flat.element_size()])
+        all_reduce(bits, group, what=f"the master of {entry.name}").wait()
+        return flat.reshape(parameter.shape)
+
+
+def _kept_buffers(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and value of the buffers that the state of `layer` has."""
+    for prefix, module in layer.module.named_modules(prefix=layer.name):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
+def _complete(folder: Path, files: dict[str, list[Spec]]) -> str:
+    """Writes the index and gives the folder its name; returns what failed, in words."""
+    try:
+        if missing := [name for name in files if not (unfinished(folder) / name).is_file()]:
+            return f"`{missing[0]}` was written to a folder that rank 0 does not see"
+        if len(files) > 1:
+            write_index(unfinished(folder), files)
+        finish(folder)
+    except OSError as error:
+        return _said(error)
+    return ""
+
+
+def _said(error: SleyError | OSError) -> str:
+    if isinstance(error, SleyError):
+        return error.diagnostics[0].message
+    return f"cannot write `{error.filename or 'a file'}`: {error.strerror or error}"

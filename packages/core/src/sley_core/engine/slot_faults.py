@@ -1,0 +1,57 @@
+"""The errors of gradients that cannot be taken, or read, and the checks that raise them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sley_core.engine.book import Entry
+from sley_core.engine.stand_in import sharded_read
+from sley_core.errors import RunError
+
+
+def dense(gradient: Tensor, entry: Entry) -> Tensor:
+    """Returns `gradient` of `entry` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
+    if gradient.is_sparse:
+        raise RunError(
+            "sparse-gradient",
+            f"the gradient of the parameter {entry.name!r} is sparse, which no reducer and no norm takes",
+            hint="make its module with `sparse=False`",
+        )
+    return gradient
+
+
+def frozen(entry: Entry) -> RunError:
+    """The error `gradient-frozen`: `entry` has no slot."""
+    return RunError(
+        "gradient-frozen",
+        f"the parameter {entry.name!r} is frozen, so it has no gradient in this step",
+        hint="ask `entry in store` first: parameters may be frozen and trained again between steps",
+    )
+
+
+def by_autograd(entry: Entry) -> RunError:
+    """The error `canonical-autograd`: `entry` belongs to a linear or an embedding, but autograd made its gradient."""
+    return RunError(
+        "canonical-autograd",
+        f"the parameter {entry.name!r} of a linear or an embedding is used in another way too, or has a hook, is used under "
+        "autocast or differentiated twice: the order in which its gradients are added is then the layout's",
+        hint='use [parallel] reduction = "fast"',
+    )
+
+
+def without_gradients() -> RunError:
+    """The error `gradients-freed`: an offload discarded all gradients, and no step has begun since."""
+    return RunError(
+        "gradients-freed",
+        "gradients were freed by an offload, and no step has made new ones",
+        hint="read them before `run.memory.offload()`, or leave them where they are: `run.memory.offload(...)` with the "
+        "names of other parts",
+    )
+
+
+def check_not_sharded(entry: Entry) -> None:
+    """Raises RunError `sharded-weight-read` if `entry` is sharded: autograd reached a shard, which only its
+    communicator may use.
+    """
+    if entry.shard is not None:
+        raise sharded_read(entry, "the forward reads")

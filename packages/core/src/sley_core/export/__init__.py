@@ -1,0 +1,1 @@
+"""Weights of a run in the forms that other programs read."""

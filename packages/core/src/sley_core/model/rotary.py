@@ -1,0 +1,66 @@
+"""Rotary positions (Su et al. 2021) in Hugging Face's pairing, with the frequencies of Llama 3's longer contexts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.model.fields import once_per_field
+
+if TYPE_CHECKING:
+    from sley_core.model.config import RopeScaling
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of channels by an angle that grows with the position.
+
+    Channel i of the first half is rotated with channel i of the second by position / theta^(2 i / head_dim), or as
+    `scaling` changes these frequencies.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / theta**exponents
+        self.key = head_dim, theta, scaling
+        self.register_buffer(
+            "frequencies", frequencies if scaling is None else scaled(frequencies, scaling), persistent=False
+        )
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns q and k, rotated, in their shapes and dtypes.
+
+        q, k: [b, s, heads, d]. positions: [b, s] integers; None counts each row from 0.
+        """
+        if positions is None:
+            cos, sin = self._tables(torch.arange(q.shape[1], device=q.device)[None])
+        else:
+            fixed = positions  # the tables are shared by all blocks of a forward
+            cos, sin = once_per_field(fixed, ("rotary", *self.key), lambda: self._tables(fixed))
+        return _turned(q, cos, sin), _turned(k, cos, sin)
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin, fp32 [b, s, 1, d / 2]."""
+        angles = (positions[:, :, None].float() * self.frequencies.float())[:, :, None]
+        return angles.cos(), angles.sin()
+
+
+def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Returns the frequencies of Llama 3.1: slow ones divided by `factor`, fast ones as they are, those between in part.
+
+    Slow and fast is told by how often a channel turns within the context that the model was first trained on.
+    """
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

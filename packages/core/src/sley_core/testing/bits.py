@@ -1,0 +1,132 @@
+"""One hash of all that a run has learned, whatever its layout: weights, masters and optimizer states, and the rows' numbers.
+
+    bits = ranks(4)(trained, tables, 3, folder=texts)           # on each rank, what it holds, whole
+    assert digest(bits) == digest([trained(tables, 3, folder=texts)])
+
+Parts are joined byte by byte, so that no bit is lost, not even the sign of a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sley_core.assemble import assemble
+from sley_core.comm.collectives import all_gather
+from sley_core.comm.world import World
+from sley_core.engine.shards import AXIS
+from sley_core.engine.states import states_of
+from sley_core.plan.load import plan_from_dict
+from sley_core.topology import DEFAULT_LANE
+
+if TYPE_CHECKING:
+    from sley_core.engine.book import Entry
+    from sley_core.run import Run
+
+Bits = dict[str, bytes]
+"""Of each tensor and number, by a name that no layout changes."""
+
+
+def trained(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Bits:
+    """Returns, after `num_steps` steps of the plan in `tables` on this rank of the world, what it holds and what its rows say.
+
+    Of what ranks have parts of, the whole. All ranks call it.
+    """
+    plan = plan_from_dict(tables, folder)
+    with World.join(plan.run.device) as world, assemble(plan, world) as run:
+        found: Bits = {}
+        for _ in range(num_steps):
+            row = run.step()
+            for key in ("loss", "grad_norm"):
+                found[f"step {row['step']}: {key}"] = float(row[key]).hex().encode()
+        if run.evaluation is not None:
+            found["held out"] = run.evaluate().hex().encode()
+        found |= {name: _bytes(value) for name, value in _wholes(run)}
+        return found
+
+
+def differing(ranks: Sequence[Bits], others: Sequence[Bits]) -> list[str]:
+    """Returns the names of what is not the same, in either; ranks that hold the same thing have the same of it."""
+    one, other = _merged(ranks), _merged(others)
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def digest(ranks: Sequence[Bits]) -> str:
+    """Returns the sha256 of everything that the ranks of one run hold."""
+    held = sha256()
+    for name, value in sorted(_merged(ranks).items()):
+        held.update(f"{name} {len(value)} ".encode())
+        held.update(value)
+    return held.hexdigest()
+
+
+def _merged(ranks: Sequence[Bits]) -> Bits:
+    found: Bits = {}
+    for bits in ranks:
+        for name, value in bits.items():
+            assert found.setdefault(name, value) == value, f"ranks that hold {name} differ"
+    return found
+
+
+def _wholes(run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and values: weights, then masters and states; a collective per tensor, in the order of the book on all."""
+    run.parts.weights.settle()
+    known = {(one.name, one.state): one for one in states_of(run.stepper.update)}
+    # A rank that steps no element of a weight has no state of it, and yet takes part.
+    kinds = sorted({state for _, state in known})
+    for entry in run.book:
+        yield entry.name, _unsharded(run, entry, entry.parameter.detach())
+        if not entry.trainable:
+            continue
+        for kind in kinds:
+            one = known.get((entry.name, kind))
+            is_scalar = one is not None and one.tensor.ndim == 0
+            if is_scalar or (one is None and kind == "step"):
+                if one is not None:
+                    yield f"{entry.name} {kind}", one.tensor
+                continue
+            dtype = run.store.dtype if one is None else one.tensor.dtype
+            own = torch.zeros(entry.parameter.shape, dtype=dtype, device=entry.parameter.device)
+            if one is not None and one.span is not None:
+                own.view(-1)[one.span.first : one.span.last] = one.tensor
+            elif one is not None:
+                own.copy_(one.tensor)
+            if run.store.span(entry) is not None:
+                _join(run, own, _axis_of(run, entry))
+            yield f"{entry.name} {kind}", _unsharded(run, entry, own)
+
+
+def _axis_of(run: Run, entry: Entry) -> str:
+    buffer = next(buffer for buffer in run.store.buffers if entry in buffer.entries)
+    assert buffer.cut is not None, entry
+    return buffer.cut.axis
+
+
+def _unsharded(run: Run, entry: Entry, own: Tensor) -> Tensor:
+    """Returns the whole of what `own` is this rank's shard of; `own` itself where nothing is cut."""
+    shard = entry.shard
+    if shard is None:
+        return own
+    rows = own.movedim(shard.dim, 0)
+    whole = rows.new_zeros(shard.size * shard.count, *rows.shape[1:])
+    whole[shard.index * shard.size : (shard.index + 1) * shard.size] = rows
+    _join(run, whole, AXIS)
+    return whole[: shard.shape[shard.dim]].movedim(0, shard.dim).contiguous()
+
+
+def _join(run: Run, whole: Tensor, axis: str) -> None:
+    """Adds what ranks of the group have, byte by byte: one has an element's bits, the others zeros."""
+    group, own = run.groups[axis], whole.view(-1).view(torch.uint8)
+    every = own.new_empty(group.size, *own.shape)
+    # All ranks of the group walk the book in one order.
+    all_gather(every, own[None], group, what="parts of states", lane=next(iter(group.lanes), DEFAULT_LANE)).wait()
+    own.copy_(every.sum(0))
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,55 @@
+"""Makes what ends a run's steps: masters and optimizer, as the plan has them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sley_core.draft import dtypes
+from sley_core.engine.loss_scale import LossScale
+from sley_core.engine.masters import HOST, Masters
+from sley_core.engine.skips import Skips
+from sley_core.engine.update import Update
+from sley_core.optim.groups import EVERYWHERE_ALIKE, parameter_groups
+from sley_core.records import OffloadManagerRecord
+
+if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
+    from sley_core.plan.plan import Plan
+
+
+def make_update(plan: Plan, parts: Parts) -> Update:
+    """Makes masters and optimizer for the trainable parameters, and narrows the frozen ones to the working dtype."""
+    config: Any = plan.optimizer.config
+    home = HOST if _steps_on_host(plan) else None
+    masters = Masters(parts.weights, parts.store, dtypes(plan)[1], home)
+    masters.add(parts.book.trainable)
+    for entry in parts.book:
+        if not entry.trainable:
+            parts.weights.adopt(entry)
+    device = home or parts.world.device.torch_device
+    # A shard ends elsewhere than the tensor that it is of.
+    is_alike = parts.store.canonical is not None and plan.optimizer.record is not None and device.type == "cpu"
+    groups_of = partial(parameter_groups, config=config, more=EVERYWHERE_ALIKE if is_alike else None)
+    optimizer = plan.optimizer.build(groups_of(masters.stepped), device)
+    return Update(
+        parts.store,
+        masters,
+        optimizer,
+        groups_of,
+        plan.learning_rate.build(plan.run.steps),
+        parts.groups,
+        parts.world.device,
+        parts.numbers,
+        clip_norm=config.clip_norm,
+        norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
+        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
+        events=parts.events,
+        skips=None if plan.run.max_skips is None else Skips(plan.run.max_skips),
+    )
+
+
+def _steps_on_host(plan: Plan) -> bool:
+    records = (component.record for component in plan.offload)
+    return any(isinstance(record, OffloadManagerRecord) and record.steps_on_host for record in records)

@@ -1,0 +1,164 @@
+"""A folder of safetensors files: which tensors it has, without reading them, and each of them when it is asked for.
+
+Only safetensors, never pickle: such a file holds numbers and no code. Imports torch only where values are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from safetensors import SafetensorError, safe_open
+
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of numbers that a run can start from, as safetensors calls them."""
+
+_MOST_INDEX_BYTES = 1 << 27
+_SHOWN = 4
+
+
+class TensorKind(NamedTuple):
+    """What a tensor is like. dtype: as safetensors calls it (`F32`)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Tensors(Protocol):
+    """Where whole tensors come from, one at a time: a folder of files, a checkpoint."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors."""
+
+    def kind(self, name: str) -> TensorKind:
+        """Returns what the tensor `name` is like, without reading it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the whole tensor `name`, on the host, in memory of its own."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightFiles:
+    """The tensors of the safetensors files in `folder`: of `model.safetensors`, or of those that its index names.
+
+    Raises RunError "weight-files" if there are none, for a file that is missing, cut short or no safetensors file, and for
+    an index that does not name exactly the tensors that there are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = None if (folder / SINGLE).is_file() else _index(folder)
+        files = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
+        self.stored: dict[str, Stored] = {}
+        for file in files:
+            found = _header(folder / file)
+            if twice := sorted(self.stored.keys() & found):
+                raise refused(f"{_listed(twice)} in `{folder / file}` and in another file too")
+            self.stored |= found
+        if index is not None:
+            _check_index(index, self.stored, folder)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors."""
+        return list(self.stored)
+
+    def kind(self, name: str) -> TensorKind:
+        """Returns what the tensor `name` is like, without reading it."""
+        return TensorKind(*self.stored[name][1:])
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns the whole tensor `name`, on the host, in memory of its own."""
+        return read_tensor(self.stored[name].file, name)
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Returns the tensor `name` of `file` as a copy in memory; the file is open only meanwhile, so no page of it stays.
+
+    Raises RunError "weight-files".
+    """
+    with opened(file, "pt") as content:
+        found: Tensor = content.get_tensor(name).clone()
+    return found
+
+
+@contextmanager
+def opened(file: Path, framework: str) -> Iterator[Any]:
+    """Opens a safetensors file. Raises RunError "weight-files", naming it, for whatever is wrong with it meanwhile."""
+    try:
+        with safe_open(file, framework=framework) as content:
+            yield content
+    except (SafetensorError, OSError) as error:
+        missing = isinstance(error, FileNotFoundError) or not file.is_file()
+        why = "there is no such file" if missing else f"it is damaged, or no safetensors file: {error}"
+        raise refused(f"cannot read `{file}`: {why}") from None
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    """Returns the tensors of a file, without reading them."""
+    with opened(file, "numpy") as content:
+        found = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
+        return {name: Stored(file, one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()}
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Returns the file of each tensor, as the index in `folder` says."""
+    path = folder / INDEX
+    if not path.is_file():
+        pickled = next((file.name for kind in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(kind))), None)
+        hint = f"`{pickled}` may run code when it is read: save it again with `safe_serialization`" if pickled else None
+        raise refused(f"`{folder}` has neither `{SINGLE}` nor `{INDEX}`", hint)
+    try:
+        if path.stat().st_size > _MOST_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MOST_INDEX_BYTES >> 20} MB")
+        found = json.loads(path.read_text("utf-8"))["weight_map"]
+        if not found or not all(isinstance(file, str) for file in found.values()):
+            raise ValueError("its `weight_map` names no files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = "it has no `weight_map`" if isinstance(error, KeyError) else str(error)
+        raise refused(f"cannot read `{path}`: {said}") from None
+    if outside := sorted({file for file in found.values() if Path(file).name != file}):
+        raise refused(f"`{path}` names `{outside[0]}`, which is not in its folder")
+    return dict(found)
+
+
+def _check_index(index: dict[str, str], stored: dict[str, Stored], folder: Path) -> None:
+    """Raises RunError "weight-files" unless the index names exactly the tensors of its files, each with its file."""
+    problems = {
+        "names tensors that no file has": [name for name in index if name not in stored],
+        "does not name tensors of its files": [name for name in stored if name not in index],
+        "names another file for": [
+            name for name in stored if index.get(name, stored[name].file.name) != stored[name].file.name
+        ],
+    }
+    for what, names in problems.items():
+        if names:
+            raise refused(f"`{folder / INDEX}` {what}: {_listed(names)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+
+
+def refused(message: str, hint: str | None = None) -> RunError:
+    """Returns the RunError "weight-files"."""
+    return RunError("weight-files", message, hint=hint)

@@ -1,0 +1,188 @@
+"""Safetensors files written tensor by tensor, with their index, in a folder that is there completely or not at all.
+
+    begin(folder) ──> TensorFile: header ── add ── add ... ── close, each file by one process ──> write_index ──> finish
+
+The library writes a file from all of its tensors at once; here a file is as long as its header says before the first of them is
+gathered, so that one tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sley_core.errors import RunError
+from sley_core.weight_files.read import INDEX, SINGLE
+
+FILE_BYTES = 5 * 10**9
+"""The size of a file at most, as Hugging Face's own; a larger tensor has a file for itself."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+} | {whole: f"I{8 * whole.itemsize}" for whole in (torch.int64, torch.int32, torch.int16, torch.int8)}
+_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
+
+class Spec(NamedTuple):
+    """A tensor that is to be written. dtype: as safetensors calls it (`F32`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Spec:
+        """Raises RunError "weight-files" for a type that safetensors has no name for here."""
+        if dtype not in _DTYPES:
+            raise RunError("weight-files", f"{name!r} is {dtype}, which is not kept in files")
+        return cls(name, _DTYPES[dtype], tuple(shape))
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _BYTES[self.dtype]
+
+
+class TensorFile:
+    """A new safetensors file `path` of the tensors `specs`, each of which is added once, in any order. Raises OSError."""
+
+    def __init__(self, path: Path, specs: Sequence[Spec]) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._left = set(self._specs)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._starts: dict[str, int] = {}
+        end = 0
+        for spec in sorted(
+            specs, key=lambda spec: -_BYTES[spec.dtype]
+        ):  # so each begins at a multiple of its numbers' size
+            self._starts[spec.name] = end
+            offsets = [end, end := end + spec.num_bytes]
+            header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file: BinaryIO = path.open("xb")
+        try:
+            self._file.write(len(text).to_bytes(8, "little") + text)
+            self._data = self._file.tell()
+            self._file.truncate(self._data + end)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Writes the tensor `name`, of the dtype and shape that its spec says."""
+        spec = self._specs[name]
+        assert name in self._left, f"{name} is written twice"
+        assert Spec.of(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
+        self._left.remove(name)
+        self._file.seek(self._data + self._starts[name])
+        if value.numel():
+            every = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._file.write(every.numpy().data)
+
+    def close(self) -> None:
+        """Waits until the file is on the disk."""
+        assert not self._left, f"{sorted(self._left)} were not written"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def drop(self) -> None:
+        """Closes the file, which is not complete."""
+        self._file.close()
+
+
+def split(specs: Iterable[Spec], max_bytes: int) -> list[list[Spec]]:
+    """Returns the tensors of each file, in their order; a file has more than `max_bytes` only if it has one tensor."""
+    files: list[list[Spec]] = []
+    room = 0
+    for spec in specs:
+        if not files or spec.num_bytes > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(spec)
+        room -= spec.num_bytes
+    return files
+
+
+def file_names(count: int) -> list[str]:
+    """Returns the names of `count` files, as transformers calls them."""
+    if count <= 1:
+        return [SINGLE]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
+    """Writes the index of several files: the file of each tensor, and the bytes of all of them."""
+    total = sum(spec.num_bytes for specs in files.values() for spec in specs)
+    weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
+    write_text(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a new file, and waits until it is on the disk."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def unfinished(folder: Path) -> Path:
+    """Returns the folder beside `folder` in which its files are written."""
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
+def begin(folder: Path, ours: Iterable[str] = ("model*.safetensors", INDEX)) -> Path:
+    """Makes the empty folder `unfinished(folder)`, and returns it.
+
+    Raises RunError "weights-folder" if `folder` is there with files other than `ours`, which `finish` would remove.
+    """
+    if folder.exists() or folder.is_symlink():
+        strange = not folder.is_dir() or folder.is_symlink()
+        names = [] if strange else [path for path in folder.iterdir() if not any(path.match(name) for name in ours)]
+        if strange or names:
+            what = f"has `{names[0].name}`, which is no file of weights" if names else "is no folder"
+            raise RunError("weights-folder", f"`{folder}` {what}, and would be replaced", hint="choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = unfinished(folder)
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch.mkdir()
+    return scratch
+
+
+def finish(folder: Path) -> None:
+    """Puts `unfinished(folder)` in the place of `folder`; what was there before is kept until the new files are."""
+    before = folder.with_name(f".{folder.name}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    _sync(unfinished(folder))
+    if folder.exists():
+        folder.rename(before)
+    unfinished(folder).rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Removes `unfinished(folder)`; `folder` stays as it was."""
+    shutil.rmtree(unfinished(folder), ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the names in `folder` are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,150 @@
+"""When a run saves itself, beside training or not, and what it keeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.checkpoint import newest, read, verify
+from sley_core.checkpoint.folders import LocalFolder
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.plans import changed, small_plan
+from sley_core.testing.resumed import assert_same_stretch, stretch
+from sley_core.testing.runs import weights
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    return changed(small_plan(run__steps=6), **changes)
+
+
+def trained(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = None) -> Run:
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=folder) as run:
+        if prepare is not None:
+            prepare(run)
+        run.train()
+    return run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_run_saves_itself_and_keeps_the_newest(texts, tmp_path, mode):
+    run = trained(plan(checkpoint={"every_steps": 2, "mode": mode}), texts, tmp_path)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+    assert run.counts["checkpoint"]["saved"] == 3
+    assert run.counts["checkpoint"]["failed"] == 0
+    for name in names(tmp_path):
+        assert verify(tmp_path / "checkpoints" / name) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
+def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_path, monkeypatch, precision, optimizer):
+    """Writing takes longer than the steps that follow, which change every tensor that is not written yet."""
+    options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
+    tables = plan(precision__compute=precision, optimizer=options)
+    stretch(tables, 2, folder=texts, save=tmp_path / "still")
+    wanted = read(tmp_path / "still")
+    written = LocalFolder.write
+    stepped = threading.Event()
+
+    def slowly(self: Any, name: str, chunks: Any) -> Any:
+        def one_by_one() -> Any:
+            for number, chunk in enumerate(chunks):
+                if number == 3:
+                    assert stepped.wait(30), "the next step waits for the disk"
+                yield chunk
+
+        return written(self, name, one_by_one() if name.endswith("safetensors") else chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", slowly)
+    tables = changed(tables, checkpoint={"every_steps": 2})
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        for _ in range(3):
+            run.step()
+        stepped.set()
+    found = read(tmp_path / "checkpoints" / "step-00000002")
+    assert set(found) == set(wanted)
+    for name in wanted:
+        assert found[name].equal(wanted[name]), name
+    assert run.counts["checkpoint"]["copied_bytes"] > 0
+
+
+def test_training_is_the_same_with_and_without_saves(texts, tmp_path):
+    runs = [trained(plan(**more), texts, tmp_path) for more in ({}, {"checkpoint": {"every_steps": 1}})]
+    one, other = map(weights, runs)
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_a_program_that_steps_by_itself_saves_too_and_goes_on_from_there(texts, tmp_path):
+    tables = plan(checkpoint={"every_steps": 3})
+    whole = stretch(plan(), 6, folder=texts)
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        for _ in range(4):
+            run.step()
+    found = newest(tmp_path / "checkpoints")
+    assert found.path is not None
+    assert found.path.endswith("step-00000003")
+    assert_same_stretch([whole], [stretch(plan(), 3, folder=texts, load=Path(found.path))])
+
+
+def test_minutes_go_by_a_clock(texts, tmp_path):
+    slow = [lambda _row: time.sleep(0.05)]
+    trained(
+        plan(checkpoint={"every_minutes": 0.1 / 60, "keep": 9}), texts, tmp_path, lambda run: run.listeners.extend(slow)
+    )
+    assert 1 <= len(names(tmp_path)) <= 4
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_is_asked_to_stop_saves_itself(texts, tmp_path, saves):
+    def stop(run: Run) -> None:
+        run.listeners.append(lambda row: run.stop() if row["step"] == 2 else None)
+
+    trained(plan(checkpoint={"on_interrupt": saves}), texts, tmp_path, stop)
+    assert (tmp_path / "checkpoints" / "step-00000003").exists() == saves
+
+
+def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be", "utf-8")
+    run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path)
+    assert run.num_steps_done == 6
+    assert run.counts["checkpoint"]["failed"] == 3
+    assert any("could not be written" in note and "the run goes on" in note for note in run.notes)
+
+
+def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_no_checkpoint(texts, tmp_path, monkeypatch):
+    gate = threading.Event()
+    written = LocalFolder.write
+
+    def late(self: Any, name: str, chunks: Any) -> Any:
+        assert gate.wait(30)
+        return written(self, name, chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", late)
+    with assemble(
+        plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path
+    ) as run:
+        run.step()
+        for entry in run.book:
+            entry.parameter.detach().fill_(0.5)
+        threading.Timer(0.5, gate.set).start()
+        run.step()
+    assert any("the program wrote to" in note for note in run.notes)
+    assert newest(tmp_path / "checkpoints").passed_over == []
+
+
+def test_the_folder_of_another_run_is_refused(texts, tmp_path):
+    shared = {"folder": str(tmp_path / "shared"), "every_steps": 3}
+    trained(plan(checkpoint=shared), texts, tmp_path)
+    run = trained(plan(checkpoint=shared, run__name="other"), texts, tmp_path)
+    assert any("has checkpoints of the run 'small'" in note for note in run.notes)

@@ -1,0 +1,216 @@
+"""A checkpoint that is not as it was written is told, and the one before is taken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.checkpoint import newest, read, verify
+from sley_core.checkpoint.index import INDEX
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
+from sley_core.testing.resumed import assert_same_stretch, stretch
+
+PLAN = small_plan(run__steps=6)
+
+
+def flip(file: Path, _other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    file.write_bytes(data)
+
+
+def flip_in_the_header(file: Path, _other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path, _other: Path) -> None:
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def empty(file: Path, _other: Path) -> None:
+    os.truncate(file, 0)
+
+
+def lose(file: Path, _other: Path) -> None:
+    file.unlink()
+
+
+def swap(file: Path, other: Path) -> None:
+    shutil.copy(other / file.name, file)
+
+
+DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
+    ("rank-00000.safetensors", flip): "has other bytes than were written",
+    ("rank-00000.safetensors", flip_in_the_header): "has other bytes than were written",
+    ("rank-00000.safetensors", cut): "is cut short",
+    ("rank-00000.safetensors", empty): "is cut short",
+    ("rank-00000.safetensors", lose): "is missing",
+    ("rank-00000.safetensors", swap): "is of step 2 of the run 'small'",
+    (INDEX, flip): "is damaged",
+    (INDEX, cut): "is damaged",
+    (INDEX, empty): "is damaged",
+    (INDEX, lose): "is missing",
+    (INDEX, swap): "is of",
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints of a run, after steps 2 and 4."""
+    from sley_core.testing.plans import write_texts
+
+    folder = tmp_path_factory.mktemp("two")
+    write_texts(folder)
+    tables = changed(PLAN, checkpoint={"every_steps": 2, "mode": "sync"}, run__steps=4)
+    with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder) as run:
+        run.train()
+    return folder
+
+
+@pytest.mark.parametrize(("file", "how"), DAMAGES, ids=lambda one: getattr(one, "__name__", one))
+def test_each_damage_is_named_and_the_one_before_is_loaded(two, tmp_path, file, how):
+    shutil.copytree(two / "checkpoints", tmp_path / "all")
+    old, new = (tmp_path / "all" / f"step-0000000{step}" for step in (2, 4))
+    how(new / file, old)
+    (damage,) = verify(new)
+    assert damage.file in (file, "rank-00000.safetensors")
+    if how is not swap or file != INDEX:
+        assert damage.file == file
+        assert DAMAGES[file, how] in damage.how
+    found = newest(tmp_path / "all")
+    assert found.path == str(old)
+    assert [path for path, _ in found.passed_over] == [str(new)]
+    with assemble(plan_from_dict(PLAN, two), World.alone("cpu")) as run:
+        restored = run.load_checkpoint(tmp_path / "all")
+        assert restored is not None
+        assert (restored.path, restored.step, run.num_steps_done) == (str(old), 2, 2)
+        assert [path for path, _ in restored.passed_over] == [str(new)]
+        with pytest.raises(RunError, match=r"checkpoint-damaged|no-checkpoint"):
+            run.load_checkpoint(new)
+        assert run.num_steps_done == 2
+
+
+def test_a_folder_without_a_whole_one_is_an_error_and_one_without_any_is_none(two, tmp_path):
+    tables = changed(PLAN, checkpoint={"folder": str(tmp_path / "all")})
+    with assemble(plan_from_dict(tables, two), World.alone("cpu")) as run:
+        assert run.load_checkpoint("auto") is None
+        shutil.copytree(two / "checkpoints", tmp_path / "all")
+        for path in (tmp_path / "all").glob("*/rank*"):
+            lose(path, path)
+        with pytest.raises(RunError, match="checkpoint-damaged"):
+            run.load_checkpoint("auto")
+
+
+def test_files_of_two_ranks_that_changed_places_are_told(texts, tmp_path, ranks):
+    tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+    ranks(2)(stretch, tables, 1, folder=texts, save=tmp_path / "saved")
+    one, other = (tmp_path / "saved" / f"rank-0000{rank}.safetensors" for rank in (0, 1))
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    assert [str(one) for one in verify(tmp_path / "saved")] == [
+        "rank-00000.safetensors is the file of rank 1",
+        "rank-00001.safetensors is the file of rank 0",
+    ]
+
+
+def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path):
+    stretch(PLAN, 1, folder=texts, save=tmp_path / "saved")
+    for more, words in (
+        ({"model__hidden": 32}, r"is \[\d+, 16\] in the checkpoint and \[\d+, 32\] here"),
+        ({"model__num_layers": 3}, "'weights/blocks.2.*' is not in the checkpoint"),
+        ({"model__num_layers": 1}, "'weights/blocks.1.*' is not in the model"),
+        ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, "its optimizer is core.adamw, the plan's is core.sgd"),
+    ):
+        with assemble(plan_from_dict(changed(PLAN, **more), texts), World.alone("cpu")) as run:
+            before = [entry.parameter.detach().clone() for entry in run.book]
+            with pytest.raises(RunError, match="checkpoint-mismatch") as raised:
+                run.load_checkpoint(tmp_path / "saved")
+            raised.match(words)
+            assert all(one.equal(entry.parameter) for one, entry in zip(before, run.book, strict=True))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sley_core.assemble import assemble
+from sley_core.checkpoint.folders import LocalFolder
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+
+tables, folder, at = eval(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+count = 0
+
+def dying(method):
+    def call(self, *args, **options):
+        global count
+        count += 1
+        if count == int(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args, **options)
+    return call
+
+with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder) as run:
+    run.step()
+    run.save_checkpoint()
+    run.step()
+    for name in ("write", "crc", "delete", "publish", "read_into"):
+        setattr(LocalFolder, name, dying(getattr(LocalFolder, name)))
+    run.save_checkpoint()
+    run.step()
+    print("whole", count)
+"""
+
+
+def killed(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", textwrap.dedent(KILLED), repr(PLAN), str(folder), str(at)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.campaign), 5, 7])
+def test_a_process_killed_within_a_save_leaves_the_one_before(texts, tmp_path, at):
+    """Before the first file is written, before a note is, before the index is, and before the folder gets its name."""
+    shutil.copytree(texts / "text", tmp_path / "text")
+    ended = killed(tmp_path, at)
+    assert ended.returncode == -signal.SIGKILL, ended.stdout + ended.stderr
+    found = newest(tmp_path / "checkpoints")
+    assert found.path is not None
+    assert (read(found.path).step, found.passed_over) == (1, [])
+    whole = stretch(PLAN, 3, folder=tmp_path)
+    with assemble(plan_from_dict(PLAN, tmp_path), World.alone("cpu"), folder=tmp_path) as run:
+        run.load_checkpoint("auto")
+        run.step()
+        run.save_checkpoint()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    resumed = stretch(PLAN, 1, folder=tmp_path, load=tmp_path / "checkpoints" / "step-00000002")
+    assert_same_stretch([whole], [resumed])
+
+
+def damaged_on_two(tables: dict[str, Any], folder: Path, path: Path) -> tuple[str, int]:
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        restored = run.load_checkpoint(path)
+        assert restored is not None
+        return restored.path, run.num_steps_done
+
+
+def test_ranks_share_the_reading_and_choose_alike(two, tmp_path, ranks):
+    shutil.copytree(two / "checkpoints", tmp_path / "all")
+    flip(tmp_path / "all" / "step-00000004" / "rank-00000.safetensors", tmp_path)
+    tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+    found = ranks(2)(damaged_on_two, tables, two, tmp_path / "all")
+    assert found == [(str(tmp_path / "all" / "step-00000002"), 2)] * 2

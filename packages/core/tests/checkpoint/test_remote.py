@@ -1,0 +1,52 @@
+"""Checkpoints behind a URL."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.checkpoint import newest, read, verify
+from sley_core.checkpoint.folders import open_folder
+from sley_core.checkpoint.index import INDEX
+from sley_core.comm.world import World
+from sley_core.errors import UsageError
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
+
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_run_saves_to_a_url_and_goes_on_from_there(texts, tmp_path, kind):
+    url = f"{kind}://{tmp_path}/saved"
+    plan = plan_from_dict(small_plan(run__steps=6, checkpoint={"every_steps": 2, "folder": url}), texts)
+    with assemble(plan, World.alone("cpu")) as run:
+        run.train()
+        rows = [run.step()]
+    folder = open_folder(url)
+    assert folder.names() == ["step-00000004", "step-00000006"]
+    found = newest(url)
+    assert found == (f"{url}/step-00000006", [])
+    assert read(found.path).step == 6
+    with assemble(plan, World.alone("cpu")) as run:
+        assert run.load_checkpoint("auto").step == 6
+        again = run.step()
+    assert again["loss"] == rows[0]["loss"]
+
+    half = folder.child("step-00000006")
+    half.delete(INDEX)
+    assert newest(url) == (f"{url}/step-00000004", []), "without its index it was never one"
+    whole = folder.child("step-00000004")
+    data = whole.read("rank-00000.safetensors")
+    whole.write("rank-00000.safetensors", [data[:-1]])
+    (damage,) = verify(whole.text)
+    assert "is cut short" in damage.how
+    with assemble(plan, World.alone("cpu")) as run:
+        run.step()
+        run.save_checkpoint()
+    assert folder.names() == ["step-00000001", "step-00000004"], "what was half written is gone"
+
+
+def test_a_url_that_nothing_opens_is_said():
+    with pytest.raises(UsageError, match="no-fsspec"):
+        read("nosuch://there/is")

@@ -1,0 +1,32 @@
+"""What reducers keep is in a checkpoint: the same layout goes on bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.testing.plans import changed
+from sley_core.testing.resumed import assert_same_stretch, stretch
+
+POWERSGD = {"use": "dp.powersgd", "rank": 1, "start_step": 2, "bucket_mb": 0.001}
+
+
+def there_and_back(tables, folder, path, steps):
+    """Six steps; so many, and a checkpoint; and the rest from there."""
+    whole = stretch(tables, 6, folder=folder)
+    stretch(tables, steps, folder=folder, save=path)
+    return whole, stretch(tables, 6 - steps, folder=folder, load=path)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("handler", [{"use": "dp.bucketed", "bucket_mb": 0.001}, POWERSGD], ids=lambda one: one["use"])
+def test_the_same_layout_goes_on_bit_for_bit(ranks, own, tmp_path, small, handler, steps):
+    tables = small(handler, parallel={"dp": 4})
+    every = ranks(4, 120)(there_and_back, tables, own, tmp_path / "saved", steps)
+    assert_same_stretch([one for one, _ in every], [other for _, other in every])
+
+
+def test_what_was_kept_in_another_layout_begins_anew_and_is_said(ranks, own, tmp_path, small):
+    tables = small(POWERSGD)
+    ranks(4, 120)(stretch, changed(tables, parallel={"dp": 4}), 3, folder=own, save=tmp_path / "saved")
+    found = ranks(2, 120)(stretch, changed(tables, parallel={"dp": 2}), 1, folder=own, load=tmp_path / "saved")
+    assert any("gradient_handlers.0 dp.powersgd begins anew" in note for note in found[0].notes)

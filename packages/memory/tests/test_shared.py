@@ -1,0 +1,154 @@
+"""Ranks that share the host's copies of what they hold alike: the same bits, fewer bytes, and no rank that goes its own way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parking import cycle, running, sha, steps
+
+from sley_core.errors import RunError, StateError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import changed, small_plan
+
+pytestmark = pytest.mark.timeout(240)
+
+SHARED = [{"use": "memory.everything", "bucket_mb": 0.002, "shared": True}]
+WHOLE = [{"use": "memory.everything", "bucket_mb": 0.002}]
+REPLICAS = small_plan(precision__compute="bf16", parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
+PARTS = changed(REPLICAS, gradient_handlers=[{"use": "dp.sharded", "bucket_mb": 0.002}])
+SHARDS = changed(REPLICAS, parallel={"dp": 4, "wp": 2}, weights={"use": "isp.communicator"}, batch__micro_size=1)
+
+
+def both_ways(tables, folder):
+    """The digest, rows and report of four steps with nothing away, all parked whole, and all shared; on the same ranks."""
+    found = []
+    for offload in ([], WHOLE, SHARED):
+        with running({**tables, "offload": offload}, folder) as run:
+            rows = []
+            for _ in range(4):
+                row = run.step()
+                rows.append((row["loss"], row["grad_norm"]))
+                if offload:
+                    cycle(run)
+            found.append((sha(run), rows, {part: vars(moved) for part, moved in run.memory.report.items()}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tables", "size", "package", "alike"),
+    [
+        (REPLICAS, 2, "sley_core", ("weights", "masters", "optimizer_states")),
+        (PARTS, 2, "sley_dp", ("weights",)),
+        pytest.param(SHARDS, 4, "sley_isp", ("weights", "masters", "optimizer_states"), marks=pytest.mark.campaign),
+    ],
+    ids=["replicas", "sharded optimizer", "sharded weights"],
+)
+def test_each_rank_keeps_its_part_and_has_the_bits_of_one_that_keeps_all(ranks, texts, tables, size, package, alike):
+    """What each steps a part of is kept whole, as nobody else has it."""
+    pytest.importorskip(package)
+    for plain, whole, shared in ranks(size, 180)(both_ways, tables, texts):
+        assert whole[:2] == plain[:2]
+        assert shared[:2] == plain[:2]
+        for part in ("weights", "masters", "optimizer_states"):
+            one, other = whole[2][part], shared[2][part]
+            if part in alike:
+                assert other["copied_out"] < 0.55 * one["copied_out"], part
+                assert other["host_bytes"] < 0.55 * one["host_bytes"] + 4096, part
+                assert other["gathered"] == other["copied_in"] > 0, part
+            else:
+                assert (other["copied_out"], other["host_bytes"]) == (one["copied_out"], one["host_bytes"]), part
+                assert other["gathered"] == 0
+            assert other["given_back"] == one["given_back"], part
+
+
+def what_differs(folder):
+    """A buffer and a weight of which each rank has another value; what a second offload copies that found nothing new."""
+    with running({**REPLICAS, "offload": SHARED}, folder) as run:
+        rank = run.world.rank
+        module = run.layers[1].module
+        run.step()
+        module.register_buffer("counted", torch.full((500,), float(rank)))
+        weight = run.book["blocks.1.attention_norm.weight"].parameter
+        with torch.no_grad():
+            weight.fill_(rank + 1)
+        cycle(run)
+        assert (module.counted == rank).all()
+        assert (weight == rank + 1).all()
+        before = run.memory.report["weights"].copied_out
+        cycle(run)
+        assert run.memory.report["weights"].copied_out == before
+        assert run.memory.report["weights"].skipped > 0
+        return True
+
+
+def test_what_differs_between_ranks_is_kept_whole_and_what_has_not_changed_is_not_copied_again(ranks, texts):
+    assert ranks(2)(what_differs, texts) == [True, True]
+
+
+def goes_its_own_way(folder):
+    """What is refused, and that everything is as it was after it."""
+    found = []
+    with running({**REPLICAS, "offload": SHARED}, folder) as run:
+        run.step()
+        rank = run.world.rank
+        before = sha(run)
+        calls = [
+            lambda: run.memory.offload("weights" if rank else "masters"),
+            lambda: run.memory.onload("weights") if rank else run.memory.offload("weights"),
+        ]
+        for call in calls:
+            with pytest.raises(RunError) as error:
+                call()
+            found.append(str(error.value))
+            assert run.memory.bytes["weights"] > 0
+        assert sha(run) == before
+        run.memory.offload()
+        with pytest.raises(StateError, match="reading on the host needs the run's weights, which are away"):
+            list(run.memory.host("weights"))
+        with pytest.raises(StateError, match="a step needs the run's weights, which are away"):
+            run.step()
+        run.memory.offload()
+        assert run.memory.report["weights"].num_no_ops == 1
+        run.memory.onload()
+        assert sha(run) == before
+        run.step()
+        run.memory.offload()
+        parameter = run.book["blocks.1.attention_norm.weight"].parameter
+    return found, parameter.float().tolist()
+
+
+def test_a_rank_that_goes_its_own_way_is_named_before_anything_is_freed(ranks, texts):
+    """And a run that closes while its weights are away leaves them to the program, on all ranks."""
+    (found, weight), (others, same) = ranks(2)(goes_its_own_way, texts)
+    assert found == others
+    assert "ranks-differ" in found[0]
+    assert "rank 1 calls `run.memory.offload` for weights that are here" in found[0]
+    assert "rank 0 calls `run.memory.offload` for masters that are here" in found[0]
+    assert "rank 1 calls `run.memory.onload` for weights that are here" in found[1]
+    assert weight == same
+    assert all(0.5 < value < 1.5 for value in weight)
+
+
+def waits_alone(folder):
+    """What a rank gets whose peer takes a step where it offloads."""
+    with running({**REPLICAS, "offload": SHARED, "limits": {"collective_timeout_s": 3}}, folder) as run:
+        run.step()
+        with pytest.raises(RunError) as error:
+            run.step() if run.world.rank else run.memory.offload("weights")
+        return error.value.diagnostics[0].code
+
+
+def test_a_rank_whose_peers_do_something_else_does_not_wait_for_ever(ranks, texts):
+    assert set(ranks(2, 60)(waits_alone, texts)) <= {"ranks-differ", "collective-failed"}
+
+
+def test_states_that_come_and_go_in_every_step_are_not_shared(texts):
+    between = [{"use": "memory.optimizer_states", "when": "between_steps", "shared": True}]
+    codes = {problem.code for problem in check_plan(plan_from_dict({**REPLICAS, "offload": between}, texts), 2)}
+    assert "shared-between-steps" in codes
+
+
+def test_one_rank_has_nobody_to_share_with(texts):
+    tables = small_plan(precision__compute="bf16")
+    assert steps({**tables, "offload": SHARED}, texts, 3, moves=True)[:2] == steps(tables, texts, 3)[:2]
