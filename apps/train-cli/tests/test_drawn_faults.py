@@ -104,8 +104,8 @@ def is_found(fault: Fault, told: Verdict, hit: str, number: int) -> bool:
         is_there = fault.kind in ("stopped", "killed") or told.layer == hit
         return told.kind == NAMED[fault.kind] and told.ranks == (fault.rank,) and is_there
     if fault.layout == "dp 2, sockets" and told.kind == "killed":
-        # Gloo has ended one process, and what the other was in may be a few sums later, as several are under way.
-        return any(number <= one.number <= number + UNDER_WAY for one in told.exchanges if one.queue == "stage main")
+        # Gloo has ended one process, and what the other was in may be a sum beside that one, as several are under way.
+        return any(abs(one.number - number) <= UNDER_WAY for one in told.exchanges if one.queue == "stage main")
     names = [one.what.removesuffix(", again") for one in told.exchanges]
     return any(_is_one(hit, name) for name in names)
 
