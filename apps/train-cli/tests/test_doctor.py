@@ -22,7 +22,7 @@ Start = Callable[..., Any]
 Cli = Callable[..., Any]
 Own = Callable[[str], Path]
 
-LIMIT_S = 4.0
+LIMIT_S = 8.0
 GRACE_S = 10.0
 """After the limit of waits: until then a rank that does not answer is named and ended."""
 
@@ -124,7 +124,7 @@ def test_one_process_reports_too(own_model: Own, cli: Cli) -> None:
 
 
 def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder: Path) -> None:
-    result = start("run", own_model(MODEL.format(action="time.sleep(2.5)")), *LIMIT).finish(60)
+    result = start("run", own_model(MODEL.format(action="time.sleep(3)")), *LIMIT).finish(60)
     assert result.code == 0, result.err
     assert not (folder / "runs" / "small" / FOLDER).exists()
     assert cli("doctor", "runs/small").out == "no rank has reported a failure in `runs/small`\n"

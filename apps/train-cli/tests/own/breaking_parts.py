@@ -100,7 +100,8 @@ class Fault:
         def call(transport: Any, *args: Any, what: str, **options: Any) -> Any:
             if not self.is_due(of):
                 return plain(transport, *args, what=what, **options)
-            HIT.write_text(json.dumps({"what": what}), "utf-8")
+            numbers = transport.members.progress.numbers
+            HIT.write_text(json.dumps({"what": what, "number": numbers.get(f"{transport.members.axis} main", 0) + 1}))
             match self.kind:
                 case "skipped":
                     return Done()

@@ -43,7 +43,8 @@ _ORDER = (
 )
 _KILLED = "nothing in the run does that: see the system's log (`dmesg`) for a shortage of memory, or ask who ended it"
 _ABORTED = (
-    "native code gave up, as gloo does where ranks exchange other lengths; what it wrote stands in the run's output"
+    "native code gave up; what it wrote stands in the run's output. Where that is gloo's `Received data size doesn't match`, "
+    "ranks went apart in this exchange or one under way beside it, and either may be wrong: look at what depends on its data"
 )
 _UNKNOWN = "look at that rank's machine; the report of every rank is in the folder `faults` of the run"
 

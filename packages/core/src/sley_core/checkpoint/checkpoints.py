@@ -189,7 +189,7 @@ class Checkpoints:
         update = self.tensors.update
         return {
             "steps": step,
-            "was_taken": update.was_taken,
+            "was_taken": self.tensors.parts.store.state.was_taken,
             "scale": None if update.scale is None else update.scale.state(),
             "skips": None if update.skips is None else update.skips.state(),
             "data": None if self.feed is None else to_json(self.feed.state()),
