@@ -10,7 +10,7 @@ from sley_core.metrics.summary import RunTotals
 from train_cli.run_folder import run_folder
 
 if TYPE_CHECKING:
-    from sley_core.checkpoint.checkpoints import Restored
+    from sley_core.checkpoint.loading import Restored
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 

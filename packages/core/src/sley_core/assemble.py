@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.checkpoint.checkpoints import Checkpoints
-from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.comm.groups import Groups
 from sley_core.comm.malloc import keep_freed_memory
 from sley_core.data.dataset import DataContext
@@ -49,13 +47,12 @@ from sley_core.engine.store import GradientStore
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.engine.weights import WeightStore
-from sley_core.equip import outputs_of, samples_of
+from sley_core.equip import checkpoints_of, outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.memory.assemble import memory_of, move_numbers
-from sley_core.metrics.parts import keepers_of
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.plan.check import check_plan
@@ -81,10 +78,6 @@ if TYPE_CHECKING:
         WeightCommunicator,
     )
     from sley_core.topology import Topology
-
-
-CHECKPOINTS = "checkpoints"
-"""The folder in a run's folder that has its checkpoints, where the plan names no other."""
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
@@ -144,12 +137,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
         outputs_of(plan, world, stepper, topology, folder),
         memory,
         WeightLoader(names, parts, stepper.update.masters),
-        Checkpoints(
-            plan,
-            RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper)),
-            samples.feed,
-            _checkpoint_folder(plan, folder),
-        ),
+        checkpoints_of(plan, parts, stepper, samples, memory, model, folder),
         AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
     )
 
@@ -291,12 +279,6 @@ def _link(plan: Plan, parts: Parts) -> StageLink | None:
 def _accumulates_directly(plan: Plan, device: Device) -> bool:
     wanted = plan.precision.accumulation
     return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
-
-
-def _checkpoint_folder(plan: Plan, folder: Path | None) -> str | None:
-    if plan.checkpoint is not None and plan.checkpoint.folder is not None:
-        return plan.checkpoint.folder
-    return None if folder is None else str(folder / CHECKPOINTS)
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:

@@ -1,4 +1,4 @@
-"""Makes what a run needs besides its parts: the samples and their meter, and the files that it writes."""
+"""Makes what a run needs besides its parts: the samples and their meter, the files that it writes, its checkpoints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sley_core.checkpoint.checkpoints import Checkpoints
+from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
@@ -16,6 +18,7 @@ from sley_core.engine.profile import StepProfiler
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.timeline import StepTimeline
 from sley_core.equipment import Outputs, Samples, rows_of
+from sley_core.metrics.parts import keepers_of
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
 
@@ -24,9 +27,13 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.engine.parts import Parts
     from sley_core.engine.stepper import Stepper
+    from sley_core.memory.run_memory import RunMemory
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
+
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's folder that has its checkpoints, where the plan names no other."""
 
 
 def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:
@@ -95,3 +102,12 @@ def outputs_of(plan: Plan, world: World, stepper: Stepper, topology: Topology, f
         first, last = plan.profile.steps
         profiler = StepProfiler(first, last, folder, world.rank, world.device)
     return Outputs(writers, timeline, profiler)
+
+
+def checkpoints_of(
+    plan: Plan, parts: Parts, stepper: Stepper, samples: Samples, memory: RunMemory, model: Model, folder: Path | None
+) -> Checkpoints:
+    """Returns what saves the run and brings it back. folder: the run's."""
+    tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers_of(plan, stepper))
+    own = plan.checkpoint.folder if plan.checkpoint else None
+    return Checkpoints(plan, tensors, samples.feed, own or (None if folder is None else str(folder / CHECKPOINTS)))

@@ -28,7 +28,7 @@ argument with a default value is not passed at all.
 
 Hooks assemble a run; none is called in the step loop. Core indexes the records that they return by name and follows the
 order of the plan, never the order in which plugins were found. What the records hold stands in `sley_core/records.py`,
-and what the objects must do in `sley_core/protocols.py`. [Write a plugin](write-a-plugin.md) makes one from start to
+and what the objects must do in `sley_core/protocols`. [Write a plugin](write-a-plugin.md) makes one from start to
 end.
 
 | Hook | In one line |

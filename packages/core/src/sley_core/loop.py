@@ -126,6 +126,11 @@ class Loop:
             raise RunError("step-running", f"{what} is under way", hint="do it between two steps")
         self._emit_late()
 
+    def go_on(self, num_steps: int) -> None:
+        """Takes note that a checkpoint has brought the run behind its step `num_steps`."""
+        self.num_steps_done = num_steps
+        self.weights_loaded()
+
     def weights_loaded(self) -> None:
         """Tells the buffer watch, after weights were loaded, to take the present buffers as the reference."""
         if self._watch is not None:

@@ -110,9 +110,7 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan completed by what only the run could determine: the ranks of the world, how many samples an epoch
-        has, ...
-        """
+        """The plan completed by what only the run could determine: the ranks of the world, the samples of an epoch, ..."""
         found: dict[KeyPath, Any] = {**self.facts.found, ("parallel", "dp"): self.topology.dp}
         if self.feed is not None and self.feed.num_samples is not None:
             found["data", "samples_per_epoch"] = self.feed.num_samples
@@ -150,9 +148,7 @@ class Run(AbstractContextManager["Run"]):
         return self.loop.step(batch)
 
     def evaluate(self) -> float:
-        """Returns the mean loss on held-out data; changes nothing. All ranks call it. Raises UsageError if the plan has
-        no `[evaluation]`.
-        """
+        """Returns the mean loss on held-out data; changes nothing. All ranks call it. Raises UsageError without `[evaluation]`."""
         self._settle()
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")
@@ -162,16 +158,14 @@ class Run(AbstractContextManager["Run"]):
     def load_weights(
         self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True
     ) -> LoadedWeights:
-        """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every
-        layout.
+        """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every layout.
 
         All ranks call it, between two steps, with the same state; each copies what it holds of it, shards and fp32
         masters included. A tied weight may stand under any of its names. Buffers in `state` are loaded too. Optimizer
         states (moments) stay. A mapping is checked before anything is written; pairs are written as they come, so that
         only one tensor need be in memory. strict: missing or unknown names are an error; else they are returned.
 
-        Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different
-        values.
+        Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different values.
         """
         self._settle()
         self.memory.require("loading weights", TO_LOAD)
@@ -226,8 +220,7 @@ class Run(AbstractContextManager["Run"]):
         self.memory.require("loading a checkpoint", TO_RESTORE)
         found, steps = self._checkpoints.load(path)
         if found is not None:
-            self.loop.num_steps_done = steps
-            self.loop.weights_loaded()
+            self.loop.go_on(steps)
         self.outputs.rewind(self.num_steps_done)
         return found
 
@@ -242,15 +235,12 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
-        """Numbers counted by the run's parts on this rank, by their name in the plan: those that implement
-        `protocols.Counts`, and offload managers.
-        """
+        """Numbers counted by the run's parts on this rank (`protocols.Counts`, offload managers), by their name in the plan."""
         counts = counts_of(self.plan, self.stepper, self.parts.pool, self.memory)
         return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpoints.counts)})
 
     def close(self) -> None:
-        """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does
-        nothing.
+        """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does nothing.
 
         Layers are ordinary modules again, without patches, hooks or attributes of the run. A module with a sharded
         weight raises RunError `weights-sharded` when it is called; methods of the run raise `run-closed`.

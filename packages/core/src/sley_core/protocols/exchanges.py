@@ -1,0 +1,142 @@
+"""The interfaces of what moves values between ranks, and of the memory that it takes for that."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+    from sley_core.actions.action import Action, Transfer
+    from sley_core.engine.boundary import Description
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.step_state import Phase
+    from sley_core.model.layers import Layer
+
+
+class StageLink(Protocol):
+    """Moves outputs and their gradients between stages; the plan's table `[link]` names it, or the schedule's record.
+
+         prepare ──> begin ──> post | send | take ... ──> drain ─┐
+                       ^                                         │
+                       └─────────────────────────────────────────┘
+
+    key: everything on which the shapes at a boundary depend; equal on both ends for the same micro-batch.
+    `testing/link_contract.py` tests all of this, and the tests of a link inherit it.
+    """
+
+    def prepare(self, parts: Parts) -> None:
+        """Called once, when the groups are made; messages travel on the lanes `up` and `down` of the group `pp`."""
+
+    def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
+        """Starts the exchanges of one list of actions, over micro-batches with these `keys`; a step or an evaluation
+        calls it.
+
+        peers: the neighbouring stages, which begin the same list. If one begins another, `take` or `drain` raises
+        RunError `stages-differ` on both ends.
+        """
+
+    def post(self, transfer: Transfer, key: Hashable) -> None:
+        """Announces the receive `transfer`, which `take` will complete. Does not block. In each direction both ends
+        call `post` and `send` in the same order.
+        """
+
+    def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
+        """Starts to send `tensors`, laid out as `description` says. Sends the values that they have now: the caller
+        reuses their memory as soon as this returns. Outputs arrive with the marks of `api.boundary.with_overlaps`.
+        """
+
+    def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
+        """Waits for a posted `transfer` and returns its description and tensors.
+
+        The link must not write to their memory while the tensors, views of them or anything that autograd saved of them
+        is alive.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Waits until everything is sent, and ends what `begin` started."""
+
+    def abort(self, why: str) -> None:
+        """Discards all exchanges in flight after a failure, without waiting for peers."""
+
+
+class WeightCommunicator(Protocol):
+    """Gathers sharded weights just before they are used, and reduces their gradients over `wp` after.
+
+         prepare ──> cuts* ──> attach ──> begin ──> during(action)* ─┐
+                                            ^                        │
+                                            └────────────────────────┘
+
+    Core shards the parameters, along the dim that `cuts` returns. Before it gathers or reads any weight of a layer, the
+    communicator calls `parts.waits.wait_for` of that layer. Values written to shards between two steps, and parameters
+    frozen or unfrozen there, take effect in the next step. A failed step is followed directly by the next `begin`,
+    which must discard everything that was in flight. `sley_core.testing.weight_contract` tests all of this.
+    """
+
+    def prepare(self, layers: Sequence[Layer]) -> None:
+        """Receives all layers of the model, on meta, before anything is sharded. Raises PlanError for a model that it
+        does not support.
+        """
+
+    def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
+        """Returns the dim along which to shard a parameter, or None to keep it unsharded.
+
+        places: every (module, attribute) that holds the parameter. Asked on meta, with the same answer on all ranks.
+        Shards are padded with zeros; the communicator gives the store a gradient of a shard's shape, summed over `wp`.
+        """
+        ...
+
+    def attach(self, parts: Parts) -> None:
+        """Called once, when weights are sharded and handlers attached. If it raises, it leaves modules as they were."""
+
+    def begin(self, actions: Sequence[Action], phase: Phase) -> None:
+        """Called before a step or an evaluation runs `actions`, in this order."""
+
+    def during(self, action: Action) -> AbstractContextManager[None]:
+        """Returns a context manager that surrounds `action`. When a chunk's last gradient action ends, all gradients of
+        its weights must be in the store.
+        """
+        ...
+
+    def detach(self) -> None:
+        """Called when the run closes, or could not be assembled. Restores modules as they were before `attach`;
+        stand-ins of shards stay.
+        """
+
+
+class SequenceCommunicator(Protocol):
+    """Makes attention work on full sequences although every rank of `sp` holds only a slice.
+
+    An attention that it does not support over slices is refused by name, on all ranks alike.
+    `sley_core.testing.attention_contract` says what it must support.
+    """
+
+    def attach(self, layers: Sequence[Layer]) -> None:
+        """Changes every attention in `layers`, all of the model's; called on meta, before the parameter book is made.
+
+        Parameter names do not change. Raises PlanError if it knows no attention in them; then nothing is changed.
+        """
+
+    def detach(self) -> None:
+        """Called when the run closes, or could not be assembled. Restores every attention for full sequences."""
+
+
+class MemoryPool(Protocol):
+    """Lends buffers, to all who name it. A lease is a context manager; its buffer is not lent again before it ends."""
+
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
+        """Returns a context manager that gives a buffer with undefined contents, and takes it back at its end."""
+        ...
+
+    def trim(self) -> int:
+        """Frees every buffer that is not lent; returns how many bytes that were."""
+        ...
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        """Yields name and tensor of everything that it holds, lent or not: what it keeps between two steps."""
+        return ()
