@@ -148,7 +148,7 @@ class Run(AbstractContextManager["Run"]):
         return self.loop.step(batch)
 
     def evaluate(self) -> float:
-        """Returns the mean loss on held-out data; changes nothing. All ranks call it. Raises UsageError without `[evaluation]`."""
+        """Returns the mean held-out loss; changes nothing. All ranks call it. Raises UsageError without `[evaluation]`."""
         self._settle()
         if self.evaluation is None:
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint="add one with `every = 100`")

@@ -117,7 +117,7 @@ class _TreeSum:
         """Waits for the all-gather and writes the sum into the buffer."""
         self.join()
         self.work.wait()
-        if self._whole is not None:
+        if self._whole is not None and self._whole.data_ptr() != self.buffer.data.data_ptr():
             self.buffer.data.copy_(self._whole[: self.buffer.data.numel()])
         self.work.wait_sent()
 
@@ -136,9 +136,12 @@ class _TreeSum:
 def _packed(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
     """Returns [size, uses x rows, columns]: for each rank, its part of the sums of this rank; rows that others need are zeros.
 
-    Gives up the sums' memory.
+    Gives up the sums' memory. The buffer itself, where that is all: the other ranks' parts of it are read, and no more, until
+    they have what they need.
     """
     numel = buffer.data.numel()
+    if num_uses * num_rows == 1 and numel % size == 0:
+        return buffer.data.view(size, 1, -1)
     num_columns = -(-numel // size)
     packed = buffer.data.new_zeros(size, num_uses * num_rows, num_columns)
     flat = buffer.data.new_zeros(size * num_columns)
