@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -210,17 +211,44 @@ def test_habits_around_a_sharded_linear(ranks, own, unit):
         print(habit, ended)
 
 
-def test_a_tied_matrix_that_a_forward_uses_as_often_as_its_data_say(ranks, own):
-    """Reduced once per step, in the same order on ranks that use it more and less often."""
-    from drawn import Rows
-    from tied_by_data import layers
+BY_DATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("tied_by_data:layers", {"reduce": "step"}, {}),
+    *(
+        (f"taken_by_data:{name}", weights, parallel)
+        for name in ("often", "looked", "added")
+        for weights, parallel in (
+            ({}, {}),
+            ({"overlap": False}, {}),
+            ({"overlap": False, "reduce": "step"}, {}),
+            ({"reduce": "step"}, {"cross_memory_attach": False}),
+        )
+    ),
+]
 
-    data = Rows(DataContext(0, "train"))
+
+def test_layers_that_use_their_weights_as_their_data_say(ranks, own):
+    """In the same order on ranks whose data are others, with exchanges that are waited for at once and that are not."""
+    from drawn import Rows
+
     batches, held_out = (batches_of(Rows(DataContext(0, split))) for split in ("train", "held_out"))
-    tables = drawn_plan(1, 2) | {"model": {"factory": "tied_by_data:layers"}}
-    tables["weights"] = {"use": "isp.communicator", "reduce": "step"}
-    del tables["evaluation"]  # in other micro-batches, whose first tokens are others
-    of_ranks = [one for (one,) in ranks(2)(recorded, [tables], own, batches)]
-    tokens = [int(data[at]["tokens"][0]) % 3 for at in range(GLOBAL)]
-    assert tokens[: GLOBAL // 2] != tokens[GLOBAL // 2 :], "or ranks do the same"
-    assert assert_plain(layers(), tables, of_ranks, batches, held_out, {"right"}) == "right"
+    first = [[int(row[0]) for row in batches[number]["tokens"]] for number in range(STEPS)]
+    for kinds in (2, 3):
+        last = [(tokens[GLOBAL // 2 - 1] % kinds, tokens[-1] % kinds) for tokens in first]
+        assert any(one != other for one, other in last), "or ranks do the same where a step's gradients leave"
+    plans = []
+    for factory, weights, parallel in BY_DATA:
+        tables = drawn_plan(1, 2) | {"model": {"factory": factory}, "batch": {"global_size": GLOBAL, "micro_size": 1}}
+        tables["weights"] = {"use": "isp.communicator", **weights}
+        tables["parallel"] = {"dp": 2, "wp": 2, **parallel}
+        tables["activations"] = {"use": "core.keep"}
+        del tables["evaluation"]  # in other micro-batches, whose first tokens are others
+        plans.append(tables)
+    wrong = []
+    for tables, of_ranks in zip(plans, zip(*ranks(2, 240)(recorded, plans, own, batches), strict=True), strict=True):
+        module, _, name = tables["model"]["factory"].partition(":")
+        try:
+            layers = getattr(import_module(module), name)()
+            assert_plain(layers, tables, of_ranks, batches, held_out, {"right"})
+        except AssertionError as error:
+            wrong.append(f"{tables['model']}, {tables['weights']}, {tables['parallel']}: {error}")
+    assert not wrong, "\n".join(wrong)

@@ -148,9 +148,9 @@ def reduced(tables: dict[str, Any], folder: Any) -> set[str]:
         reductions, names = run.stepper.executor.weights.reductions, set()
         add = reductions.add
 
-        def spy(bucket: Any, place: Any, site: Any, entry: Any, write: Any) -> None:
+        def spy(bucket: Any, place: Any, entry: Any, write: Any) -> None:
             names.add(entry.name)
-            add(bucket, place, site, entry, write)
+            add(bucket, place, entry, write)
 
         reductions.add = spy
         run.step()

@@ -1,12 +1,15 @@
 """Which weight gradients are reduced together, a layer's or one module's, and which contributions each bucket still lacks.
 
-contribution ──> open, full size ──> contribution* ──> sent: all its sites have contributed, and another unit or module
+contribution ──> open, full size ──> contribution* ──> sent: each place that contributes has had its backward, and another
                                                         is next (or the action that may complete it ends)
+
+A place is a unit, or with a bucket per module a module. Which modules of a unit have contributed says nothing of whether
+others will: that may depend on the data, which are others on other ranks, and all send in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,33 +25,30 @@ if TYPE_CHECKING:
 class GradientBucket:
     """Entries whose gradients are reduced in one exchange.
 
-    name: of the layer or module. sources: which site adds to which entry. chunks: those of all of its entries, if it is
-    reduced once per step.
+    number: counts them in the order of their layers. name: of the layer or module. layer: the first one. sources: the
+    backward of which place adds to which entry. chunks: those of all of its entries, if it is reduced once per step.
     """
 
+    number: int
     name: str
+    layer: str
     chunks: frozenset[int]
     entries: list[Entry] = field(default_factory=list)
-    sources: set[tuple[Site, Entry]] = field(default_factory=set)
+    sources: set[tuple[Hashable, Entry]] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Open:
-    """A bucket being filled. wholes: full gradients, padded. written: entries whose memory holds a gradient already.
-
-    came: the sources that have contributed during the current action.
-    """
+    """A bucket being filled. wholes: full gradients, padded. written: entries whose memory holds a gradient already."""
 
     bucket: GradientBucket
     wholes: dict[Entry, Tensor]
     lease: ExitStack
     written: set[Entry] = field(default_factory=set)
-    came: set[tuple[Site, Entry]] = field(default_factory=set)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every source of a trained entry has contributed during this action."""
-        return all(source in self.came for source in self.bucket.sources if source[1] in self.wholes)
+    def is_complete(self, places: Container[Hashable]) -> bool:
+        """Returns whether every place that adds to a trained entry is among `places`, those of the current action so far."""
+        return all(place in places for place, entry in self.bucket.sources if entry in self.wholes)
 
 
 class GradientBuckets:
@@ -69,10 +69,12 @@ class GradientBuckets:
         for entry in site.entries:
             home = self._homes.setdefault(entry, site) if self.once else site
             name = home.unit.name if self.fused else home.name
-            bucket = self._parcels.setdefault(self._key(home, entry), GradientBucket(name, entry.chunks))
+            bucket = self._parcels.setdefault(
+                self._key(home, entry), GradientBucket(len(self._parcels), name, home.unit.layer, entry.chunks)
+            )
             if entry not in bucket.entries:
                 bucket.entries.append(entry)
-            bucket.sources.add((site, entry))
+            bucket.sources.add((self._place(site), entry))
 
     def of(self, site: Site, entry: Entry) -> tuple[GradientBucket, Hashable]:
         """Returns the bucket of the gradient of `entry` from `site`, and the part of a backward in which it comes.

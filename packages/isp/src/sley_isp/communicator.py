@@ -292,7 +292,7 @@ class Communicator(WeightCommunicator):
         for entry in site.trained:
             self._parts.store.check_open(entry)  # before anything is leased or sent
         for entry in site.trained:
-            self.reductions.add(*self.buckets.of(site, entry), site, entry, partial(write, site, entry, rows, inputs))
+            self.reductions.add(*self.buckets.of(site, entry), entry, partial(write, site, entry, rows, inputs))
         if self._action is None:
             self.reductions.flush(everything=True)
             self.reductions.finish()

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from sley_core.api.parts import Entry, GradientStore
     from sley_core.protocols import MemoryPool
     from sley_isp.buckets import GradientBucket
-    from sley_isp.sites import Site
 
 Write = Callable[[Tensor, bool], None]
 """Puts a gradient into a tensor of the store's dtype, or adds it there when the flag is set."""
@@ -78,13 +77,14 @@ class Reductions:
         self.max_live = 0
         self.max_live_bytes = 0
         self._place: Hashable = None
+        self._places: set[Hashable] = set()
         self._open: dict[GradientBucket, Open] = {}
         self._under_way: deque[_Reduction] = deque()
         self._live = 0
         self._live_bytes = 0
 
-    def add(self, bucket: GradientBucket, place: Hashable, site: Site, entry: Entry, write: Write) -> None:
-        """Adds a contribution of `site` to the gradient of `entry` in `bucket`; may start or finish earlier reductions.
+    def add(self, bucket: GradientBucket, place: Hashable, entry: Entry, write: Write) -> None:
+        """Adds a contribution to the gradient of `entry` in `bucket`; may start or finish earlier reductions.
 
         place: the unit or module whose backward this is part of. write: puts or adds the gradient into a full-size
         tensor. All ranks of `group` must come from place to place in the same order.
@@ -93,14 +93,14 @@ class Reductions:
         if place is not self._place:
             # Not where the bucket changes: a weight that is tied to another layer's is in that layer's bucket, and how
             # often a place goes back and forth between the two may depend on its data.
+            self._places.add(self._place)
             self._place = place
-            for before in list(self._open.values()):
-                if self._may_leave(before.bucket) and (before.is_complete or not self.once):
+            for before in self._in_order():
+                if self._may_leave(before.bucket) and (before.is_complete(self._places) or not self.once):
                     self._start(before)
         filled = self._open.get(bucket) or self._opened(bucket)
         write(filled.wholes[entry][: entry.shape[0]], entry in filled.written)
         filled.written.add(entry)
-        filled.came.add((site, entry))
 
     def flush(self, *, everything: bool = False) -> None:
         """Starts the reduction of every open bucket that may be sent; called at the end of an action.
@@ -108,11 +108,11 @@ class Reductions:
         With `once`, those are the buckets to which no later action can add. everything: all buckets; used outside of a
         step, where no contribution is known to be the last.
         """
-        for filled in list(self._open.values()):
+        for filled in self._in_order():
             if everything or self._may_leave(filled.bucket):
                 self._start(filled)
-            filled.came.clear()
         self._place = None
+        self._places.clear()
 
     def advance(self) -> None:
         """Sums the reductions that have arrived, oldest first, up to the first one still in flight. Never blocks.
@@ -146,9 +146,14 @@ class Reductions:
             filled.lease.close()
         self._open.clear()
         self._place = None
+        self._places.clear()
         while self._under_way:
             self._end(self._under_way.popleft())
         self._live = 0
+
+    def _in_order(self) -> list[Open]:
+        """Returns the open buckets, those of later layers first: which was opened first may depend on the data."""
+        return sorted(self._open.values(), key=lambda filled: -filled.bucket.number)
 
     def _may_leave(self, bucket: GradientBucket) -> bool:
         """Returns whether `bucket` may be sent: at once, or with `once` when no action of the step can add to it any more."""
@@ -201,8 +206,8 @@ class Reductions:
             transport.all_to_all(rows, whole.view(rows.shape), what=f"the gradient of {entry.name}")
             for rows, (entry, whole) in zip(received, wholes.items(), strict=True)
         ]
-        layer = next(iter(filled.bucket.sources))[0].unit.layer
-        return _Reduction(Together(works), list(zip(wholes, received, strict=True)), filled.lease, came, layer)
+        owned = list(zip(wholes, received, strict=True))
+        return _Reduction(Together(works), owned, filled.lease, came, filled.bucket.layer)
 
     def _reduced(self, filled: Open) -> _Reduction:
         """Starts the reduce-scatter of a bucket."""

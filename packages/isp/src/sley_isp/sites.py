@@ -5,6 +5,10 @@
     D, W       D: dx, and (g, x) is deferred;    W: dW and its reduction
 
 Autograd sees the shard as an input, so that it runs the backward, and gets None as its gradient: none is allocated.
+
+A backward uses the weights also where the input needs no gradient. Whether it does may depend on the data, which are others
+on other ranks of `wp`: a linear called once on what nothing is trained before needs no weight, called again, on its own
+output, it does. Ranks gather the same units in one order only if neither number matters.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class Site:
         self.fuses = True
         """Whether a product may be added to a gradient as it is multiplied, which rounds otherwise than two steps."""
         self.sink: Sink
+        unit.has_linear = unit.has_linear or isinstance(module, nn.Linear)
 
     @property
     def name(self) -> str:
@@ -159,12 +164,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, site: Site) -> Tensor:
         """Gathers the weights and computes the linear; saves `x` only if a weight needs its gradient."""
-        has_backward, of_weight, of_bias, _ = ctx.needs_input_grad
+        _, of_weight, of_bias, _ = ctx.needs_input_grad
         ctx.site = site
         ctx.of_whole_weight = of_weight and site.weight is None
         ctx.of_whole_bias = of_bias and site.bias is None
         ctx.save_for_backward(x if site.trained or ctx.of_whole_weight else None)
-        with _used(site, site.use(pins=int(has_backward and site.host.is_recomputing()))) as gathered:
+        with _used(site, site.use(pins=_pins(ctx, site))) as gathered:
             return no_view(_linear(site, gathered, x))
 
     @staticmethod
@@ -173,23 +178,27 @@ class _Linear(torch.autograd.Function):
         """Gathers the weights again for the input's gradient; sends the weight's to the site's sink meanwhile."""
         site: Site = ctx.site
         (x,) = ctx.saved_tensors
-        # Started first, so that it travels while the weight's gradient is computed.
-        gathered = site.use(pins=-1, launches=True) if ctx.needs_input_grad[0] else None
+        # Started first, so that it travels while the weight's gradient is computed. Over `wp`, in the order of backwards.
+        gathered = site.use(pins=-1, launches=True)
         with ExitStack() as over:
-            if gathered is not None:
-                over.callback(site.host.done, gathered)
+            over.callback(site.host.done, gathered)
             rows = gradient.reshape(-1, gradient.shape[-1])
             of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.of_whole_weight else None
             of_bias = rows.sum(0) if ctx.of_whole_bias else None
             if site.trained and is_summed(ctx):
                 assert x is not None, f"{site.unit} was unfrozen between a forward and its backward"
                 site.sink(rows, x.reshape(-1, x.shape[-1]))
-            if gathered is None:
+            if not ctx.needs_input_grad[0]:
                 return None, of_weight, of_bias, None
             gathered.wait()
             weight = site.held(gathered, "weight")
             assert weight is not None, site.unit
             return gradient @ weight.to(gradient.dtype), of_weight, of_bias, None
+
+
+def _pins(ctx: Any, site: Site) -> int:
+    """Returns 1 if the running forward recomputes what its backward will use again, else 0."""
+    return int(any(ctx.needs_input_grad) and site.host.is_recomputing())
 
 
 def is_summed(ctx: Any) -> bool:
@@ -216,7 +225,7 @@ def linear_gradient(site: Site, entry: Entry, rows: Tensor, inputs: Tensor, whol
 
 
 def embedding_forward(site: Site, input: Tensor) -> Tensor:
-    """Computes a sharded `nn.Embedding`, gathering its table. Its backward needs no weight, so it gathers none."""
+    """Computes a sharded `nn.Embedding`, gathering its table. Its backward gathers only what a linear is in, too."""
     if site.is_replaced:
         return nn.Embedding.forward(cast(nn.Embedding, site.module), input)
     check_not_mapped(site.name)
@@ -226,8 +235,8 @@ def embedding_forward(site: Site, input: Tensor) -> Tensor:
     return out
 
 
-def _embedding(site: Site, tokens: Tensor) -> Tensor:
-    with _used(site, site.use()) as gathered:
+def _embedding(site: Site, tokens: Tensor, pins: int = 0) -> Tensor:
+    with _used(site, site.use(pins=pins)) as gathered:
         weight = site.held(gathered, "weight")
         assert weight is not None, site.unit
         return F.embedding(tokens, weight)
@@ -240,12 +249,14 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, _weight: Tensor, site: Site) -> Tensor:
         ctx.site = site
         ctx.save_for_backward(tokens)
-        return no_view(_embedding(site, tokens))
+        return no_view(_embedding(site, tokens, _pins(ctx, site) if site.unit.has_linear else 0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
+        if ctx.site.unit.has_linear:  # which another rank's data may take, in place of this table or beside it
+            ctx.site.host.done(ctx.site.use(pins=-1, launches=True))
         if ctx.site.trained and is_summed(ctx):
             ctx.site.sink(gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1))
         return None, None, None

@@ -56,11 +56,15 @@ def padded(entry: Entry) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Unit:
-    """The sharded entries of layer `layer`, or of one of its modules; a tied entry is there once."""
+    """The sharded entries of layer `layer`, or of one of its modules; a tied entry is there once.
+
+    has_linear: whether a linear uses them, whose backward may need the weights; those of embeddings do not.
+    """
 
     name: str
     layer: str
     entries: list[Entry] = field(default_factory=list)
+    has_linear: bool = False
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:

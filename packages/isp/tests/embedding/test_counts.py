@@ -52,9 +52,9 @@ def seen(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
             names["gathered"] |= {entry.name for entry in unit.entries}
             return gather(unit)
 
-        def adds(bucket: Any, place: Any, site: Any, entry: Any, write: Any) -> None:
+        def adds(bucket: Any, place: Any, entry: Any, write: Any) -> None:
             names["reduced"].add(entry.name)
-            add(bucket, place, site, entry, write)
+            add(bucket, place, entry, write)
 
         communicator._gather, communicator.reductions.add = gathers, adds
         run.step()
