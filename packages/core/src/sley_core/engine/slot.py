@@ -216,7 +216,8 @@ class LooseSlot(Slot):
         self.view = self.nothing
 
     def take(self, gradient: Tensor) -> None:
-        self.adopt(gradient if self.contributions else gradient.clone())
+        # contiguous as the parameter is: what has other strides, a fused optimizer would mistake for another gradient
+        self.adopt(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
 
     def adopt(self, gradient: Tensor) -> None:
         if self.contributions:
@@ -228,7 +229,7 @@ class LooseSlot(Slot):
         if self.contributions and left.dtype == self.dtype:
             self.view.addmm_(left.t(), right)
         else:
-            self.adopt(left.t() @ right)
+            self.adopt((left.t() @ right).contiguous())
 
     def take_rows(self, indices: Tensor, rows: Tensor) -> None:
         if not self.contributions:

@@ -86,12 +86,16 @@ class WeightStore:
         return entry in self._places
 
     def adopt(self, entry: Entry) -> None:
-        """Moves the entry's value, rounded to `dtype`, to its place; without a place it is rounded where it is."""
+        """Moves the entry's value, rounded to `dtype`, to its place; without a place it is rounded where it is.
+
+        The weight is contiguous then: fused optimizers go through weight, gradient and states in the order of memory, whatever
+        their strides, and buffers of gradients are contiguous.
+        """
         self._is_laid_out = True
         parameter, place = entry.parameter, self._places.get(entry)
         if place is None:
-            if parameter.dtype != self.dtype:
-                parameter.data = parameter.detach().to(self.dtype)
+            if parameter.dtype != self.dtype or not parameter.is_contiguous():
+                parameter.data = parameter.detach().to(self.dtype).contiguous()
             return
         place.copy_(parameter.detach())
         parameter.data = place
