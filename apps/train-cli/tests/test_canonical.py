@@ -69,6 +69,7 @@ def alone(folder: Path, precision: str) -> Bits:
     return trained(changed(PLAN, precision__compute=precision), 3, folder=folder)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
@@ -79,6 +80,7 @@ def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layou
     assert digest([alone(texts, precision)]) == digest(found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["dp2 each", "dp3 sharded", "wp2", "pp2"])
 def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: Path, layout: str):
     """Six micro-batches: a rank of two has three, which are two sums of the tree, and hands over both."""
@@ -88,6 +90,7 @@ def test_numbers_that_are_no_powers_of_two_have_one_hash_too(ranks: Any, texts: 
     assert differing([trained(six, 2, folder=texts)], found) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", ["core.sgd", "core.adamw"])
 @pytest.mark.parametrize("layout", ["dp2 bucketed", "wp2", "wp2 wdp2 sharded", "zero bubble", "wp2 pp2", "recomputed"])
 def test_weights_that_a_layer_uses_more_than_once(ranks: Any, monkeypatch: Any, layout: str, optimizer: str):

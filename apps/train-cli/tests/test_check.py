@@ -146,16 +146,16 @@ def test_a_model_needs_no_method_for_values_that_its_factory_gave(cli: Cli, own_
             "steps = 4\nepochs = 3",
             "`epochs` is not a key of [run] (hint: a run is as long as `run.steps` says",
         ),
-        ("steps = 4", "steps = 4\nresume = true", "`resume` is not a key of [run] (hint: a run cannot be resumed yet"),
+        ("steps = 4", "steps = 4\nresume = true", "`resume` is not a key of [run] (hint: `[checkpoint]` says when"),
         (
             "[data]",
-            "[checkpoint]\nevery = 3\n[data]",
-            "`checkpoint` is not a table of a plan (hint: a run cannot be resumed yet",
+            "[checkpoints]\nevery = 3\n[data]",
+            "`checkpoints` is not a table of a plan (hint: `[checkpoint]` says when",
         ),
         (
             "plan = 1",
             "plan = 1\nsave_every = 3",
-            "`save_every` is not a key of a plan (hint: a run cannot be resumed yet",
+            "`save_every` is not a key of a plan (hint: `[checkpoint]` says when",
         ),
     ],
 )

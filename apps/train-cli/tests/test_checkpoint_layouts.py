@@ -57,6 +57,7 @@ def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:
     return [whole, stretch(tables, 3, folder=texts, save=path), stretch(tables, 3, folder=texts, load=path)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_layout_goes_on_bit_for_bit(ranks, texts, tmp_path, layout, precision):

@@ -57,7 +57,7 @@ def test_an_unknown_plugin_or_record(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("command", "option", "advice"),
     [
-        ("run", "--resume", "a run cannot be resumed yet"),
+        ("run", "--save-every", "`[checkpoint]` says when a run saves itself"),
         ("run", "--overwite", "did you mean --overwrite?"),
         ("check", "--steps", "--set run.steps=VALUE"),
         ("run", "--lr", "--set optimizer.lr=VALUE"),

@@ -44,6 +44,7 @@ MODEL = """
                 self.calls += 1
                 rank, again = int(os.environ.get("RANK", 0)), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 if self.calls == 5 and rank == 1 and again == "0":
+                    time.sleep(1)  # until the test has seen both ranks
                     Path("when").write_text(str(time.time()))
                     {action}
                 if self.calls == 1 and rank == 0 and again == "1":
@@ -72,6 +73,7 @@ RAISED = "raise ValueError('no good')"
 BUSY = "time.sleep(3600)"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("action", "kind", "told"),
     [
@@ -130,6 +132,7 @@ def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder:
     assert cli("doctor", "runs/small").out == "no rank has reported a failure in `runs/small`\n"
 
 
+@pytest.mark.campaign
 def test_torchrun_starts_the_ranks_again_at_once_and_both_attempts_are_told_apart(
     start: Start, own_model: Own, cli: Cli, folder: Path
 ) -> None:

@@ -171,6 +171,7 @@ def own(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", GIVEN, ids=lambda fault: f"{fault.layout}, {fault.kind}")
 def test_some_faults_are_found(start: Callable[..., Any], own: Path, fault: Fault) -> None:
     check_all(start, own, [fault])

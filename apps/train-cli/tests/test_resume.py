@@ -102,6 +102,7 @@ def test_a_missing_checkpoint_is_named(cli: Cli, plan: Path, folder: Path) -> No
     assert str(folder / "nowhere") in result.err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on(
     start: Start, plan: Path, folder: Path, number: int, code: int

@@ -222,4 +222,4 @@ def test_no_rank_gathers_more_than_a_weight(ranks: Any, texts: Path, tmp_path: P
     tables = changed(tables, parallel={"wp": 2}, weights={"use": "isp.communicator"})
     for peak, total in ranks(2, timeout_s=100)(grown, tables, texts, tmp_path):
         assert total > 64e6
-        assert peak < 24e6, f"{peak / 1e6:.0f} MB, where the largest weight has 4"
+        assert peak < 32e6, f"{peak / 1e6:.0f} MB, where the largest weight has 4"

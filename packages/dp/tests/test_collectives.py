@@ -19,8 +19,8 @@ from sley_core.testing.runs import record
 from sley_core.testing.sequence import assert_same_sequence
 from sley_core.topology import GroupEntry
 
-PER_STEP = ["all_reduce of 6 float64", "all_reduce of 5 float64"]
-"""What the engine itself sums in a step: what ranks agree on, with the batch's weight; loss, norm and vote at the end."""
+PER_STEP = ["all_reduce of 6 float64", "all_reduce of 6 float64"]
+"""What the engine itself sums in a step: what ranks agree on, with the batch's weight; loss, norm and votes at the end."""
 
 
 class Marks:

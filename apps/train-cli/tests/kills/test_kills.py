@@ -117,6 +117,7 @@ def _of(folder: Path, tables: Tables) -> list[str]:
     return [str(folder / name) for name in tables["data"]["files"]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("seed", "layout"), [(1, "sharded"), (2, "interleaved")])
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(folder: Path, seed: int, layout: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from sley_core.assemble import assemble
@@ -44,11 +46,16 @@ def test_another_layout_gets_those_of_one_rank(ranks, small, own, tmp_path):
     assert any(loaded.equal(*running(one.weights).values()) for one in found)
 
 
-def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that_goes_on(small, own, tmp_path):
+def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that_goes_on(
+    small, own, tmp_path, monkeypatch
+):
     """Its first step is not the first of the run."""
     tables = small(model=NORMALISED, run__steps=9)
     stretch(tables, 1, folder=own, save=tmp_path / "saved")
-    with assemble(plan_from_dict(changed(tables, model__options={"declared": False}), own), World.alone("cpu")) as run:
+    made = import_module("own_models")
+    as_before = made.batch_norm
+    monkeypatch.setattr(made, "batch_norm", lambda data, declared: as_before(data, declared=not declared))
+    with assemble(plan_from_dict(tables, own), World.alone("cpu")) as run:
         run.load_checkpoint(tmp_path / "saved")
         with pytest.raises(PlanError, match="model-buffer-written"):
             run.step()

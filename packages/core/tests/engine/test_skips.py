@@ -71,6 +71,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)

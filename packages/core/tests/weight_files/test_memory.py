@@ -107,7 +107,7 @@ def test_a_rank_that_owns_a_layer_reads_no_more_than_a_file_and_a_layer(found: d
 
 
 def test_a_rank_that_owns_all_needs_no_more_than_a_file_and_a_layer_beside_it(found: dict[str, int]) -> None:
-    assert found["all"] < found["total"] + FILE + LAYER, f"{found['all'] / MB:.0f} MB"
+    assert found["all"] < found["total"] + FILE + LAYER + SLACK, f"{found['all'] / MB:.0f} MB"
 
 
 def test_an_export_needs_no_more_than_a_layer(found: dict[str, int]) -> None:

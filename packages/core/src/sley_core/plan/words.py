@@ -34,7 +34,7 @@ HABITS = {
 """What others, or plans of before, call what a plan calls otherwise: no edit of a few letters leads from one to the other."""
 
 
-_NOT_SAVED = "a run cannot be resumed yet; its final weights stay in its folder (`run.final_weights`)"
+_SAVED = "`[checkpoint]` says when a run saves itself, and `train-cli run PLAN --resume auto` goes on from there"
 NOT_BUILT = dict.fromkeys(
     (
         "resume",
@@ -47,7 +47,7 @@ NOT_BUILT = dict.fromkeys(
         "save",
         "save_every",
     ),
-    _NOT_SAVED,
+    _SAVED,
 ) | dict.fromkeys(
     ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
     "a run is as long as `run.steps` says, and says how many epochs that is",
