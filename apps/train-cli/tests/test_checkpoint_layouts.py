@@ -10,6 +10,9 @@ import pytest
 from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.testing.resumed import Stretch, assert_goes_on, assert_same_stretch, stretch
 
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
 PLAN = small_plan(
     run__steps=6,
     model__num_layers=4,
