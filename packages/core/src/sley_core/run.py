@@ -29,8 +29,6 @@ from sley_core.plan.load import with_values
 from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from sley_core.checkpoint.checkpoints import Checkpoints

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Destination(NamedTuple):
-    """Destination a checkpoint goes. path: its own folder, or one of several checkpoints."""
+    """Where a checkpoint goes. path: its own folder, or that of several checkpoints."""
 
     path: str
     is_of_several: bool

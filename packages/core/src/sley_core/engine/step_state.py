@@ -43,8 +43,8 @@ class StepState:
          begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_micros: micro-batches of this rank in this step. first_micro: the number of
-    its first one among those of all ranks. after_first: called once,
-    after the first action. standing: what a report of a failure says of all this.
+    its first one among those of all ranks. after_first: called once, after the first
+    action. standing: what a report of a failure says of all this.
     """
 
     def __init__(self) -> None:
