@@ -54,7 +54,7 @@ class DeviceTable(Table):
     """What it is called; printed with estimates."""
 
     kind: Literal["cpu", "cuda"]
-    """On `"cuda"` the host starts kernels ahead of the device, so the slower of both counts; on `"cpu"` they follow each other."""
+    """On `"cuda"` the host starts kernels ahead of the device, and the slower of both counts; on `"cpu"` both add up."""
 
     memory: Annotated[int, Field(ge=10**6, le=10**14), Words("bytes, from 1e6 to 1e14")] | None = None
     """Bytes of memory."""
