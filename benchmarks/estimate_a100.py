@@ -35,7 +35,7 @@ from sley_core.estimate.machine.tables import MachineFile
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import collective, message
 from sley_core.estimate.seconds.result import simulate_step
-from sley_core.estimate.seconds.step import Reduction, StepWork
+from sley_core.estimate.seconds.step import GradientExchange, StepWork
 from sley_core.model.layers import Layer
 from sley_core.protocols import Loss
 from sley_pp.schedules.one_f_one_b import one_f_one_b
@@ -216,7 +216,7 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
         work = StepWork(
             parts,
             between,
-            reductions={stage: [Reduction(0, -1, cost)] for stage, cost in enumerate(sums)},
+            gradients={stage: [GradientExchange(cost)] for stage, cost in enumerate(sums)},
             update_s={stage: number * UPDATE_BYTES / machine.device.memory_bandwidth for stage, number in enumerate(numbers)},
             after_s=machine.device.step_s,
         )

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from sley_core.errors import PlanError
 from sley_core.estimate.machine.tables import LinksTable, LinkTable
-
-Collective = Literal["gather", "reduce", "sum", "swap"]
-"""All-gather, reduce-scatter, all-reduce, all-to-all; the bytes of each are those of the whole tensor."""
-
+from sley_core.protocols import Collective
 
 class Cost(NamedTuple):
     """Seconds that do not depend on others, and seconds of the bytes where nothing else uses the link."""
@@ -29,7 +26,7 @@ NOTHING = Cost(0.0, 0.0)
 
 
 def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: LinksTable) -> Cost:
-    """Returns the cost of a collective of `num_bytes` over the global ranks `ranks`, while every host's other ranks do the same
+    """Returns the cost of a collective of a tensor of `num_bytes` over the global ranks `ranks`, while every host's other ranks do the same
     in groups of theirs. Raises PlanError "machine-links" for a link that the machine file does not have.
     """
     size = len(ranks)
