@@ -129,6 +129,9 @@ class LayerTable(Table):
     weight_gradient: Measured
     """Seconds of the second half."""
 
+    output_bytes: Annotated[int, Field(ge=0, le=10**13), Words("bytes, from 0 to 1e13")]
+    """Bytes of what it hands on."""
+
 
 class MachineFile(Table):
     """A machine, as `train-cli calibrate` writes it."""
