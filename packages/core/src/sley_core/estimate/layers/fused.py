@@ -1,0 +1,79 @@
+"""Attention as one kernel, as devices run it, where tensors have no memory.
+
+Without memory torch takes its plain attention, which writes the scores of all pairs of positions; no device that has a fused
+kernel does. So `F.scaled_dot_product_attention` is noted here as that kernel: it reads queries, keys and values and writes the
+context, and of a causal square it multiplies half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import sdpa_flop_count
+
+from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.layers.recorder import NAMES, Recorder, moved_bytes
+
+BACKWARD = 2.5
+"""Products of the backward per product of the forward: five for two, as the scores are computed again."""
+
+
+class FusedAttention(TorchFunctionMode):
+    """Within it, scaled dot-product attention is one operator forward and one backward."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return _noted(self.recorder, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _noted(
+    recorder: Recorder,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    context: Tensor = _Attention.apply(recorder, query, key, value, is_causal)  # type: ignore[no-untyped-call]  # torch's
+    return context
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
+        ctx.flops = sdpa_flop_count(query.shape, grouped, (*grouped[:-1], value.shape[-1])) // (2 if is_causal else 1)
+        ctx.save_for_backward(query, key, value)
+        ctx.recorder = recorder
+        context = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        _note(ctx, ctx.flops, query, key, value, context)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        query, key, value = ctx.saved_tensors
+        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        (gradient,) = gradients
+        # the context is read once more beside its gradient
+        _note(ctx, int(ctx.flops * BACKWARD), query, key, value, gradient, gradient, *made)
+        return None, *made, None
+
+
+def _note(ctx: Any, flops: int, *moved: Tensor) -> None:
+    dtype = NAMES.get(moved[0].dtype, "fp32")
+    ctx.recorder.note(Operator("attention", sum(map(moved_bytes, moved)), flops, dtype))
