@@ -53,6 +53,7 @@ from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.memory.assemble import memory_of, move_numbers
+from sley_core.model.imagine import imagine
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.plan.check import check_plan
@@ -84,7 +85,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     """Returns the run of `plan` on this rank of `world`; every rank calls it, and it communicates.
 
     folder: where rank 0's metrics writers and every rank's profiler write; if it is None (on all ranks alike) nothing
-    is written. In a fake world nothing is allocated and no data is read: the run can be inspected, not stepped.
+    is written. In a fake world nothing is allocated and no data is read; on meta the run can be inspected, not stepped.
 
     Raises PlanError for all that the plan's checks find, RunError if ranks disagree; then the model has no patches.
     """
@@ -100,7 +101,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     """Does as `assemble`. undo: collects what detaches each part from the model; the run closes it."""
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
-    if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu":
+    if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu" and not world.is_fake:
         keep_freed_memory()
     topology = plan.topology(world.size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
@@ -119,14 +120,15 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     if plan.parallel.reduction == "canonical":
         check_model(stage.stages, model.per_rank_buffers)
     book = ParameterBook(stage.chunks, stage.stages, shards)
-    _materialize(plan, world, model, stage, shards)
-    parts = make_parts(plan, world, topology, groups, stage.layers, book)
+    with world.device.in_use():
+        _materialize(plan, world, model, stage, shards)
+        parts = make_parts(plan, world, topology, groups, stage.layers, book)
+        numbers = move_numbers(plan, parts)
+        stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
+        samples = samples_of(plan, parts, model, dataset, stepper)
+        memory = memory_of(plan, parts, stepper, numbers, undo)
     if parts.store.canonical is not None:
         notes.append(cost_note(parts, plan.num_micros(topology)))
-    numbers = move_numbers(plan, parts)
-    stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
-    samples = samples_of(plan, parts, model, dataset, stepper)
-    memory = memory_of(plan, parts, stepper, numbers, undo)
     if not world.is_fake:
         refuse_left_over(model, stage.layers)  # from here on nobody looks at layers of other ranks
     return Run(
@@ -154,6 +156,8 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
     """Gives this rank's layers memory and first values; in a fake world only the shapes of their shards."""
     if world.is_fake:
         cut_on_meta(stage.layers, shards)
+        if world.device.is_real:
+            imagine(stage.layers, dtype=dtypes(plan)[1], device=world.device.torch_device)
         return
     materialize(
         model.layers,
@@ -226,8 +230,7 @@ def _stepper(
     policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     policy.attach(parts)
     undo.callback(policy.detach)
-    if not parts.world.is_fake:
-        parts.numbers.agree()
+    parts.numbers.agree()
     standing = parts.groups.progress.standing = parts.store.state.standing
     caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits, standing)
     fields = sliced_info(info, topology.sp).fields

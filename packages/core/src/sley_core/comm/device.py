@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from sley_core.errors import RunError
 Moment = float | torch.cuda.Event
 """A point in a device's work: a reading of the host's clock, or an event on the stream."""
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo", "meta": "fake"}
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own switch (2.30 and later) for several ranks on one device."""
@@ -79,6 +79,16 @@ class Device:
     def gains_from_direct_gradients(self) -> bool:
         """Whether multiplying weight gradients straight into the store is faster than a copy (docs/measurements.md)."""
         return False
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """Returns a context manager within which tensors that are made are this device's: those of a real one are anyway."""
+        return nullcontext()
+
+    def read(self, values: Tensor, usual: list[float]) -> list[float]:
+        """Returns the numbers of `values`, [n] or a scalar, on the host; waits for the device. `usual`: what a run that goes well
+        has, for a device whose tensors have no values.
+        """
+        return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
         """Seeds the generators from which a forward on this device draws; cheap enough for every layer."""

@@ -1,1 +1,1 @@
-"""What a plan will cost, said before it runs: bytes, and seconds on a machine that a file describes."""
+"""What a run will need, told before a device is touched: bytes and seconds of a step."""

@@ -1,0 +1,35 @@
+"""The device of a fake world that takes steps: tensors on it have shapes, types and storages, and no values."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sley_core.comm.device import Device
+from sley_core.estimate.bytes.fake_tensors import FakeTensors
+
+
+@dataclass(frozen=True)
+class FakeDevice(Device):
+    """Stands for `torch_device`. tensors: makes what lies on it."""
+
+    tensors: FakeTensors = field(kw_only=True)
+
+    def in_use(self) -> AbstractContextManager[object]:
+        return self.tensors
+
+    def read(self, values: Tensor, usual: list[float]) -> list[float]:
+        return usual
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """On a CPU what moves is where it was: a batch, which is counted once for all."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if self.torch_device == tensor.device:
+            return self.tensors.of(tensor)
+        with self.tensors:
+            return torch.empty_like(tensor, device=self.torch_device)
