@@ -16,6 +16,7 @@ COMMANDS = {
     "run": "Train as the plan says.",
     "check": "Find every mistake of one or more plans.",
     "show": "Show the resolved plan, ranks and groups.",
+    "estimate": "Say how much memory each stage needs.",
     "export": "Write a run's weights for other programs.",
     "plugins": "List installed plugins, records and their options.",
     "needs": "Print what to pip install for a plan.",

@@ -30,6 +30,7 @@ from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
+from sley_core.engine.foretold import Foretold, foretold
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.layout import by_reduce_group, loose
 from sley_core.engine.left_over import refuse_left_over
@@ -110,6 +111,9 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     costs, notes = layer_costs_of(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
     groups = join(plan, world, topology, model, stage, dataset)
+    announced = None
+    if world.is_fake and world.device.is_real and topology.pp > 1:
+        announced = foretold(plan, stage, dataset, dtypes(plan)[0])
     _attach_attention(plan, groups, model, undo)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
@@ -120,9 +124,11 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     if plan.parallel.reduction == "canonical":
         check_model(stage.stages, model.per_rank_buffers)
     book = ParameterBook(stage.chunks, stage.stages, shards)
+    if world.is_fake:
+        cut_on_meta(stage.layers, shards)
     with world.device.in_use():
         _materialize(plan, world, model, stage, shards)
-        parts = make_parts(plan, world, topology, groups, stage.layers, book)
+        parts = make_parts(plan, world, topology, groups, stage.layers, book, announced)
         numbers = move_numbers(plan, parts)
         stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
         samples = samples_of(plan, parts, model, dataset, stepper)
@@ -153,11 +159,11 @@ def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack)
 
 
 def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:
-    """Gives this rank's layers memory and first values; in a fake world only the shapes of their shards."""
+    """Gives this rank's layers memory and first values; in a fake world none, where layers are cut already."""
+    if not world.device.is_real:
+        return
     if world.is_fake:
-        cut_on_meta(stage.layers, shards)
-        if world.device.is_real:
-            imagine(stage.layers, dtype=dtypes(plan)[1], device=world.device.torch_device)
+        imagine(stage.layers, dtype=dtypes(plan)[1], device=world.device.torch_device)
         return
     materialize(
         model.layers,
@@ -171,7 +177,13 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
 
 
 def make_parts(
-    plan: Plan, world: World, topology: Topology, groups: Groups, layers: Sequence[Layer], book: ParameterBook
+    plan: Plan,
+    world: World,
+    topology: Topology,
+    groups: Groups,
+    layers: Sequence[Layer],
+    book: ParameterBook,
+    announced: Foretold | None = None,
 ) -> Parts:
     """Returns what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
@@ -194,6 +206,7 @@ def make_parts(
         WeightQueue(),
         StepNumbers(groups),
         pool=Pools(plan),
+        foretold=announced,
     )
 
 
@@ -237,7 +250,8 @@ def _stepper(
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     )  # core's own: a sum over positions
-    over_positions = OverPositions(loss, fields) if topology.sp > 1 and not is_additive else None
+    asks = topology.sp > 1 and not is_additive and not parts.world.is_fake
+    over_positions = OverPositions(loss, fields) if asks else None
     is_canonical = parts.store.canonical is not None
     executor = Executor(
         stage.chunks,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's
 
 from sley_core.comm.copies import CopyStream, CudaStream, HostMemory, HostStream
 from sley_core.errors import RunError
@@ -140,6 +141,14 @@ class Device:
         if self.is_async and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)
+
+    def again(self, memory: Tensor) -> Tensor:
+        """Returns a tensor over the memory of `memory`, with a storage of its own: how many users that has says who uses it."""
+        return from_dlpack(to_dlpack(memory.detach()))  # of the tensor itself nothing is kept
+
+    def bytes_of(self, memory: Tensor) -> memoryview:
+        """Returns the bytes of `memory`, uint8 [bytes] on the host, to be read and written without torch's operations."""
+        return memory.numpy().data
 
     def copy_stream(self) -> CopyStream:
         """Returns a new stream for copies to and from the host, beside the device's own work."""

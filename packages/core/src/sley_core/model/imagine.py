@@ -20,14 +20,16 @@ def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device
 
     Of other tensors that layers hold, those on meta move to `device` in place.
     """
-    parameters: dict[int, nn.Parameter] = {}
-    buffers: dict[int, tuple[Tensor, Tensor]] = {}  # the old one too, so that its id is not taken again
+    # The old ones too, so that their ids are not taken again.
+    parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
     for layer in layers:
         for module in layer.module.modules():
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(parameter) not in parameters:
-                    parameters[id(parameter)] = like(parameter, torch.empty(parameter.shape, dtype=dtype, device=device))
-                setattr(module, name, parameters[id(parameter)])
+                    new = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    parameters[id(parameter)] = parameter, like(parameter, new)
+                setattr(module, name, parameters[id(parameter)][1])
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if id(buffer) not in buffers:
                     wider = torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
@@ -35,6 +37,6 @@ def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device
                 setattr(module, name, buffers[id(buffer)][1])
         for held in layer.held:
             if held.ref is not None and held.tensor.is_meta:
-                new = torch.empty_like(held.tensor, device=device)
-                same = like(held.tensor, new) if isinstance(held.tensor, nn.Parameter) else new
+                value = torch.empty_like(held.tensor, device=device)
+                same = like(held.tensor, value) if isinstance(held.tensor, nn.Parameter) else value
                 torch.utils.swap_tensors(held.tensor, same)  # type: ignore[no-untyped-call]  # torch's

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sley_core.comm.copies import HostMemory
 from sley_core.comm.device import Device
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 
@@ -33,3 +34,21 @@ class FakeDevice(Device):
             return self.tensors.of(tensor)
         with self.tensors:
             return torch.empty_like(tensor, device=self.torch_device)
+
+    def again(self, memory: Tensor) -> Tensor:
+        return self.tensors.uncounted(memory.numel(), memory.dtype)
+
+    def bytes_of(self, memory: Tensor) -> memoryview:
+        return memoryview(bytearray(memory.numel()))
+
+    def host_memory(self, num_bytes: int) -> HostMemory:
+        return FakeHostMemory(self.tensors.uncounted(num_bytes, torch.uint8))
+
+
+class FakeHostMemory(HostMemory):
+    """Memory of the host outside of torch's, which is none of the device's."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.num_bytes = data.numel()
+        self.data = data
+        self.is_locked = False

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 
 from sley_core.estimate.bytes.ledger import Ledger
 
@@ -32,6 +33,10 @@ class FakeTensors(FakeTensorMode):
         self._depth += 1
         try:
             found = super().dispatch(func, types, args, kwargs or {})
+        except UnsupportedOperatorException:
+            if func._schema.returns:
+                raise
+            found = None  # a fused optimizer's step: it writes to what it is given
         finally:
             self._depth -= 1
         if not self._depth:  # what torch decomposes on the way is one operation
@@ -45,21 +50,41 @@ class FakeTensors(FakeTensorMode):
             for each in found:
                 self._see(each)
 
-    @contextmanager
-    def watching_sizes(self) -> Iterator[None]:
-        """Within the block the ledger also hears of storages that change their size without an operation."""
-        before, ledger = torch.UntypedStorage.resize_, self.ledger
+    def uncounted(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns a new fake tensor, [numel], whose memory is none, or is counted as another's."""
+        with self:
+            fake: Tensor = super().dispatch(torch.ops.aten.empty.memory_format, (), ([numel],), {"dtype": dtype})
+        self.ledger.ignore(fake)
+        return fake
 
-        def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-            found = before(storage, num_bytes)
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block the ledger hears of storages that change their size without an operation, and fake tensors have
+        addresses: torch gives all of them 0.
+        """
+        resize, address, ledger = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, self.ledger
+
+        def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            found = resize(storage, num_bytes)
             ledger.resized(storage)
             return found
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        try:
+        def address_of(storage: torch.UntypedStorage) -> int:
+            return ledger.address(storage) if storage.device.type == "meta" else address(storage)
+
+        def address_in(tensor: FakeTensor) -> int:
+            start = ledger.address(tensor.untyped_storage())
+            return start + int(tensor.storage_offset()) * tensor.element_size() if start else 0
+
+        changes = {
+            (torch.UntypedStorage, "resize_"): resized,
+            (torch.UntypedStorage, "data_ptr"): address_of,
+            (FakeTensor, "data_ptr"): address_in,
+        }
+        with ExitStack() as stack:
+            for (kind, name), changed in changes.items():
+                stack.enter_context(patch.object(kind, name, changed))
             yield
-        finally:
-            torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
 
     def of(self, value: Tensor) -> Tensor:
         """Returns a fake tensor that stands for `value`, which has numbers; what is computed from such tensors alone has some
