@@ -2,8 +2,8 @@
 
     python benchmarks/estimate_a100.py a100_iterations.csv [--seed N] [--rows 16]
 
-The table has one row per layout: gpus, global_batch, micro_batch, hidden, heads, layers, sequence, dp, pp, iteration_ms, of GPTs
-on one node of 8 A100 (fp16 with fp32 Adam, every block recomputed, 1F1B). Some rows, drawn by the seed, fit the eight constants
+The table has one row per layout: gpus, global_batch, micro_batch, hidden, heads, layers, sequence, dp, pp, iteration_ms; of
+GPTs on one node of 8 A100 (fp16 with fp32 Adam, every block recomputed, 1F1B). Some rows, drawn by the seed, fit the eight constants
 of a machine file; all others are predicted through the estimator: layers traced on meta, the lists of `pp.one_f_one_b`,
 lowered, and simulated with their messages and sums. Nothing else is fitted, and nothing is fitted to the rows that count.
 """
@@ -44,7 +44,7 @@ VOCABULARY = 51_200
 SEEDS = 5
 TARGET = 0.06
 UPDATE_BYTES = 2 + 2 + 12 + 12 + 2
-"""Bytes of a parameter that norm and Adam move: its fp16 gradient twice, master and two states read and written, its fp16 weight."""
+"""Bytes of a parameter that norm and Adam move: its fp16 gradient twice, master and two states both ways, its fp16 weight."""
 
 
 class GPTEmbedding(nn.Module):
@@ -124,7 +124,8 @@ def read_rows(path: Path) -> list[GPTRow]:
             seconds = float(line.pop("iteration_ms")) / 1e3
             found.append(GPTRow(**{name: int(float(value)) for name, value in line.items()}, seconds=seconds))
     for row in found:
-        assert row.gpus == row.dp * row.pp and row.micros * row.dp * row.micro_batch == row.global_batch, row
+        assert row.gpus == row.dp * row.pp, row
+        assert row.micros * row.dp * row.micro_batch == row.global_batch, row
         assert row.layers % row.pp == 0, row
     return found
 
@@ -211,13 +212,20 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
         numbers[0] += first.num_parameters
         numbers[-1] += last.num_parameters if row.pp > 1 else 0  # head and embedding are one weight
         ranks = [range(stage * row.dp, (stage + 1) * row.dp) for stage in range(row.pp)]
-        sums = [collective("sum", 2 * number, group, machine.links) for number, group in zip(numbers, ranks, strict=True)]
-        between = [message(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links) for stage in range(row.pp - 1)]
+        sums = [
+            collective("sum", 2 * number, group, machine.links) for number, group in zip(numbers, ranks, strict=True)
+        ]
+        between = [
+            message(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links)
+            for stage in range(row.pp - 1)
+        ]
         work = StepWork(
             parts,
             between,
             gradients={stage: [GradientExchange(cost)] for stage, cost in enumerate(sums)},
-            update_s={stage: number * UPDATE_BYTES / machine.device.memory_bandwidth for stage, number in enumerate(numbers)},
+            update_s={
+                stage: number * UPDATE_BYTES / machine.device.memory_bandwidth for stage, number in enumerate(numbers)
+            },
             after_s=machine.device.step_s,
         )
         return simulate_step(lists_of(row.pp, row.micros), loop(row.pp), work).seconds
@@ -278,7 +286,9 @@ def show(rows: Sequence[GPTRow], found: np.ndarray, logs: np.ndarray) -> None:
         by = defaultdict(list)
         for row, error in zip(rows, found, strict=True):
             by[getattr(row, name)].append(error)
-        parts = [f"{key}: {np.mean(np.abs(of)):.1%} ({np.mean(of):+.1%}, {len(of)} rows)" for key, of in sorted(by.items())]
+        parts = [
+            f"{key}: {np.mean(np.abs(of)):.1%} ({np.mean(of):+.1%}, {len(of)} rows)" for key, of in sorted(by.items())
+        ]
         print(f"    {name:5}", "  ".join(parts))
 
 

@@ -93,7 +93,9 @@ def test_stages_meet_in_the_norm():
 
 def test_weights_of_the_step_before_come_while_the_first_forward_runs():
     """Layer 1's weights need 1.5 s, of which layer 0's forward hides 1 s."""
-    found = step(1, 2, layers=2, gradients={0: [GradientExchange(Cost(0.0, 1.5), "updated", ((0, 1),), lane="weights")]})
+    found = step(
+        1, 2, layers=2, gradients={0: [GradientExchange(Cost(0.0, 1.5), "updated", ((0, 1),), lane="weights")]}
+    )
     assert found.seconds == pytest.approx(2 * 6 + 0.5)
     assert found.exposed_s(0) == {"weights": pytest.approx(0.5)}
 

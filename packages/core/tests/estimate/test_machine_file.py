@@ -82,14 +82,8 @@ def test_a_file_that_is_not_there_is_told_with_how_to_make_one(tmp_path):
 
 
 def test_a_layer_stands_there_once():
-    layer = {
-        "key": "0" * 16,
-        "name": "x",
-        "forward": 1.0,
-        "backward": 1.0,
-        "input_gradient": 1.0,
-        "weight_gradient": 1.0,
-    }
+    seconds = dict.fromkeys(("forward", "backward", "input_gradient", "weight_gradient"), 1.0)
+    layer = {"key": "0" * 16, "name": "x", "output_bytes": 8, **seconds}
     tables = {
         "format": 1,
         "device": {"name": "a", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}},

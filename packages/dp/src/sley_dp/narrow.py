@@ -39,10 +39,6 @@ class Narrow(Sums):
         self._slots = [torch.empty(0, dtype=WIRE)] * NUM_SLOTS
         self._num_started = 0
 
-    def num_bytes(self, buffer: GradientBuffer) -> int:
-        """Returns the bytes of the buffer in bf16: an all-to-all and an all-gather send what a sum does."""
-        return buffer.data.numel() * WIRE.itemsize
-
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Copies `buffer` to bf16 and starts its exchange; waits for the oldest sum if NUM_SLOTS are in flight."""
         if len(self._under_way) == NUM_SLOTS:

@@ -19,7 +19,7 @@ import torch
 
 from sley_core.api.comm import broadcast
 from sley_core.api.parts import ALIGNMENT_BYTES, Layout
-from sley_core.protocols import GradientHandler, HandlerExchange
+from sley_core.protocols import GradientHandler
 from sley_dp.buckets import fill
 from sley_dp.replicas import broadcast_values
 
@@ -138,20 +138,6 @@ class BucketReducer(GradientHandler):
         if "order" in kept:
             self._order = [entries[index] for index in kept["order"].tolist()]
             self._store.lay_out(self._plan)
-
-    def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns the sum of each bucket, in the order in which they are filled; None where they are no
-        plain sums.
-        """
-        if self._store.canonical is not None:
-            return None
-        found = []
-        for buffer in self._store.buffers:
-            num_bytes = self.sums.num_bytes(buffer)
-            if num_bytes is None:
-                return None
-            found.append(HandlerExchange("sum", buffer.reduce_group, num_bytes, tuple(buffer.entries)))
-        return found
 
     def _seen_first(self) -> list[Entry]:
         return self._seen or self._store.seen_order

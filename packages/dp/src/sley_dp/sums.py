@@ -28,10 +28,6 @@ class Sums(Protocol):
     def forget(self) -> None:
         """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
-    def num_bytes(self, buffer: GradientBuffer) -> int | None:
-        """Returns the bytes that are summed of `buffer`; None if that is no plain sum."""
-        return None
-
     def trim(self) -> int:
         """Frees what the next sums can allocate anew, between two steps; returns its bytes."""
         return 0
@@ -70,10 +66,6 @@ class Exact(Sums):
     def forget(self) -> None:
         """Blocks until all sums are complete."""
         self.finish()
-
-    def num_bytes(self, buffer: GradientBuffer) -> int:
-        """Returns the bytes of the whole buffer."""
-        return buffer.data.nbytes
 
 
 def described(buffer: GradientBuffer) -> str:

@@ -1,8 +1,8 @@
 """How long a step of a plan takes on a machine, before it runs: `train-cli estimate --machine`.
 
-    plan ── draft ──> layers, priced one by one ──┐
-         ── schedule ──> lists, lowered ──────────┼──> programs of all stages ──> simulated step
-         ── a rank of each stage, in a fake world: what its handlers exchange, what its optimizer updates ──┘
+plan ── draft ──> layers, priced one by one ──┐
+     ── schedule ──> lists, lowered ──────────┼──> programs of all stages ──> simulated step
+     ── a rank of each stage, in a fake world: what its handlers exchange, what its optimizer updates ──┘
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOTALS_BYTES = 64
 
 @dataclass(frozen=True)
 class PlanSeconds:
-    """The estimate of a plan's step. layers: priced, in the order of the model. tokens: positions or samples are not known here."""
+    """The estimate of a plan's step. layers: priced, in the order of the model. notes: for the user."""
 
     step: StepSeconds
     layers: Sequence[PricedLayer]
@@ -84,7 +84,9 @@ def _refuse_unknown(plan: Plan) -> None:
     hint = "its bytes can be estimated: leave `--machine` out"
     for key, size in (("wp", plan.parallel.wp), ("sp", plan.parallel.sp)):
         if size > 1:
-            message = f"the seconds of `{key} = {size}` cannot be estimated yet: its exchanges are not known before a run"
+            message = (
+                f"the seconds of `{key} = {size}` cannot be estimated yet: its exchanges are not known before a run"
+            )
             raise PlanError.many([plan.diagnostic("estimate-seconds", message, ("parallel", key), hint)])
     if plan.offload:
         message = "the seconds of offload cannot be estimated yet: its copies are not known before a run"
@@ -124,7 +126,9 @@ class _OfStage:
             self.uses = _uses(run)
             self.exchanges = [
                 self._exchange(run, one, at)
-                for at, (component, handler) in enumerate(zip(plan.gradient_handlers, run.stepper.handlers, strict=True))
+                for at, (component, handler) in enumerate(
+                    zip(plan.gradient_handlers, run.stepper.handlers, strict=True)
+                )
                 for one in _told(component.name, handler.exchanges())
                 if run.groups[one.axis].size > 1
             ]
@@ -145,13 +149,19 @@ class _OfStage:
 def _told(name: str, exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
     if exchanges is None:
         message = f"`{name}` does not tell what it exchanges, so the seconds of a step cannot be estimated"
-        raise PlanError("estimate-seconds", message, path=("gradient_handlers",), hint="`GradientHandler.exchanges` tells it")
+        raise PlanError(
+            "estimate-seconds", message, path=("gradient_handlers",), hint="`GradientHandler.exchanges` tells it"
+        )
     return exchanges
 
 
 def _uses(run: Run) -> Mapping[Entry, list[Use]]:
     """Returns the layers that hold each entry, by chunk and number within it."""
-    places = {layer.name: (chunk, at) for chunk, layers in enumerate(run.stepper.executor.chunks) for at, layer in enumerate(layers)}
+    places = {
+        layer.name: (chunk, at)
+        for chunk, layers in enumerate(run.stepper.executor.chunks)
+        for at, layer in enumerate(layers)
+    }
     return {entry: [places[name] for name in entry.layers] for entry in run.book}
 
 
@@ -171,4 +181,6 @@ def _num_states(plan: Plan) -> int:
     optimizer: Any = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    return sum(1 for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.shape == weight.shape)
+    return sum(
+        1 for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.shape == weight.shape
+    )

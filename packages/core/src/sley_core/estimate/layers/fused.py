@@ -57,7 +57,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
-        ctx.flops = sdpa_flop_count(query.shape, grouped, (*grouped[:-1], value.shape[-1])) // (2 if is_causal else 1)
+        of_values = *grouped[:-1], value.shape[-1]
+        ctx.flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
         ctx.save_for_backward(query, key, value)
         ctx.recorder = recorder
         context = query.new_empty((*query.shape[:-1], value.shape[-1]))

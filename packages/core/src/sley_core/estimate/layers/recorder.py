@@ -27,11 +27,11 @@ LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll
 """Operators that read of their first input no more than they write."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes the operators that run within it, under the phase that `phase` has then."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.phase: PhaseName = "forward"
         self._found: dict[PhaseName, list[Operator]] = {}
         self.last = ""

@@ -10,7 +10,7 @@ large pieces. A layer that reads a number from a tensor cannot be counted so, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.boundary import Description
-from sley_core.engine.direct import DirectLinear, is_plain_linear
+from sley_core.engine.direct import is_plain_linear, queued_products
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
-from sley_core.engine.weight_queue import Handover, WeightQueue
+from sley_core.engine.weight_queue import WeightQueue
 from sley_core.errors import PlanError, SleyError
 from sley_core.estimate.layers.fused import FusedAttention
 from sley_core.estimate.layers.operators import LayerWork, Operator
 from sley_core.estimate.layers.recorder import Recorder, moved_bytes
-from sley_core.model.patch import ForwardPatch
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
@@ -90,7 +89,8 @@ def _run(
         args = (held.enter(*value),)
     named = {name: fields[name] for name in layer.fields}
     try:
-        with _linears(layer.module, queue, gradients, split=split), FusedAttention(recorder), recorder:
+        halves = queued_products(layer.module, queue, gradients) if split else nullcontext()
+        with halves, FusedAttention(recorder), recorder:
             output = policy.call(layer.name, partial(_called, layer, recorder), args, named, MICRO)
             made = loss.loss(output, fields) if loss is not None else None
             _backward(held, output, made, recorder, queue, split=split)
@@ -136,34 +136,6 @@ def _backward(
         held.backward(seeds)
     recorder.phase = "weight_gradient"
     queue.run(PLACE)
-
-
-@contextmanager
-def _linears(
-    module: nn.Module, queue: WeightQueue, gradients: torch.dtype, *, split: bool
-) -> Iterator[None]:
-    """Within it a split backward queues the weight gradients of plain linears, as that of a run does."""
-    with ExitStack() as patches:
-        for one in module.modules() if split else ():
-            if is_plain_linear(one) and one.weight.requires_grad:
-                sink = Handover(partial(_multiply, one.weight, gradients), queue)
-                forward = partial(_direct, one, sink)
-                patches.callback(ForwardPatch(one, forward).undo)
-        yield
-
-
-def _direct(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
-    result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
-    return result
-
-
-def _multiply(weight: Tensor, gradients: torch.dtype, rows: Tensor, inputs: Tensor) -> None:
-    """Adds a product to a weight's accumulated gradient, in one kernel where both have one dtype."""
-    slot = torch.empty(weight.shape, dtype=gradients, device="meta")
-    if rows.dtype == gradients:
-        slot.addmm_(rows.t(), inputs)
-    else:
-        slot.add_(rows.t() @ inputs)
 
 
 def _queued(module: nn.Module) -> set[str]:

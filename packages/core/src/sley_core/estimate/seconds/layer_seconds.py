@@ -73,5 +73,7 @@ def _alone(operator: Operator, device: DeviceTable) -> float:
     if found is None:
         table = f"[device.matmul.{operator.dtype}]"
         message = f"the machine `{device.name}` has no `{table}`, and a layer multiplies {operator.dtype}"
-        raise PlanError("machine-matmul", message, hint="`train-cli calibrate` measures every dtype that the device has")
+        raise PlanError(
+            "machine-matmul", message, hint="`train-cli calibrate` measures every dtype that the device has"
+        )
     return max(memory_s, (operator.flops + found.half_flops) / found.flops_per_s)

@@ -15,6 +15,7 @@ from sley_core.errors import PlanError
 from sley_core.estimate.machine.tables import LinksTable, LinkTable
 from sley_core.protocols import Collective
 
+
 class Cost(NamedTuple):
     """Seconds that do not depend on others, and seconds of the bytes where nothing else uses the link."""
 
@@ -26,8 +27,8 @@ NOTHING = Cost(0.0, 0.0)
 
 
 def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: LinksTable) -> Cost:
-    """Returns the cost of a collective of a tensor of `num_bytes` over the global ranks `ranks`, while every host's other ranks do the same
-    in groups of theirs. Raises PlanError "machine-links" for a link that the machine file does not have.
+    """Returns the cost of a collective of a tensor of `num_bytes` over the global ranks `ranks`, while the other ranks of
+    their hosts do the same in groups of theirs. Raises PlanError "machine-links" for a link that the machine file does not have.
     """
     size = len(ranks)
     if size == 1:

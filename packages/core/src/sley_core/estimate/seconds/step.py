@@ -20,7 +20,6 @@ from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, Cost
 from sley_core.estimate.seconds.program import Begin, Compute, Exchange, Wait, Word
 
-
 Use = tuple[int, int]
 """A layer of a stage: its chunk, and its number within that."""
 
