@@ -50,13 +50,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs = dict(kwargs or {})
         self.last = str(func)
         result = func(*args, **kwargs)
-        packet = func._overloadpacket
-        if not (getattr(func, "is_view", False) or packet in FREE or func is aten.detach.default):
-            self.note(_operator(func, packet, args, kwargs, result))
+        found = operator_of(func, args, kwargs, result)
+        if found is not None:
+            self.note(found)
         return result
 
 
-def _operator(func: Any, packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
+def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
+    """Returns what a call of torch's operator `func` multiplies and moves; None for one that does neither, such as a view."""
+    packet = func._overloadpacket
+    if getattr(func, "is_view", False) or packet in FREE or func is aten.detach.default:
+        return None
     given = _tensors((args, kwargs))
     made = _tensors(result)
     if packet in LOOK_UPS:
