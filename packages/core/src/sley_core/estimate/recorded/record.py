@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.engine.on_meta import micro_batch
@@ -16,9 +15,11 @@ from sley_core.estimate.layers.recorder import operator_of
 from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Word, Worked
 
 if TYPE_CHECKING:
+    from sley_core.engine.lists import Lists
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
     from sley_core.run import Run
+    from sley_core.topology import Topology
 
 STEPS = 3
 """Optimizer states come in the first; orders of gradients and of gathers are those that it showed from the second on."""
@@ -27,7 +28,22 @@ MESSAGES = "pp"
 """The axis whose messages the lists have already."""
 
 
-def record(plan: Plan, rank: int, size: int) -> RecordedStep:
+@dataclass(frozen=True)
+class RankRecord:
+    """A recorded step, and what of the run it takes to read it.
+
+    groups: the global ranks of each of this rank's groups, by axis. lists: of all stages, for any number of micro-batches.
+    messages: bytes of what each position of the model but the last hands on.
+    """
+
+    step: RecordedStep
+    topology: Topology
+    groups: Mapping[str, tuple[int, ...]]
+    lists: Lists
+    messages: Sequence[int]
+
+
+def record(plan: Plan, rank: int, size: int) -> RankRecord:
     """Returns a steady step of rank `rank` of `size`, of as few micro-batches as show all that a longer one does.
 
     Needs neither devices nor peers. Raises as `rank_bytes` does.
@@ -43,7 +59,17 @@ def record(plan: Plan, rank: int, size: int) -> RecordedStep:
                 tensors.listener = recorder.ran
             take_step(run, batch)
         tensors.listener = None
-        return recorder.step()
+        groups = {axis: group.ranks for axis, group in run.groups.items()}
+        return RankRecord(recorder.step(), run.topology, groups, run.stepper.lists, _messages(run))
+
+
+def _messages(run: Run) -> list[int]:
+    placement, foretold = run.stepper.lists.placement, run.parts.foretold
+    if foretold is None:
+        return []
+    holders = [placement.holder(position) for position in range(placement.num_positions - 1)]
+    leaves = [[leaf for leaf in foretold(*holder).leaves if leaf.same_as is None] for holder in holders]
+    return [sum(leaf.num_bytes for leaf in some) for some in leaves]
 
 
 class Recorder:
