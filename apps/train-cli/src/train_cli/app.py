@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "Find every mistake of one or more plans.",
     "show": "Show the resolved plan, ranks and groups.",
     "export": "Write a run's weights for other programs.",
+    "calibrate": "Measure this machine, for estimates of seconds.",
     "plugins": "List installed plugins, records and their options.",
     "needs": "Print what to pip install for a plan.",
     "schema": "Print the JSON Schema of a plan.",
