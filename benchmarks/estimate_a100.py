@@ -3,9 +3,9 @@
     python benchmarks/estimate_a100.py a100_iterations.csv [--seed N] [--rows 16]
 
 The table has one row per layout: gpus, global_batch, micro_batch, hidden, heads, layers, sequence, dp, pp, iteration_ms; of
-GPTs on one node of 8 A100 (fp16 with fp32 Adam, every block recomputed, 1F1B). Some rows, drawn by the seed, fit the eight constants
-of a machine file; all others are predicted through the estimator: layers traced on meta, the lists of `pp.one_f_one_b`,
-lowered, and simulated with their messages and sums. Nothing else is fitted, and nothing is fitted to the rows that count.
+GPTs on one node of 8 A100 (fp16 with fp32 Adam, every block recomputed, 1F1B). Some rows, drawn by the seed, fit the eight
+constants of a machine file. All others are predicted through the estimator: layers counted on meta, and the lists of
+`pp.one_f_one_b`, lowered and simulated with their messages and sums. Nothing is fitted to the rows that count.
 """
 
 from __future__ import annotations

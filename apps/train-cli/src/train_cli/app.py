@@ -18,6 +18,7 @@ COMMANDS = {
     "show": "Show the resolved plan, ranks and groups.",
     "estimate": "Say how much memory each stage needs.",
     "export": "Write a run's weights for other programs.",
+    "calibrate": "Measure this machine, for estimates of seconds.",
     "plugins": "List installed plugins, records and their options.",
     "needs": "Print what to pip install for a plan.",
     "schema": "Print the JSON Schema of a plan.",

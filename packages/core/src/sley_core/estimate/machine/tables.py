@@ -72,8 +72,8 @@ class DeviceTable(Table):
     """How fast it multiplies, by dtype."""
 
 
-class LinkTable(Table):
-    """What ranks exchange over, of one kind."""
+class WayTable(Table):
+    """What one kind of exchange reaches over a link."""
 
     latency_s: Latency
     """Seconds from one rank to another that do not depend on the bytes."""
@@ -81,8 +81,27 @@ class LinkTable(Table):
     bandwidth: Bandwidth
     """Bytes per second that a rank sends while it receives as many; of all ranks of a host together where it is `shared`."""
 
+
+class LinkTable(WayTable):
+    """What ranks exchange over, of one kind; a kind of exchange that goes at another rate has a table of its own."""
+
     shared: bool = False
     """Whether the ranks of a host share the bandwidth, as they do one network card."""
+
+    send: WayTable | None = None
+    """Messages between stages."""
+
+    sum: WayTable | None = None
+    """All-reduces."""
+
+    gather: WayTable | None = None
+    """All-gathers."""
+
+    reduce: WayTable | None = None
+    """Reduce-scatters."""
+
+    swap: WayTable | None = None
+    """All-to-alls."""
 
 
 class LinksTable(Table):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sley_core.errors import PlanError
-from sley_core.estimate.machine.tables import LinksTable, LinkTable
+from sley_core.estimate.machine.tables import LinksTable, LinkTable, WayTable
 from sley_core.protocols import Collective
 
 
@@ -28,7 +28,7 @@ NOTHING = Cost(0.0, 0.0)
 
 def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: LinksTable) -> Cost:
     """Returns the cost of a collective of a tensor of `num_bytes` over the global ranks `ranks`, while the other ranks of
-    their hosts do the same in groups of theirs. Raises PlanError "machine-links" for a link that the machine file does not have.
+    their hosts do the same in groups of theirs. Raises PlanError "machine-links" for a link that the machine file lacks.
     """
     size = len(ranks)
     if size == 1:
@@ -38,16 +38,18 @@ def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: Li
     per_host = max(hosts.values())
     if kind == "swap":
         return _swap(num_bytes, size, per_host, len(hosts), links)
-    ways: list[LinkTable] = []
+    ways: list[WayTable] = []
     bandwidths: list[float] = []
     if per_host > 1:
-        ways.append(_same(links))
-        bandwidths.append(_between_ranks(_same(links), links))
+        same = _same(links)
+        ways.append(_way(same, kind))
+        bandwidths.append(_between_ranks(same, kind, links))
     if len(hosts) > 1:
         other = _other(links)
-        ways.append(other)
+        way = _way(other, kind)
+        ways.append(way)
         groups = max(1, links.ranks_per_host // per_host)
-        bandwidths.append(other.bandwidth / groups if other.shared else other.bandwidth * per_host)
+        bandwidths.append(way.bandwidth / groups if other.shared else way.bandwidth * per_host)
     rounds = passes * (size - 1)
     latency_s = rounds * max(way.latency_s for way in ways)
     return Cost(latency_s, rounds / size * num_bytes / min(bandwidths))
@@ -57,27 +59,37 @@ def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Co
     """Returns the cost of a message, while all ranks of the sender's host send one too. Raises as `collective`."""
     if sender // links.ranks_per_host == receiver // links.ranks_per_host:
         same = _same(links)
-        return Cost(same.latency_s, num_bytes / _between_ranks(same, links))
+        return Cost(_way(same, "send").latency_s, num_bytes / _between_ranks(same, "send", links))
     other = _other(links)
-    return Cost(other.latency_s, num_bytes * (links.ranks_per_host if other.shared else 1) / other.bandwidth)
+    way = _way(other, "send")
+    return Cost(way.latency_s, num_bytes * (links.ranks_per_host if other.shared else 1) / way.bandwidth)
 
 
 def _swap(num_bytes: int, size: int, per_host: int, hosts: int, links: LinksTable) -> Cost:
     latencies, seconds = [0.0], [0.0]
     if per_host > 1:
-        latencies.append(_same(links).latency_s)
-        seconds.append(num_bytes * (per_host - 1) / size / _between_ranks(_same(links), links))
+        same = _same(links)
+        latencies.append(_way(same, "swap").latency_s)
+        seconds.append(num_bytes * (per_host - 1) / size / _between_ranks(same, "swap", links))
     if hosts > 1:
         other = _other(links)
-        latencies.append(other.latency_s)
+        way = _way(other, "swap")
+        latencies.append(way.latency_s)
         share = links.ranks_per_host if other.shared else 1
-        seconds.append(num_bytes * (size - per_host) / size * share / other.bandwidth)
+        seconds.append(num_bytes * (size - per_host) / size * share / way.bandwidth)
     return Cost(max(latencies), max(seconds))
 
 
-def _between_ranks(same: LinkTable, links: LinksTable) -> float:
+def _way(link: LinkTable, kind: Collective | Literal["send"]) -> WayTable:
+    """What a kind of exchange reaches: its own figures, else those of the link."""
+    own: WayTable | None = getattr(link, kind)
+    return own or link
+
+
+def _between_ranks(same: LinkTable, kind: Collective | Literal["send"], links: LinksTable) -> float:
     """Bytes per second of one rank while all of its host send: a share of a bus that they share."""
-    return same.bandwidth / links.ranks_per_host if same.shared else same.bandwidth
+    bandwidth = _way(same, kind).bandwidth
+    return bandwidth / links.ranks_per_host if same.shared else bandwidth
 
 
 def _same(links: LinksTable) -> LinkTable:
