@@ -1,20 +1,20 @@
-"""Looks for the fastest layouts that fit, the most promising sizes first, until no other can be better.
+"""Looks for the fastest layouts that fit, the most promising first, until no other can be better.
 
-Sizes come in the order of a bound, the seconds that none of their layouts undercuts. They are passed over once as many
-layouts as are wanted are faster than their bound, and one that was seen is both faster and smaller than their bounds: what is
-passed over can be neither among the fastest nor on the front of memory against time.
+Layouts come in the order of a bound, the seconds that they do not undercut. One is passed over if it does not fit, or once as many
+as are wanted are faster than its bound and one that was seen is both faster and smaller: it can be neither among the fastest nor
+on the front of memory against time.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sley_core.errors import SleyError
-from sley_core.search.layouts import Layout, Sizes
+from sley_core.search.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,16 @@ class Estimate:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Bound(Estimate):
-    """What no layout of some sizes undercuts."""
-
-
 class Estimator(Protocol):
-    """Tells what layouts take. `estimate` raises a SleyError for one that cannot be assembled."""
+    """Tells what layouts take. Both raise a SleyError for one that cannot be assembled."""
 
-    def bound(self, sizes: Sizes) -> Bound: ...
+    def bound(self, layout: Layout) -> Estimate:
+        """Returns seconds that the layout does not undercut, and its bytes; cheap."""
+        ...
 
-    def estimate(self, layout: Layout) -> Estimate: ...
+    def seconds(self, layout: Layout) -> float:
+        """Returns the seconds of its step."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,64 +50,67 @@ class Found:
     """What a search saw.
 
     fastest: those that fit, the fastest first. front: of all that were seen, those of which none is both faster and smaller, by
-    time. num_seen: layouts that were estimated. passed_over: sizes whose bounds were enough. refused: layouts that cannot be
-    assembled, by the code of their first problem.
+    time. smallest: the one that needs the least memory, whether it fits or not, with the bound of its seconds; None if none can
+    be assembled. num_layouts: all that there are; num_seen: those whose seconds were estimated; too_large: those that do not
+    fit. refused: those that cannot be assembled, by the code of their first problem.
     """
 
     fastest: list[Seen] = field(default_factory=list)
     front: list[Seen] = field(default_factory=list)
+    smallest: Seen | None = None
+    num_layouts: int = 0
     num_seen: int = 0
-    passed_over: int = 0
+    too_large: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def smallest(self) -> Seen | None:
-        """The layout that needs the least memory, whether it fits or not; None if none can be assembled."""
-        return min(self.front, key=lambda seen: seen.estimate.num_bytes, default=None)
 
+def search(layouts: Iterable[Layout], estimator: Estimator, *, memory: int | None = None, top: int = 5) -> Found:
+    """Returns the `top` fastest layouts that need at most `memory` bytes on any rank, and the front of those that do.
 
-def search(
-    all_sizes: Iterable[Sizes],
-    layouts_of: Callable[[Sizes], Iterable[Layout]],
-    estimator: Estimator,
-    *,
-    memory: int | None = None,
-    top: int = 5,
-) -> Found:
-    """Returns the `top` fastest layouts that need at most `memory` bytes on any rank, and the front.
-
-    layouts_of: the layouts with some sizes. Which layouts are returned does not depend on the order of `all_sizes`, but for
-    layouts of equal seconds.
+    What is returned does not depend on the order of `layouts`, but for layouts of equal seconds.
     """
     found = Found()
-    bounded = sorted(((estimator.bound(sizes), sizes) for sizes in all_sizes), key=lambda pair: pair[0].seconds)
-    for bound, sizes in bounded:
-        if _is_out(bound, found, memory, top):
-            found.passed_over += 1
-            continue
-        for layout in layouts_of(sizes):
-            _look(layout, estimator, found, memory, top)
+    for seen in sorted(_bounded(layouts, estimator, found, memory), key=lambda seen: seen.estimate.seconds):
+        if not _is_out(seen.estimate, found, top):
+            _look(seen, estimator, found, top)
     return found
 
 
-def _is_out(bound: Bound, found: Found, memory: int | None, top: int) -> bool:
-    """Returns whether no layout with this bound can be among the fastest or on the front."""
-    too_large = memory is not None and bound.num_bytes > memory
+def _bounded(layouts: Iterable[Layout], estimator: Estimator, found: Found, memory: int | None) -> list[Seen]:
+    """Returns the layouts that fit, with their bounds."""
+    fitting = []
+    for layout in layouts:
+        found.num_layouts += 1
+        try:
+            seen = Seen(layout, estimator.bound(layout))
+        except SleyError as error:
+            found.refused[error.diagnostics[0].code] += 1
+            continue
+        if found.smallest is None or seen.estimate.num_bytes < found.smallest.estimate.num_bytes:
+            found.smallest = seen
+        if memory is None or seen.estimate.num_bytes <= memory:
+            fitting.append(seen)
+        else:
+            found.too_large += 1
+    return fitting
+
+
+def _is_out(bound: Estimate, found: Found, top: int) -> bool:
+    """Returns whether a layout with this bound can be neither among the fastest nor on the front."""
     too_slow = len(found.fastest) == top and found.fastest[-1].estimate.seconds <= bound.seconds
-    return (too_large or too_slow) and any(_dominates(seen.estimate, bound) for seen in found.front)
+    return too_slow and any(_dominates(seen.estimate, bound) for seen in found.front)
 
 
-def _look(layout: Layout, estimator: Estimator, found: Found, memory: int | None, top: int) -> None:
+def _look(bounded: Seen, estimator: Estimator, found: Found, top: int) -> None:
     try:
-        estimate = estimator.estimate(layout)
+        estimate = Estimate(estimator.seconds(bounded.layout), bounded.estimate.num_bytes)
     except SleyError as error:
         found.refused[error.diagnostics[0].code] += 1
         return
     found.num_seen += 1
-    seen = Seen(layout, estimate)
-    if memory is None or estimate.num_bytes <= memory:
-        insort(found.fastest, seen, key=lambda one: one.estimate.seconds)
-        del found.fastest[top:]
+    seen = Seen(bounded.layout, estimate)
+    insort(found.fastest, seen, key=lambda one: one.estimate.seconds)
+    del found.fastest[top:]
     if not any(_dominates(other.estimate, estimate) for other in found.front):
         found.front = [other for other in found.front if not _dominates(estimate, other.estimate)]
         insort(found.front, seen, key=lambda one: one.estimate.seconds)

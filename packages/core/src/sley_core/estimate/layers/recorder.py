@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -52,10 +52,11 @@ FORMULAS = {
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes the operators that run within it, under the phase that `phase` has then."""
+    """Notes the operators that run within it, under the phase that `phase` has then; and what autograd saves, by `keep`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.kept: dict[int, torch.UntypedStorage] = {}
         self.phase: PhaseName = "forward"
         self._found: dict[PhaseName, list[Operator]] = {}
         self.last = ""
@@ -63,6 +64,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
         """Returns what was noted under `phase`."""
         return tuple(self._found.get(phase, ()))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Notes that a tensor waits for the backward, and returns it: for `saved_tensors_hooks`."""
+        if not isinstance(tensor, nn.Parameter) and not (tensor._is_view() and isinstance(tensor._base, nn.Parameter)):
+            storage = tensor.untyped_storage()
+            self.kept[storage._cdata] = storage
+        return tensor
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what was kept, each storage once."""
+        return sum(storage.nbytes() for storage in self.kept.values())
 
     def note(self, operator: Operator) -> None:
         """Notes an operator that torch does not see as one."""

@@ -15,7 +15,7 @@ from sley_core.actions.machine import Delivery, taken
 from sley_core.actions.placement import Placement
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.expand import expanded
-from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Worked, Words
+from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Words, Worked
 from sley_core.estimate.seconds.links import Cost
 from sley_core.estimate.seconds.program import Begin, Compute, Exchange, Program, Wait
 from sley_core.estimate.seconds.program import Word as ProgramWord
@@ -54,9 +54,7 @@ def _computing(entries: Lowered) -> list[Action]:
 
 
 class _Stage:
-    def __init__(
-        self, stage: int, step: RecordedStep, entries: Lowered, placement: Placement, prices: Prices
-    ) -> None:
+    def __init__(self, stage: int, step: RecordedStep, entries: Lowered, placement: Placement, prices: Prices) -> None:
         self.stage = stage
         self.step = step
         self.entries = entries

@@ -1,9 +1,9 @@
 """What a rank did in one step, in order: the notes from which a program for the simulator is made. No torch in here.
 
-    opening      what comes before the first action
-    F0.0         Worked, Began(gather of the next layer), Worked, Awaited(gather), Worked ...
-    B0.0         ... Worked, Began(reduction), Worked
-    closing      what handlers finish, norm, update, and the gathers that the next step waits for
+opening      what comes before the first action
+F0.0         Worked, Began(gather of the next layer), Worked, Awaited(gather), Worked ...
+B0.0         ... Worked, Began(reduction), Worked
+closing      what handlers finish, norm, update, and the gathers that the next step waits for
 """
 
 from __future__ import annotations
