@@ -35,7 +35,6 @@ from sley_core.testing.runs import assert_parity_of_parts, record
 
 Table = dict[str, Any]
 
-NUM_DRAWS = 60
 NUM_STEPS = 3
 
 
@@ -43,13 +42,14 @@ class ScheduleContract:
     """Inherit, set `pipeline` to the table `[pipeline]` of your schedule, say `most_held`, and pytest does the rest.
 
     tables: further tables of the plan, as `link` and `partition` where the schedule's record names none. stages, micros:
-    numbers that the schedule can have, from which sizes are drawn.
+    numbers that the schedule can have, from which sizes are drawn. num_draws: how many sizes.
     """
 
     pipeline: ClassVar[Table]
     tables: ClassVar[Table] = {}
     stages: ClassVar[Sequence[int]] = range(1, 9)
     micros: ClassVar[Sequence[int]] = range(1, 25)
+    num_draws: ClassVar[int] = 24
 
     def most_held(self, stage: int, stages: int, micros: int) -> int:
         """Returns the most micro-batches that `stage` holds at a time, each counted once per chunk: forwards whose
@@ -116,7 +116,7 @@ class ScheduleContract:
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
         """Yields drawn numbers of stages and micro-batches, the least first, each with a source of further chance."""
         yield min(self.stages), min(self.micros), Random(0)
-        for seed in range(1, NUM_DRAWS):
+        for seed in range(1, self.num_draws):
             chance = Random(seed)
             yield chance.choice(self.stages), chance.choice(self.micros), chance
 
