@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from sley_core.actions.lower import lower
 from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Component
 from sley_core.testing.plans import small_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.runs import assert_parity_of_parts, record
@@ -120,11 +122,16 @@ class ScheduleContract:
             chance = Random(seed)
             yield chance.choice(self.stages), chance.choice(self.micros), chance
 
-    def _schedule(self) -> Schedule:
-        """Returns the schedule as a plan with its table has it."""
+    @cached_property
+    def _component(self) -> Component:
+        """Returns what a plan with the schedule's table has of it."""
         plan = plan_from_dict(small_plan(parallel={"dp": 1, "pp": 2}, pipeline=self.pipeline, **self.tables))
         assert plan.pipeline is not None
-        schedule: Schedule = plan.pipeline.build()
+        return plan.pipeline
+
+    def _schedule(self) -> Schedule:
+        """Returns the schedule, made anew."""
+        schedule: Schedule = self._component.build()
         return schedule
 
 
