@@ -122,6 +122,12 @@ def leave_an_element():
     _alone["x"] = None
 
 
+def leave_another_value():
+    from sley_core.plan.kinds import BASES
+
+    BASES[next(iter(BASES))] = None
+
+
 def leave_much_memory():
     torch._left = torch.ones(80 * 2**20)
 
@@ -138,7 +144,8 @@ def leave_much_memory():
         (leave_a_file, "open files is"),
         (leave_a_child, "children is True"),
         (leave_a_signal_handler, "SIGUSR1"),
-        (leave_an_element, "_alone has 1 elements, had 0"),
+        (leave_an_element, "_alone has other contents: 2, had 0"),
+        (leave_another_value, "BASES has other contents"),
         (leave_much_memory, "memory"),
     ],
 )

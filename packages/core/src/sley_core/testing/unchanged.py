@@ -84,7 +84,7 @@ class Before:
     def __init__(self) -> None:
         self._modules = set(sys.modules)
         self._spaces = [(name, space, list(space), list(space.values())) for name, space in _namespaces()]
-        self._lengths = {name: (one, len(one)) for name, one in self._containers()}
+        self._contents = {name: (one, _contents(one)) for name, one in self._containers()}
         self._caches = [one for *_, values in self._spaces for one in values if type(one) is _lru_cache_wrapper]
         self._random = torch.get_rng_state(), np.random.get_state()
         self._hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
@@ -108,11 +108,11 @@ class Before:
         if _memory_bytes() > self._memory_bytes + GROWTH_BYTES:
             found.append("memory")
         found += self._changed_names()
-        return found + [
-            f"{name} has {len(one)} elements, had {length}"
-            for name, (one, length) in self._lengths.items()
-            if len(one) != length
-        ]
+        for name, (one, was) in self._contents.items():
+            now = _contents(one)
+            if len(now) != len(was) or not all(map(operator.is_, now, was)):
+                found.append(f"{name} has other contents: {len(now)}, had {len(was)}")
+        return found
 
     def _set_back(self) -> None:
         self._forget_modules()
@@ -151,6 +151,13 @@ class Before:
                 now = space.get(name)
                 if now is not was.get(name) and not _is_harmless(place, name, now):
                     yield f"{place}.{name} is {now!r}, was {was.get(name)!r}"
+
+
+def _contents(container: Any) -> list[Any]:
+    """Its keys and values or its elements; of one that does not keep them alive, how many there are, as places."""
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return list(container) if isinstance(container, list | set) else [None] * len(container)
 
 
 def _loggers() -> dict[logging.Logger, tuple[int, bool, bool, Sequence[logging.Handler]]]:
