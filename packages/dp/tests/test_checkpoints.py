@@ -17,6 +17,7 @@ def there_and_back(tables, folder, path, steps):
     return whole, stretch(tables, 6 - steps, folder=folder, load=path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("handler", [{"use": "dp.bucketed", "bucket_mb": 0.001}, POWERSGD], ids=lambda one: one["use"])
 def test_the_same_layout_goes_on_bit_for_bit(ranks, own, tmp_path, small, handler, steps):

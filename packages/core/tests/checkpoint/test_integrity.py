@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +20,7 @@ from sley_core.checkpoint.index import INDEX
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.forked import ForkedProgram
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_same_stretch, stretch
 
@@ -188,6 +187,7 @@ from sley_core.assemble import assemble
 from sley_core.checkpoint.folders import LocalFolder
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.forked import ForkedProgram
 
 tables, folder, at = eval(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 count = 0
@@ -213,17 +213,21 @@ with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder)
 """
 
 
-def killed(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", textwrap.dedent(KILLED), repr(PLAN), str(folder), str(at)]
-    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+def killed(folder: Path, at: int) -> tuple[int, str]:
+    """The exit code and the output of a process of its own."""
+    (folder / "killed_in_a_save.py").write_text(KILLED, "utf-8")
+    arguments = [repr(PLAN), str(folder), str(at)]
+    program = ForkedProgram("killed_in_a_save", arguments, cwd=folder, env=dict(os.environ))
+    with program.stdout as out, program.stderr as err:
+        return program.wait(120), out.read() + err.read()
 
 
 @pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.campaign), 5, 7])
 def test_a_process_killed_within_a_save_leaves_the_one_before(texts, tmp_path, at):
     """Before the first file is written, before a note is, before the index is, and before the folder gets its name."""
     shutil.copytree(texts / "text", tmp_path / "text")
-    ended = killed(tmp_path, at)
-    assert ended.returncode == -signal.SIGKILL, ended.stdout + ended.stderr
+    code, told = killed(tmp_path, at)
+    assert code == -signal.SIGKILL, told
     found = newest(tmp_path / "checkpoints")
     assert found.path is not None
     assert (read(found.path).step, found.passed_over) == (1, [])
