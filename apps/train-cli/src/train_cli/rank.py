@@ -49,7 +49,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             joined.append(world)
             run = stack.enter_context(assemble(plan, world, folder=folder))
-            run.notes.extend(load(run, resume))
+            run.notes.extend(load(run, folder, resume))
             _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
         except Exception as error:
             if isinstance(error, SleyError):

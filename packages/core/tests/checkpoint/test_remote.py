@@ -44,7 +44,7 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(texts, tmp_path, kind):
     with assemble(plan, World.alone("cpu")) as run:
         run.step()
         run.save_checkpoint()
-    assert folder.names() == ["step-00000001", "step-00000004"], "what was half written is gone"
+    assert folder.names() == ["step-00000001-1", "step-00000004"], "what was half written is gone"
 
 
 def test_a_url_that_nothing_opens_is_said():
