@@ -9,6 +9,7 @@ from sley_core.checkpoint.choosing import SHOWN, Origin, PassedOver, Wanted, cho
 from sley_core.checkpoint.index import BUFFERS, WEIGHTS
 from sley_core.checkpoint.restore import Restoring, mismatches
 from sley_core.checkpoint.run_tensors import RunTensors, restore_generators
+from sley_core.checkpoint.timed import TimedReads
 from sley_core.checkpoint.values import from_json
 from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError, SleyError
@@ -48,7 +49,12 @@ class CheckpointLoader:
         resolved: the run's own plan. None comes back where the newest of the run's own is wanted and there is none; another
         run's is refused there. Raises PlanError `resume-differs`, for what makes other numbers.
         """
-        found, passed_over, origin = choose(wanted, self.tensors.parts)
+        # Half, so that a rank says what it cannot read before the others stop waiting for it.
+        with TimedReads(self.plan.limits.collective_timeout_s / 2) as reads:
+            return self._load(wanted, resolved, reads)
+
+    def _load(self, wanted: Wanted, resolved: str, reads: TimedReads) -> Restored | None:
+        found, passed_over, origin = choose(wanted, self.tensors.parts, reads)
         if found is None:
             return None
         path, run = found.folder.text, found.index.run
