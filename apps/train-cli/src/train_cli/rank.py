@@ -49,7 +49,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             joined.append(world)
             run = stack.enter_context(assemble(plan, world, folder=folder))
-            run.notes.extend(load(run, resume))
+            run.notes.extend(load(run, folder, resume))
             _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
         except Exception as error:
             if isinstance(error, SleyError):
@@ -90,7 +90,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"
-    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
+    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
     try:
         say("\n".join((opening(_facts(run), run.plan, _memory(run)), *run.notes)))
         with reporter:
@@ -117,7 +117,7 @@ def _keep_weights(run: Run, folder: Path) -> Path | None:
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
     """Writes `summary.json`, unless no step was done, and returns its content."""
-    notes = [reporter.lost] if reporter.lost else []
+    notes = [*reporter.new_notes, *([reporter.lost] if reporter.lost else [])]
     content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes)
     if totals.steps:
         write_summary(folder, content)

@@ -16,6 +16,7 @@ from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
+from sley_core.checkpoint.folders import LocalFolder
 from sley_core.checkpoint.index import INDEX
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
@@ -254,3 +255,33 @@ def test_ranks_share_the_reading_and_choose_alike(two, tmp_path, ranks):
     tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
     found = ranks(2)(damaged_on_two, tables, two, tmp_path / "all")
     assert found == [(str(tmp_path / "all" / "step-00000002"), 2)] * 2
+
+
+def vanishing_on_one(tables: dict[str, Any], folder: Path, path: Path, at: int) -> str:
+    """Loads, while the index is gone for rank 1 when that reads it the `at`-th time; returns what came of it."""
+    plain, seen = LocalFolder.read, []
+
+    def gone(self: LocalFolder, name: str, *at_bytes: Any) -> bytearray:
+        seen.append(name)
+        if int(os.environ["RANK"]) == 1 and name == INDEX and seen.count(INDEX) >= at:
+            raise FileNotFoundError(name)
+        return plain(self, name, *at_bytes)
+
+    LocalFolder.read = gone
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        try:
+            run.load_checkpoint(path)
+        except RunError as error:
+            return error.diagnostics[0].message
+        return f"after step {run.num_steps_done}"
+
+
+@pytest.mark.parametrize(("at", "told"), [(1, "it has no checkpoint.json"), (2, "after step 4")])
+def test_an_index_that_vanishes_for_one_rank_keeps_no_other_waiting(two, ranks, at, told):
+    """All say the same: that it is gone, or, where all have read it, what they have loaded."""
+    tables = changed(
+        PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}], limits__collective_timeout_s=5.0
+    )
+    one, other = ranks(2)(vanishing_on_one, tables, two, two / "checkpoints" / "step-00000004", at)
+    assert told in one
+    assert one == other

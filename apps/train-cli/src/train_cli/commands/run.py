@@ -30,7 +30,7 @@ from train_cli.folder_lock import is_restart
 from train_cli.opening import ranks
 from train_cli.options import MessageFormat, PlanArgument, SetOption
 from train_cli.progress import draws_line
-from train_cli.resume import AUTO, goes_on
+from train_cli.resume import AUTO, goes_on, is_again
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
 from train_cli.stopping import terminated_s
 
@@ -107,8 +107,7 @@ def _resume(given: str | None, *, overwrite: bool) -> str | None:
     """Returns from where to go on: as given, and by itself where torchrun or SLURM has started this run again."""
     if given and overwrite:
         raise UsageError("resume", "`--resume` goes on with a run and `--overwrite` deletes it")
-    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return given or (AUTO if any(count != "0" for count in restarts) else None)
+    return given or (AUTO if is_again() else None)
 
 
 def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
