@@ -15,6 +15,7 @@ from train_cli.options import MessageFormat
 COMMANDS = {
     "run": "Train as the plan says.",
     "check": "Find every mistake of one or more plans.",
+    "verify": "Compare a plan's layout with one process.",
     "show": "Show the resolved plan, ranks and groups.",
     "export": "Write a run's weights for other programs.",
     "plugins": "List installed plugins, records and their options.",
