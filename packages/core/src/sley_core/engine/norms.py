@@ -20,8 +20,8 @@ LONG = 8 * ROW
 def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
     """Returns the norm of everything in `tensors`, which have one device and type: a float64 scalar. kind: p; may be inf."""
     least = LONG if kind == 2 else ROW  # other powers lose more
-    long = [one for one in tensors if one.device.type == "cpu" and one.numel() >= least and one.is_contiguous()]
-    rows = [part for one in long for part in _norms_of_rows(one.view(-1), kind)]
+    long = [one for one in tensors if one.device.type == "cpu" and one.numel() >= least]
+    rows = [part for one in long for part in _norms_of_rows(one.reshape(-1), kind)]
     if len(long) < len(tensors):
         taken = {id(one) for one in long}
         short = [one for one in tensors if id(one) not in taken]
