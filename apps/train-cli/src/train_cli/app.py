@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "Compare a plan's layout with one process.",
     "show": "Show the resolved plan, ranks and groups.",
     "export": "Write a run's weights for other programs.",
+    "new": "Write a plugin package to start from.",
     "plugins": "List installed plugins, records and their options.",
     "needs": "Print what to pip install for a plan.",
     "schema": "Print the JSON Schema of a plan.",
