@@ -17,6 +17,8 @@ COMMANDS = {
     "check": "Find every mistake of one or more plans.",
     "verify": "Compare a plan's layout with one process.",
     "show": "Show the resolved plan, ranks and groups.",
+    "sample": "Let a run's model go on with a text.",
+    "eval": "Print the held-out loss of a run's weights.",
     "export": "Write a run's weights for other programs.",
     "new": "Write a plugin package to start from.",
     "plugins": "List installed plugins, records and their options.",

@@ -23,10 +23,10 @@ from train_cli import console, lifeline
 from train_cli.as_rank import as_rank
 from train_cli.commands.run import check, num_devices
 from train_cli.console import Settings
+from train_cli.one_process import in_layout, in_one_process
 from train_cli.options import PlanArgument, SetOption, WorldOption
 from train_cli.stopping import terminated_s
 from train_cli.verify.findings import differences, in_words, read
-from train_cli.verify.plans import in_layout, in_one_process
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan

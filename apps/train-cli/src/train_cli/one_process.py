@@ -1,4 +1,4 @@
-"""The two plans that are compared: the layout as it is, and the same training in one process, neither writing anything."""
+"""Plans that write nothing: a layout as it is, the same training in one process, and a run that is looked at again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sley_core.model.config import LlamaConfig
 from sley_core.plan.resolve import resolve
 from sley_core.records import GradientHandlerRecord
 
@@ -37,6 +38,22 @@ def in_one_process(plan: Plan) -> Plan:
     given = tables.get("gradient_handlers", [])
     kept = [table for table, one in zip(given, plan.gradient_handlers, strict=False) if not _is_between(one.record)]
     tables["gradient_handlers"] = kept
+    return _with(plan, tables)
+
+
+def of_trained(plan: Plan, *, evaluates: bool, batches: int | None = None) -> Plan:
+    """Returns the plan of a run's folder for one process that only calls the model: on whatever device there is, its weights
+    not those that the run began with.
+
+    evaluates: whether it is to have an evaluation, with the plan's number of `batches` unless given. Otherwise it has none.
+    """
+    tables = in_one_process(plan).document.tables
+    tables["run"]["device"] = "auto"
+    if isinstance(plan.model.config, LlamaConfig):
+        tables["model"].pop("weights", None)  # the resolved plan has the sizes that these files decided
+    given = tables.pop("evaluation", {"every": 1})
+    if evaluates:
+        tables["evaluation"] = given if batches is None else {**given, "steps": batches}
     return _with(plan, tables)
 
 
