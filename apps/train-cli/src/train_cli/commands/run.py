@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,9 +22,9 @@ from sley_core.errors import PlanError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
-from train_cli import console, lifeline, report
+from train_cli import console, lifeline
+from train_cli.as_rank import as_rank
 from train_cli.console import Settings
-from train_cli.faults import Fault
 from train_cli.folder_lock import is_restart
 from train_cli.opening import ranks
 from train_cli.options import MessageFormat, PlanArgument, SetOption
@@ -36,10 +35,6 @@ from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
 """Codes of faults that the reports of all ranks tell more about."""
-
-_HEAD_START_S = 3.0
-"""Seconds that another rank with rank 0's error waits: a launcher ends all ranks when the first of them has ended."""
-
 
 ResumeOption = Annotated[
     str | None,
@@ -81,7 +76,7 @@ def run(
         raise typer.Exit(code)
     _refuse_tasks_without_ranks(os.environ)
     resolved = load_plan(plan, changes)
-    size = _check(resolved, nproc or resolved.world(_num_devices(resolved)))
+    size = check(resolved, nproc or resolved.world(num_devices(resolved)))
     resume = _resume(resume, overwrite=overwrite)
     stays = goes_on(resolved, resume)
     check_run_folder(resolved, overwrite=overwrite, resume=stays)
@@ -151,51 +146,30 @@ def _as_rank(
 ) -> int:
     """Runs this rank and returns its exit code. Only rank 0 shows errors that all ranks find."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with ExitStack() as stack:
-        try:
-            plan = load_plan(path, overrides)
-            _check(plan, size)
-            folder = run_folder(plan)
-            # A launcher of ours has made the folder.
-            if rank == 0 and not lifeline.is_held():
-                stays = goes_on(plan, resume) or is_restart(folder)
-                stack.enter_context(held_run_folder(plan, overwrite=overwrite, resume=stays))
-        except Exception as error:
-            return _failed(Fault.of(error), settings, tell=rank == 0)
+
+    def begin(stack: ExitStack) -> Callable[[], int]:
+        plan = load_plan(path, overrides)
+        check(plan, size)
+        folder = run_folder(plan)
+        # A launcher of ours has made the folder.
+        if rank == 0 and not lifeline.is_held():
+            stays = goes_on(plan, resume) or is_restart(folder)
+            stack.enter_context(held_run_folder(plan, overwrite=overwrite, resume=stays))
         from train_cli.rank import train
 
-        try:
-            return train(plan, folder, resume=resume, line=line, verbose=verbose)
-        except Exception as error:
-            return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
+        return partial(train, plan, folder, resume=resume, line=line, verbose=verbose)
+
+    return as_rank(rank, settings, begin)
 
 
-def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
-    """Writes this rank's report and shows the fault, if `tell` and no launcher of ours does; returns the exit code."""
-    report.write(fault)
-    if lifeline.is_held():
-        return fault.exit_code  # the launcher, which is ours, tells
-    if tell:
-        console.show(fault, settings)
-    else:
-        time.sleep(_HEAD_START_S)
-    return fault.exit_code
-
-
-def _of_rank(fault: Fault, rank: int) -> Fault:
-    if rank == 0:
-        return fault
-    diagnostics = (replace(each, message=f"rank {rank}: {each.message}") for each in fault.diagnostics)
-    return replace(fault, diagnostics=tuple(diagnostics))
-
-
-def _check(plan: Plan, size: int) -> int:
+def check(plan: Plan, size: int) -> int:
+    """Returns `size` if `plan` can run on so many ranks; raises PlanError with all problems."""
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     return size
 
 
-def _num_devices(plan: Plan) -> int | None:
+def num_devices(plan: Plan) -> int | None:
     """Returns the number of CUDA devices if the plan leaves the number of ranks to them; None without any."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None
