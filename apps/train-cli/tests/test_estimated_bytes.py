@@ -38,7 +38,7 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
         sp, wp = (draw.choice([size for size in (1, 2) if world // pp % size == 0]) for _ in range(2))
         tables = changed(PLAN, parallel={"pp": pp, "sp": sp, "dp": world // pp // sp, "wp": wp})
         tables["parallel"]["cross_memory_attach"] = draw.random() < 0.7
-        tables["batch"] = {"global_size": draw.choice([8, 16, 24]), "micro_size": draw.choice([1, 2])}
+        tables["batch"] = {"global_size": 4 * world, "micro_size": draw.choice([1, 2])}
         tables["precision"] = {"compute": draw.choice(["fp32", "bf16", "fp16"])}
         if draw.random() < 0.25 and sp == 1:
             tables["model"] = {"factory": "estimated_layers:layers"}
@@ -96,7 +96,7 @@ def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, own: Path, world: int
     print(f"seed {seed}")
     draw = random.Random(seed * 100 + world)
     plans = [drawn(draw, world, own) for _ in range(num_plans)]
-    found = ranks(world, 60 * num_plans)(measured, plans, own)
+    found = ranks(world, 200 * num_plans)(measured, plans, own)
     errors = []
     for number, tables in enumerate(plans):
         for rank in range(world):
