@@ -19,6 +19,7 @@ COMMANDS = {
     "show": "Show the resolved plan, ranks and groups.",
     "sample": "Let a run's model go on with a text.",
     "eval": "Print the held-out loss of a run's weights.",
+    "estimate": "Say how much memory each stage needs.",
     "export": "Write a run's weights for other programs.",
     "new": "Write a plugin package to start from.",
     "plugins": "List installed plugins, records and their options.",

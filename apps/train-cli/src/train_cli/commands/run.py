@@ -27,7 +27,7 @@ from train_cli.as_rank import as_rank
 from train_cli.console import Settings
 from train_cli.folder_lock import is_restart
 from train_cli.opening import ranks
-from train_cli.options import MessageFormat, PlanArgument, SetOption
+from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
 from train_cli.progress import draws_line
 from train_cli.resume import AUTO, goes_on, is_again
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
@@ -56,6 +56,14 @@ def run(
         int | None,
         typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, where the plan leaves it open."),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Take the first steps of each stage on tensors without values, and start nothing: needs no device.",
+        ),
+    ] = False,
+    world: WorldOption = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
     verbose: Annotated[
         int,
@@ -67,6 +75,11 @@ def run(
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
     settings = context.ensure_object(Settings)
     changes = overrides or []
+    if dry_run:
+        _dry_run(load_plan(plan, changes), world or nproc)
+        return
+    if world is not None:
+        raise UsageError("world", "`--world` belongs to `--dry-run`", hint="local ranks are started by `--nproc`")
     line = draws_line(sys.stderr, wanted=not no_progress)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
@@ -96,6 +109,18 @@ def run(
         from train_cli.rank import train
 
         raise typer.Exit(train(resolved, folder, resume=resume, line=line, verbose=verbose > 0))
+
+
+def _dry_run(plan: Plan, world: int | None) -> None:
+    """Does what every distinct rank does up to its first steps, without values and without peers. Raises what that raises."""
+    size = _check(plan, plan.world(None) if world is None else world)
+    from train_cli.commands.estimate import shown, stages
+    from train_cli.model_check import check_model
+
+    for note in check_model(plan, size):
+        console.say(note)
+    most = max(stages(plan, size), key=lambda one: one.peak)
+    console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {shown(most.peak)}, on stage {most.stage}")
 
 
 def _resume(given: str | None, *, overwrite: bool) -> str | None:

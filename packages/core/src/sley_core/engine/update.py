@@ -113,7 +113,7 @@ class Update:
         self._follow()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
         is_on_device &= self.masters.home is None
-        if not is_on_device and not bool(totals.allow_a_step):
+        if not is_on_device and not self.device.read(totals.allow_a_step, [1.0])[0]:
             return totals
         if self.clip_norm is not None:
             self._clip(pieces, totals.grad_norm, self.clip_norm)
@@ -192,7 +192,7 @@ class Update:
         device.
         """
         assert totals.overflows is not None, "a scale without a vote"
-        overflowed = bool(totals.overflows)
+        overflowed = bool(self.device.read(totals.overflows, [0.0])[0])
         scale.update(step, overflowed=overflowed)
         return overflowed
 
@@ -214,7 +214,7 @@ class Update:
         """Scales all gradients in place so that their norm is `clip_norm` at most."""
         # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
         factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
-        if not self.device.is_async and float(factor) == 1.0:
+        if not self.device.is_async and self.device.read(factor, [0.5])[0] == 1.0:
             return
         for piece in pieces:
             torch._foreach_mul_(piece.tensors, factor.to(piece.tensors[0].dtype))

@@ -1,0 +1,1 @@
+"""What a run will need, told before a device is touched."""
