@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from sley_core.estimate.layers.operators import Operator
-from sley_core.estimate.layers.recorder import NAMES, Recorder, moved_bytes
+from sley_core.estimate.layers.recorder import NAMES, OperatorRecorder, moved_bytes
 
 BACKWARD = 2.5
 """Products of the backward per product of the forward: five for two, as the scores are computed again."""
@@ -26,7 +26,7 @@ BACKWARD = 2.5
 class FusedAttention(TorchFunctionMode):
     """Within it, scaled dot-product attention is one operator forward and one backward."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -40,7 +40,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 def _noted(
-    recorder: Recorder,
+    recorder: OperatorRecorder,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,7 +55,9 @@ def _noted(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, recorder: OperatorRecorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+    ) -> Tensor:
         grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
         of_values = *grouped[:-1], value.shape[-1]
         ctx.flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]

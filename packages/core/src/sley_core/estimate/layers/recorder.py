@@ -27,7 +27,7 @@ LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll
 """Operators that read of their first input no more than they write."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes the operators that run within it, under the phase that `phase` has then."""
 
     def __init__(self) -> None:
@@ -63,11 +63,17 @@ def _operator(func: Any, packet: Any, args: Sequence[Any], kwargs: Mapping[str, 
         table, *given = given
         given += made if table.numel() else ()
     num_bytes = sum(map(moved_bytes, given)) + sum(map(moved_bytes, made))
-    formula: Callable[..., int] | None = flop_registry.get(packet)
+    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(_out_of_place(packet))
     if formula is None:
         return Operator(str(packet), num_bytes)
     dtype = next((NAMES[one.dtype] for one in given if one.dtype in NAMES), "fp32")
     return Operator(str(packet), num_bytes, int(formula(*args, **kwargs, out_val=result)), dtype)
+
+
+def _out_of_place(packet: Any) -> Any:
+    """`addmm` of `addmm_`, which torch's formulas leave out."""
+    name = str(packet).removeprefix("aten.")
+    return getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
 
 
 def moved_bytes(tensor: Tensor) -> int:
