@@ -129,6 +129,13 @@ def test_attention_is_one_kernel_that_multiplies_half_of_a_causal_square() -> No
     assert half.forward[0].num_bytes == 4 * BATCH * 8 * WIDTH * 4
 
 
+def test_a_norm_is_one_kernel_each_way() -> None:
+    work = work_of(nn.RMSNorm(WIDTH))
+    value = BATCH * 8 * WIDTH * 4
+    assert [(one.name, one.num_bytes) for one in work.forward] == [("rms_norm", 2 * value + WIDTH * 4)]
+    assert (work.backward[0].name, work.backward[0].num_bytes) == ("rms_norm", 3 * value + 2 * WIDTH * 4)
+
+
 def test_counting_leaves_the_module_as_it_was() -> None:
     module = Plainest()
     module.register_buffer("seen", torch.zeros(3))

@@ -23,7 +23,7 @@ from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.errors import PlanError, SleyError
-from sley_core.estimate.layers.fused import FusedAttention
+from sley_core.estimate.layers.fused import FusedKernels
 from sley_core.estimate.layers.operators import LayerWork, Operator
 from sley_core.estimate.layers.recorder import OperatorRecorder, moved_bytes
 
@@ -90,7 +90,7 @@ def _run(
     named = {name: fields[name] for name in layer.fields}
     try:
         halves = queued_products(layer.module, queue, gradients) if split else nullcontext()
-        with halves, FusedAttention(recorder), recorder:
+        with halves, FusedKernels(recorder), recorder:
             output = policy.call(layer.name, partial(_called, layer, recorder), args, named, MICRO)
             made = loss.loss(output, fields) if loss is not None else None
             _backward(held, output, made, recorder, queue, split=split)
