@@ -33,7 +33,7 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     assert shown.code == 0
     assert "a step takes " in shown.out
     assert "3 layers, measured on it" in shown.out
-    other = cli(*drawn, "--set", "batch.micro_size=1")
+    other = cli(*drawn, "--set", "data.sequence=8")
     assert "3 layers, computed from their operators" in other.out
 
 
