@@ -22,6 +22,7 @@ COMMANDS = {
     "estimate": "Say how much memory each stage needs.",
     "export": "Write a run's weights for other programs.",
     "new": "Write a plugin package to start from.",
+    "calibrate": "Measure this machine, for estimates of seconds.",
     "plugins": "List installed plugins, records and their options.",
     "needs": "Print what to pip install for a plan.",
     "schema": "Print the JSON Schema of a plan.",

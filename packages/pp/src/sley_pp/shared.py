@@ -13,7 +13,7 @@ import torch
 
 from sley_core.api.comm import SentBytes, all_reduce
 from sley_core.errors import RunError
-from sley_core.protocols import GradientHandler
+from sley_core.protocols import GradientHandler, HandlerExchange
 
 if TYPE_CHECKING:
     from sley_core.api.parts import Parts, StepState
@@ -50,6 +50,16 @@ class SharedModules(GradientHandler):
         for one in pending:
             one.wait()
         self._sent.end_step()
+
+    def exchanges(self) -> list[HandlerExchange]:
+        """Returns one sum for each tie; a tie that a reducer has cut is counted whole."""
+        size = self._store.dtype.itemsize
+        entries = [self._parts.book[name] for name in self._ties]
+        return [
+            HandlerExchange("sum", entry.tie_group, entry.numel * size, (entry,), "finish")
+            for entry in entries
+            if entry.tie_group is not None and entry.trainable
+        ]
 
     def counts(self) -> dict[str, float]:
         """Returns the bytes that this rank sent in the last step, for the sums of gradients."""

@@ -7,8 +7,8 @@ The sums are the same; their order within the product is the kernel's, so fp32 r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -167,6 +167,32 @@ def accumulate_directly(
                 patches.callback(ForwardPatch(module, forward).undo)
                 store.expect_products(entry)
     return patches.close
+
+
+@contextmanager
+def queued_products(module: nn.Module, queue: WeightQueue, dtype: torch.dtype) -> Iterator[None]:
+    """Returns a context manager within which a D leaves the weight gradients of `module`'s plain linears in `queue`, where no
+    run is open: to time the halves of a backward, or to count them. dtype: of the memory, made here, to which W adds.
+    """
+    with ExitStack() as patches:
+        for one in module.modules():
+            if is_plain_linear(one) and one.weight.requires_grad:
+                sink = Handover(partial(_multiply_into, torch.zeros_like(one.weight, dtype=dtype)), queue)
+                patches.callback(ForwardPatch(one, partial(_queueing_forward, one, sink)).undo)
+        yield
+
+
+def _queueing_forward(linear: nn.Linear, sink: Sink, input: Tensor) -> Tensor:
+    result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+def _multiply_into(slot: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """Adds a product to an accumulated gradient, in one kernel where all have one dtype, as the store does."""
+    if rows.dtype == slot.dtype:
+        slot.addmm_(rows.t(), inputs)
+    else:
+        slot.add_(rows.t() @ inputs)
 
 
 def _bias_sink(store: GradientStore, entry: Entry, layer: str) -> BiasSink:

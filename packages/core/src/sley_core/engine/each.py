@@ -8,7 +8,7 @@ from sley_core.comm.collectives import Pending, all_reduce
 from sley_core.comm.sent_bytes import SentBytes
 from sley_core.engine.canonical.tree_sums import TreeSums
 from sley_core.engine.layout import Layout
-from sley_core.protocols import GradientHandler
+from sley_core.protocols import GradientHandler, HandlerExchange
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
@@ -30,6 +30,7 @@ class Each(GradientHandler):
 
     def attach(self, parts: Parts) -> None:
         self._store = parts.store
+        self._book = parts.book
         self._groups = parts.groups
         self._alone = frozenset(axis for axis, group in parts.groups.items() if group.size == 1)
         self._trees = TreeSums(parts.store, self._sent) if parts.store.canonical is not None else None
@@ -63,6 +64,14 @@ class Each(GradientHandler):
     def counts(self) -> dict[str, float]:
         """Returns the bytes that this rank sent in the last step."""
         return self._sent.counts()
+
+    def exchanges(self) -> list[HandlerExchange] | None:
+        """Returns one sum for each entry, the last in the book first; None where sums are canonical."""
+        if self._trees is not None:
+            return None
+        size = self._store.dtype.itemsize
+        summed = [entry for entry in self._book if entry.trainable and entry.reduce_group not in self._alone]
+        return [HandlerExchange("sum", one.reduce_group, one.numel * size, (one,)) for one in reversed(summed)]
 
     def _one_by_one(self, entries: list[Entry]) -> Layout:
         """The store's `Planner` for canonical sums: a buffer for each entry that is reduced."""

@@ -24,6 +24,10 @@ class GradientNorms(GradientHandler):
     def __init__(self, config: GradientNormsConfig) -> None:
         self.config = config
 
+    def exchanges(self) -> tuple[()]:
+        """Returns nothing: its numbers are part of the sum that ends a step anyway."""
+        return ()
+
     def attach(self, parts: Parts) -> None:
         self._store = parts.store
         for entry in parts.book.trainable:

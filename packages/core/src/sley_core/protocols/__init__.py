@@ -5,12 +5,22 @@ Plugins write classes with these methods; a class that inherits from a protocol 
 
 from sley_core.protocols.exchanges import MemoryPool, SequenceCommunicator, StageLink, WeightCommunicator
 from sley_core.protocols.records import Counts, Keeps, MetricsWriter, Rewinds
-from sley_core.protocols.training import ActivationPolicy, GradientHandler, Loss, SchedulerHook, SplitLogits
+from sley_core.protocols.training import (
+    ActivationPolicy,
+    Collective,
+    GradientHandler,
+    HandlerExchange,
+    Loss,
+    SchedulerHook,
+    SplitLogits,
+)
 
 __all__ = [
     "ActivationPolicy",
+    "Collective",
     "Counts",
     "GradientHandler",
+    "HandlerExchange",
     "Keeps",
     "Loss",
     "MemoryPool",

@@ -1,0 +1,241 @@
+"""Estimated steps against real ones, of layers that compute by sleeping: eight ranks on two cores are like eight devices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_core.data.factory import open_dataset
+from sley_core.draft import draft_model
+from sley_core.engine.on_meta import meta_micro_batch
+from sley_core.estimate.layers.distinct import layer_keys
+from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.estimate.machine.tables import MachineFile
+from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+
+pytest.importorskip("sley_dp")
+pytest.importorskip("sley_pp")
+pytestmark = pytest.mark.timeout(180)
+
+WIDTH = 64
+MANY = (1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 3)
+FEW = (1, 2, 1, 2)
+"""Shares of the layers of eight ranks, and of two."""
+
+UNIT_S = {MANY: 0.010, FEW: 0.020}
+"""Seconds that one sample takes of a layer with a share of 1, in F, in D, in W: long against what a busy core wakes late."""
+
+GLOBAL = {MANY: 16, FEW: 8}
+FOLDER, NAME = Path(__file__).parent, Path(__file__).stem
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which takes time: in its backward that of D, and then, or later, that of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: Dozer) -> Tensor:
+        ctx.layer, ctx.num = layer, len(x)
+        ctx.save_for_backward(x)  # without anything saved nothing would be recomputed
+        time.sleep(layer.seconds * len(x))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        assert ctx.saved_tensors  # asked for, they are recomputed
+        seconds = ctx.layer.seconds * ctx.num
+        time.sleep(seconds)
+        queue = ctx.layer.queue
+        if queue is not None and queue.is_collecting:
+            queue.put(lambda: time.sleep(seconds))
+        else:
+            time.sleep(seconds)
+        return gradient, None, None
+
+
+class Dozer(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.queue: Any = None
+        self.anchor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Sleep.apply(x, self.anchor, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+def layers(seconds: list[float]) -> list[nn.Module]:
+    return [Dozer(each) for each in seconds]
+
+
+class Zeros:
+    info = DataInfo({"x": Field("float32")})
+
+    def __len__(self) -> int:
+        return 1 << 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(WIDTH)}
+
+
+class SumOfSquares:
+    fields = ()
+
+    def weight(self, batch: Any) -> float:
+        return float(len(batch["x"]))
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output.square().sum()
+
+
+Layout = tuple[int, int, int, str, str, str]
+"""Stages, replicas, samples per micro-batch, schedule, partition, policy."""
+
+Shares = tuple[int, ...]
+
+
+def tables(shares: Shares, layout: Layout) -> dict[str, Any]:
+    pp, dp, micro, schedule, partition, policy = layout
+    seconds = [share * UNIT_S[shares] for share in shares]
+    found: dict[str, Any] = {
+        "run": {"name": "dozing", "steps": 100, "device": "cpu"},
+        "model": {"factory": f"{NAME}:layers", "options": {"seconds": seconds}},
+        "data": {"factory": f"{NAME}:Zeros"},
+        "loss": {"factory": f"{NAME}:SumOfSquares"},
+        "batch": {"global_size": GLOBAL[shares], "micro_size": micro},
+        "optimizer": {"use": "core.sgd", "lr": 1e-3},
+        "parallel": {"pp": pp, "dp": dp},
+        "activations": {"use": policy},
+    }
+    if dp > 1:
+        found["gradient_handlers"] = [{"use": "dp.bucketed"}]
+    if pp > 1:
+        found |= {"pipeline": {"use": schedule}, "partition": {"use": partition}}
+    return found
+
+
+SCHEDULES = ("pp.one_f_one_b", "pp.gpipe", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v")
+
+
+CUTS = (("pp.uniform", "core.keep"), ("pp.balanced", "core.keep"), ("pp.balanced", "core.recompute"))
+
+
+def layouts(world: int) -> Iterator[Layout]:
+    """All layouts of `world` ranks that can run."""
+    for pp in (each for each in (1, 2, 4, 8) if each <= world):
+        dp = world // pp
+        for micro in (1, 2):
+            micros = GLOBAL[MANY] // dp // micro
+            for schedule in SCHEDULES if pp > 1 else ("",):
+                if schedule == "pp.interleaved" and micros % pp:
+                    continue
+                if schedule == "pp.zero_bubble_v" and micros < 2 * pp:
+                    continue
+                for partition, policy in CUTS if pp > 1 else (("", "core.keep"), ("", "core.recompute")):
+                    yield pp, dp, micro, schedule, partition, policy
+
+
+def machine(plan: Plan, shares: Shares) -> MachineFile:
+    """A machine on which layers take what they sleep, and exchanges little."""
+    model = draft_model(plan, Zeros.info)
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
+    found = {}
+    for layer, key, share in zip(model.layers, keys, shares, strict=True):
+        seconds = share * UNIT_S[shares] * plan.batch.micro_size
+        again = seconds if layer.name in getattr(policy, "names", ()) else 0.0
+        found[key] = {
+            "key": key,
+            "name": layer.name,
+            "forward": seconds,
+            "backward": again + 2 * seconds,
+            "input_gradient": again + seconds,
+            "weight_gradient": seconds,
+            "output_bytes": 4 * WIDTH * plan.batch.micro_size,
+        }
+    return machine_from_dict(
+        {
+            "format": 1,
+            "device": {"name": "sleep", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-5, "matmul": {}},
+            "links": {"ranks_per_host": 8, "same_host": {"latency_s": 2e-4, "bandwidth": 1e9}},
+            "layers": list(found.values()),
+        }
+    )
+
+
+def taken(plan: dict[str, Any], steps: int) -> float:
+    """The seconds of a step: the shortest, since whatever disturbs one makes it longer, without the first."""
+    with World.join("cpu") as world, assemble(plan_from_dict(plan, FOLDER), world) as run:
+        for layer in run.layers:
+            layer.module.queue = run.stepper.executor.queue
+        found = []
+        for _ in range(1 + steps):
+            began = time.perf_counter()
+            run.step()
+            found.append(time.perf_counter() - began)
+        return min(found[1:])
+
+
+def both(ranks: Callable[..., Any], shares: Shares, layout: Layout, steps: int) -> tuple[float, float]:
+    """The estimated and the real seconds of a layout's step."""
+    plan, size = tables(shares, layout), layout[0] * layout[1]
+    resolved = plan_from_dict(plan, FOLDER)
+    estimated = estimate_seconds(resolved, size, machine(resolved, shares)).step.seconds
+    return estimated, max(ranks(size, timeout_s=170)(taken, plan, steps))
+
+
+def kendall(pairs: list[tuple[float, float]]) -> float:
+    """Kendall's tau: of all pairs of layouts, the share that both put in one order, less the share that they do not."""
+    agree = total = 0
+    for at, (one, other) in enumerate(pairs):
+        for first, second in pairs[:at]:
+            agree += (one - first) * (other - second) > 0 or -1
+            total += 1
+    return agree / total
+
+
+SAMPLE = [
+    (1, 2, 2, "", "", "core.recompute"),
+    (2, 1, 2, "pp.one_f_one_b", "pp.uniform", "core.keep"),
+    (2, 1, 2, "pp.zero_bubble_h1", "pp.balanced", "core.recompute"),
+    (2, 1, 2, "pp.zero_bubble_v", "pp.uniform", "core.keep"),
+]
+
+
+@pytest.mark.parametrize("layout", SAMPLE, ids=lambda layout: "-".join(map(str, layout)))
+def test_a_layout_of_two_ranks_takes_what_was_estimated(ranks: Callable[..., Any], layout: Layout) -> None:
+    estimated, real = both(ranks, FEW, layout, steps=3)
+    print(f"{layout}: estimated {estimated:.3f} s, took {real:.3f} s, {estimated / real - 1:+.1%}")
+    assert estimated == pytest.approx(real, rel=0.10)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1190)
+def test_all_layouts_of_eight_ranks(ranks: Callable[..., Any]) -> None:
+    every = list(layouts(8))
+    assert len(every) >= 60
+    pairs = [both(ranks, MANY, layout, steps=2) for layout in every]
+    errors = [estimated / real - 1 for estimated, real in pairs]
+    for layout, pair, error in zip(every, pairs, errors, strict=True):
+        print(*layout, f"estimated {pair[0]:.3f} s, took {pair[1]:.3f} s, {error:+.1%}")
+    mean, worst, tau = statistics.mean(map(abs, errors)), max(map(abs, errors)), kendall(pairs)
+    chosen = min(pairs, key=lambda pair: pair[0])
+    regret = chosen[1] / min(real for _, real in pairs) - 1
+    print(f"{len(every)} layouts: mean {mean:.2%}, largest {worst:.2%}, tau {tau:.3f}, regret {regret:.2%}")
+    assert mean <= 0.05
+    assert worst <= 0.10
+    assert tau >= 0.95
+    assert regret <= 0.02

@@ -1,0 +1,122 @@
+"""What handlers say that a step exchanges, against the bytes that they count in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import PlanError
+from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
+
+pytest.importorskip("sley_dp")
+pytest.importorskip("sley_pp")
+
+DATA = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+
+
+def plan_of(**changes: Any) -> dict[str, Any]:
+    return small_plan(**{"data": DATA, "precision": {"compute": "fp32"}} | changes)
+
+
+PASSES = {"sum": 2, "gather": 1, "reduce": 1, "swap": 1}
+
+
+def told_and_counted(tables: dict[str, Any]) -> list[tuple[int, int]]:
+    """For each handler of a run, after two steps: the bytes that a rank sends by its exchanges, and those that it counted."""
+    with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+        for _ in range(2):
+            run.step()
+        found = []
+        for handler in run.stepper.handlers:
+            told = 0
+            for one in handler.exchanges() or ():
+                size = run.groups[one.axis].size
+                told += one.num_bytes * (size - 1) * PASSES[one.kind] // size
+            found.append((told, int(handler.counts()["sent_bytes_per_step"])))
+        return found
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [{"use": "core.each"}, {"use": "dp.bucketed"}, {"use": "dp.bucketed", "reduction": "bf16", "bucket_mb": 0.01}],
+)
+def test_a_reducer_tells_the_bytes_that_it_sends(ranks: Callable[..., Any], handler: dict[str, Any]) -> None:
+    for ((told, counted),) in ranks(2)(told_and_counted, plan_of(gradient_handlers=[handler])):
+        assert told == counted > 0
+
+
+def test_a_tie_is_told_as_it_is_sent(ranks: Callable[..., Any]) -> None:
+    plan = plan_of(
+        model__tie_embeddings=True,
+        parallel={"pp": 2, "dp": 1},
+        pipeline={"use": "pp.one_f_one_b"},
+        gradient_handlers=[{"use": "pp.shared_modules"}],
+    )
+    for ((told, counted),) in ranks(2)(told_and_counted, plan):
+        assert told == counted > 0
+
+
+def test_every_shard_is_reduced_and_gathered_once() -> None:
+    plan = plan_from_dict(plan_of(parallel={"dp": 4}, gradient_handlers=[{"use": "dp.sharded", "bucket_mb": 0.01}]))
+    with World.fake(1, 4) as world, assemble(plan, world) as run:
+        told = run.stepper.handlers[0].exchanges() or ()
+        for kind in ("reduce", "gather"):
+            entries = [entry for one in told if one.kind == kind for entry in one.entries]
+            assert sorted(entry.name for entry in entries) == sorted(entry.name for entry in run.book.trainable)
+        reduced = sum(one.num_bytes for one in told if one.kind == "reduce")
+        assert reduced == sum(buffer.data.nbytes for buffer in run.store.buffers)
+
+
+MACHINE = {
+    "format": 1,
+    "device": {
+        "name": "any",
+        "kind": "cpu",
+        "memory_bandwidth": 1e10,
+        "launch_s": 1e-6,
+        "matmul": {"fp32": {"flops_per_s": 1e11}},
+    },
+    "links": {"ranks_per_host": 2, "same_host": {"latency_s": 1e-4, "bandwidth": 1e9}},
+}
+
+
+def seconds(tables: dict[str, Any], size: int, machine: dict[str, Any] = MACHINE) -> float:
+    return estimate_seconds(plan_from_dict(tables), size, machine_from_dict(machine)).step.seconds
+
+
+@pytest.mark.parametrize("handler", ["core.each", "dp.bucketed", "dp.sharded"])
+def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> None:
+    plan = plan_of(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
+    slow = MACHINE | {"links": {"ranks_per_host": 2, "same_host": {"latency_s": 1e-4, "bandwidth": 1e6}}}
+    assert seconds(plan, 2, slow) > 1.1 * seconds(plan, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "says"),
+    [
+        ({"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}, 2, "wp = 2"),
+        ({"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd"}]}, 2, "`dp.powersgd` does not tell"),
+        ({"parallel": {"dp": 4}}, 4, r"no `\[links.other_host\]`"),
+        ({"precision": {"compute": "bf16"}}, 1, r"no `\[device.matmul.bf16\]`"),
+    ],
+)
+def test_what_is_not_known_is_refused(changes: dict[str, Any], size: int, says: str) -> None:
+    if "weights" in changes:
+        pytest.importorskip("sley_isp")
+    with pytest.raises(PlanError, match=says):
+        seconds(plan_of(**changes), size)
+
+
+def test_estimates_are_made_where_no_plan_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written, and no process group is left."""
+    monkeypatch.chdir(tmp_path)
+    assert seconds(plan_of(parallel={"pp": 2, "dp": 1}, pipeline={"use": "pp.one_f_one_b"}), 2) > 0
+    assert not list(tmp_path.iterdir())

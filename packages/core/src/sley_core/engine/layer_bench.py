@@ -1,0 +1,186 @@
+"""Times layers one at a time, alone on the device: a model that does not fit there is timed too.
+
+A layer is materialised, called a few times forward and backward as the engine does it (recomputation included, and the loss
+behind the last), and is on meta again before the next one. The layers are a second copy of the model, so nothing that they do
+when called reaches the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.data.cut import cut
+from sley_core.data.feed import Feed
+from sley_core.engine.boundary import Description
+from sley_core.engine.call import LayerCaller
+from sley_core.engine.direct import queued_products
+from sley_core.engine.in_flight import InFlight, describe, edges_of
+from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.weight_queue import WeightQueue
+from sley_core.model.materialize import materialize
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.data.dataset import AnyDataset
+    from sley_core.model.layers import Layer, Model
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import Loss
+
+REPETITIONS = 3
+"""Timed calls of a layer, behind one that warms up; the shortest counts, as whatever disturbs it makes it longer."""
+
+PLACE = (0, 0)
+"""Chunk and micro-batch of the queue of W."""
+
+Handed = tuple[Description, list[Tensor]]
+"""What a layer hands to the next one."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """The shortest times of a layer, in seconds. backward, input_gradient: recomputation included."""
+
+    forward: float
+    backward: float
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+
+
+class LayerBench:
+    """Times the layers of `model`, on meta as it was drafted, on one micro-batch of the plan's data.
+
+    dtype: of the working weights. gradients: of their accumulated gradients, to which a backward adds its own; None leaves that
+    out.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device,
+        model: Model,
+        dataset: AnyDataset,
+        dtype: torch.dtype,
+        gradients: torch.dtype | None = None,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.model = model
+        self.dtype = dtype
+        self.gradients = gradients
+        self.loss: Loss = plan.loss.build()
+        policy = plan.activations.build([layer.name for layer in model.layers])
+        self.caller = LayerCaller(device, plan.run.seed, policy)
+        self.fields = self._micro_batch(dataset)
+        self.micro = MicroStep(0, 0, Phase.TRAIN, 0, 0)
+        self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
+
+    def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
+        """Returns the times of `layer`, and what it hands on. value: what the layer before it handed on; None for the first.
+
+        split: whether the two halves of a split backward are timed too; else they are 0.
+        """
+        for each, written, held in self._remembered:  # `materialize` forgets what other ranks need
+            each.written, each.held = written, held
+        as_it_was = _Tensors(layer.module)
+        materialize(
+            self.model.layers,
+            seed=self.plan.run.seed,
+            init_weights=self.model.init_weights,
+            dtype=self.dtype,
+            device=self.device.torch_device,
+            owned={layer.name},
+        )
+        whole = [self._whole(layer, value) for _ in range(1 + REPETITIONS)][1:]
+        halves = [self._split(layer, value) for _ in range(1 + REPETITIONS)][1:] if split else [(0.0, 0.0)]
+        as_it_was.put_back()
+        description, tensors = describe(whole[-1][0])
+        forward, backward = min(one[1] for one in whole), min(one[2] for one in whole)
+        # The sum of the two is the shortest of all: what disturbs a call need not disturb both of its halves.
+        times = LayerTimes(forward, backward, min(one[0] for one in halves), min(one[1] for one in halves))
+        return times, (description, [tensor.detach() for tensor in tensors])
+
+    def _whole(self, layer: Layer, value: Handed | None) -> tuple[Any, float, float]:
+        """Returns the layer's output, after its backward, and the seconds of forward and backward."""
+        slots = self._slots(layer)
+        began = self.device.moment()
+        held, output, gradients = self._forward(layer, value)
+        turned = self.device.moment()
+        if held.loss is None or held.loss.requires_grad:
+            held.backward(gradients)
+        self._accumulate(slots)
+        ended = self.device.moment()
+        layer.module.zero_grad(set_to_none=True)
+        return output, self.device.seconds_between(began, turned), self.device.seconds_between(turned, ended)
+
+    def _split(self, layer: Layer, value: Handed | None) -> tuple[float, float]:
+        """Returns the seconds of the two halves of a split backward."""
+        queue = WeightQueue()
+        slots = self._slots(layer)
+        with queued_products(layer.module, queue, self.gradients or self.dtype):
+            held, _, gradients = self._forward(layer, value)
+            began = self.device.moment()
+            with queue.collecting(PLACE):
+                if held.loss is None or held.loss.requires_grad:
+                    held.backward(gradients)
+            self._accumulate(slots)
+            turned = self.device.moment()
+            queue.run(PLACE)
+            ended = self.device.moment()
+        layer.module.zero_grad(set_to_none=True)
+        return self.device.seconds_between(began, turned), self.device.seconds_between(turned, ended)
+
+    def _forward(self, layer: Layer, value: Handed | None) -> tuple[InFlight, Any, list[Tensor]]:
+        """Returns what is in flight after the layer's forward, its output, and the gradients to begin the backward with."""
+        held = InFlight()
+        args: tuple[Any, ...] = () if value is None else (held.enter(*value),)
+        named = {name: self.fields[name] for name in layer.fields}
+        output = self.caller(layer, args, named, self.micro)
+        description, tensors = describe(output)
+        if layer is self.model.layers[-1]:
+            held.loss = self.loss.loss(output, self.fields)
+            return held, output, [torch.ones_like(held.loss)]
+        held.edges = edges_of(description, tensors)
+        pairs = zip(description.leaves, tensors, strict=True)
+        return held, output, [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
+
+    def _slots(self, layer: Layer) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns the layer's parameters, each with memory for its accumulated gradient; none where that is left out."""
+        if self.gradients is None:
+            return []
+        trained = (parameter for parameter in layer.module.parameters() if parameter.requires_grad)
+        return [(parameter, torch.zeros_like(parameter, dtype=self.gradients)) for parameter in trained]
+
+    def _accumulate(self, slots: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        for parameter, slot in slots:
+            if parameter.grad is not None:
+                slot.add_(parameter.grad)
+
+    def _micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
+        """The first micro-batch of the run, on the device."""
+        plan, size = self.plan, self.plan.batch.global_size
+        rows = range(plan.batch.micro_size)
+        data: Any = plan.data.config
+        with Feed(dataset, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=data.shuffle) as feed:
+            batch = cut(feed.next(), dataset.info.fields, 0, 1)
+        return {name: self.device.move(value) for name, value in batch.items()}
+
+
+class _Tensors:
+    """The parameters and buffers of a module as they are now, to be put back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found: Sequence[tuple[nn.Module, str, Tensor]] = [
+            (each, name, tensor)
+            for each in module.modules()
+            for named in (each.named_parameters, each.named_buffers)
+            for name, tensor in named(recurse=False, remove_duplicate=False)
+        ]
+
+    def put_back(self) -> None:
+        for module, name, tensor in self._found:
+            setattr(module, name, tensor)

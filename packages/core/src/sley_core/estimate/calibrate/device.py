@@ -1,0 +1,112 @@
+"""Measures a device: products by dtype and size, bytes moved, what starting an operator costs, copies to the host."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}
+"""Edges of the square products that are timed."""
+
+MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""Of the copy that measures bandwidth: more than caches hold."""
+
+SMALL = 1 << 10
+"""Elements of the operators whose start is timed: nothing to do."""
+
+STARTS = 200
+PATIENCE_S = 0.5
+"""Seconds for one figure, after which no further repetition is begun."""
+
+REPETITIONS = 7
+
+
+def measure_device(device: Device) -> dict[str, Any]:
+    """Returns the table `[device]` of a machine file. Takes some seconds, and as much memory as `MOVED_BYTES` three times."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    matmul = {}
+    for name, dtype in DTYPES.items():
+        found = [(2.0 * size**3, _product_s(device, size, dtype)) for size in SIZES[kind]]
+        matmul[name] = saturation(found)
+    table: dict[str, Any] = {
+        "name": torch.cuda.get_device_name(device.torch_device) if kind == "cuda" else platform.processor() or "CPU",
+        "kind": kind,
+        "memory_bandwidth": _bandwidth(device, MOVED_BYTES[kind]),
+        "launch_s": _launch_s(device),
+        "matmul": matmul,
+    }
+    if kind == "cuda":
+        table["memory"] = torch.cuda.get_device_properties(device.torch_device).total_memory
+    return table
+
+
+def measure_host(device: Device) -> dict[str, Any] | None:
+    """Returns the table `[host]`: copies from and to pinned memory; None for a CPU, whose memory is the host's."""
+    if device.type != "cuda":
+        return None
+    num_bytes = MOVED_BYTES["cuda"] // 4
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    to_host = num_bytes / _shortest(device, lambda: here.copy_(there, non_blocking=True))
+    to_device = num_bytes / _shortest(device, lambda: there.copy_(here, non_blocking=True))
+    return {"to_host": to_host, "to_device": to_device}
+
+
+def saturation(found: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Returns `flops_per_s` and `half_flops` of the law t = (n + half) / rate that comes closest to `found`, pairs of FLOPs and
+    seconds, by least squares of relative errors; half is never negative.
+    """
+    # t / t_i = 1: columns n / t_i and 1 / t_i, with unknowns 1 / rate and half / rate
+    a = sum((n / t) ** 2 for n, t in found)
+    b = sum(n / t**2 for n, t in found)
+    c = sum(1 / t**2 for _, t in found)
+    p, q = sum(n / t for n, t in found), sum(1 / t for _, t in found)
+    determinant = a * c - b * b
+    slope, offset = (
+        ((p * c - q * b) / determinant, (q * a - p * b) / determinant) if determinant > 1e-9 * a * c else (p / a, 0)
+    )
+    if offset < 0 or slope <= 0:
+        slope, offset = p / a, 0.0
+    return {"flops_per_s": 1 / slope, "half_flops": offset / slope}
+
+
+def _product_s(device: Device, size: int, dtype: torch.dtype) -> float:
+    one = torch.ones(size, size, dtype=dtype, device=device.torch_device)
+    other = torch.ones_like(one)
+    return _shortest(device, lambda: torch.mm(one, other))
+
+
+def _bandwidth(device: Device, num_bytes: int) -> float:
+    """Bytes per second of an addition: two tensors are read and one is written."""
+    one = torch.ones(num_bytes // 4, device=device.torch_device)
+    other, result = torch.ones_like(one), torch.empty_like(one)
+    return 3 * num_bytes / _shortest(device, lambda: torch.add(one, other, out=result))
+
+
+def _launch_s(device: Device) -> float:
+    """Seconds of the host for an operator with nothing to do."""
+    small = torch.ones(SMALL, device=device.torch_device)
+
+    def many() -> None:
+        for _ in range(STARTS):
+            small.add_(1.0)
+
+    return _shortest(device, many) / STARTS
+
+
+def _shortest(device: Device, work: Callable[[], object]) -> float:
+    """Returns the shortest of some calls, in seconds; the first, which makes things ready, does not count."""
+    work()
+    taken: list[float] = []
+    while len(taken) < REPETITIONS and (sum(taken) < PATIENCE_S or not taken):
+        began = device.moment()
+        work()
+        taken.append(device.seconds_between(began, device.moment()))
+    return max(min(taken), 1e-9)

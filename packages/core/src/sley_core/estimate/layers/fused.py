@@ -1,0 +1,113 @@
+"""Attention and RMSNorm as one kernel each, as devices run them, where tensors have no memory.
+
+Without memory torch takes its plain attention, which writes the scores of all pairs of positions; no device that has a fused
+kernel does. So `F.scaled_dot_product_attention` is noted here as that kernel: it reads queries, keys and values and writes the
+context, and of a causal square it multiplies half. `F.rms_norm` reads its input once, and not once per step of its formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import sdpa_flop_count
+
+from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.layers.recorder import NAMES, OperatorRecorder, moved_bytes
+
+BACKWARD = 2.5
+"""Products of the backward per product of the forward: five for two, as the scores are computed again."""
+
+
+class FusedKernels(TorchFunctionMode):
+    """Within it, scaled dot-product attention and RMSNorm are one operator forward and one backward each."""
+
+    def __init__(self, recorder: OperatorRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return _noted(self.recorder, *args, **kwargs)
+        if func in (F.rms_norm, torch.rms_norm):
+            return _normed(self.recorder, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _noted(
+    recorder: OperatorRecorder,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    context: Tensor = _Attention.apply(recorder, query, key, value, is_causal)  # type: ignore[no-untyped-call]  # torch's
+    return context
+
+
+def _normed(
+    recorder: OperatorRecorder,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    normed: Tensor = _RMSNorm.apply(recorder, input, weight)  # type: ignore[no-untyped-call]  # torch's
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: OperatorRecorder, input: Tensor, weight: Tensor | None) -> Tensor:
+        given = [input] if weight is None else [input, weight]
+        ctx.save_for_backward(*given)
+        ctx.recorder = recorder
+        normed = torch.empty_like(input)
+        recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, normed)))))
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        given = ctx.saved_tensors
+        made = [torch.empty_like(each) for each in given]
+        ctx.recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, *gradients, *made)))))
+        return None, made[0], made[1] if len(made) > 1 else None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, recorder: OperatorRecorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+    ) -> Tensor:
+        grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
+        of_values = *grouped[:-1], value.shape[-1]
+        ctx.flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
+        ctx.save_for_backward(query, key, value)
+        ctx.recorder = recorder
+        context = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        _note(ctx, ctx.flops, query, key, value, context)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        query, key, value = ctx.saved_tensors
+        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        (gradient,) = gradients
+        # the context is read once more beside its gradient
+        _note(ctx, int(ctx.flops * BACKWARD), query, key, value, gradient, gradient, *made)
+        return None, *made, None
+
+
+def _note(ctx: Any, flops: int, *moved: Tensor) -> None:
+    dtype = NAMES.get(moved[0].dtype, "fp32")
+    ctx.recorder.note(Operator("attention", sum(map(moved_bytes, moved)), flops, dtype))

@@ -1,0 +1,70 @@
+"""What each layer of a plan's model takes on a machine: measured where the machine file has it, else counted on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sley_core.draft import DTYPES, dtypes
+from sley_core.estimate.layers.distinct import layer_keys
+from sley_core.estimate.layers.operators import LayerWork
+from sley_core.estimate.layers.trace import Value, trace
+from sley_core.estimate.seconds.layer_seconds import LayerSeconds
+
+if TYPE_CHECKING:
+    from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class PricedLayer:
+    """A layer's seconds, the bytes that it hands on, and whether the seconds were measured."""
+
+    name: str
+    seconds: LayerSeconds
+    output_bytes: int
+    is_measured: bool
+
+
+def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer]:
+    """Returns every layer of `model`, on meta, in order. fields: a micro-batch on meta.
+
+    Raises PlanError "estimate-layer" for a layer that was not measured and cannot be counted, "machine-matmul" for a product
+    of a dtype that the machine file does not have.
+    """
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    keys = layer_keys(plan, model, policy, fields)
+    measured = {table.key: table for table in machine.layers}
+    if measured.keys() >= set(keys):
+        return [
+            PricedLayer(layer.name, LayerSeconds.measured(measured[key]), measured[key].output_bytes, is_measured=True)
+            for layer, key in zip(model.layers, keys, strict=True)
+        ]
+    works = _works(plan, model, fields, keys)
+    found = []
+    for layer, key, work in zip(model.layers, keys, works, strict=True):
+        table = measured.get(key)
+        seconds = LayerSeconds.measured(table) if table else LayerSeconds.computed(work, machine.device)
+        found.append(PricedLayer(layer.name, seconds, work.output_bytes, is_measured=table is not None))
+    return found
+
+
+def _works(plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str]) -> list[LayerWork]:
+    """Traces each distinct layer once, on what the layer before it hands on."""
+    policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
+    working, gradients = dtypes(plan)[0], DTYPES[plan.precision.gradients]
+    known: dict[tuple[str, object], tuple[LayerWork, Value]] = {}
+    found: list[LayerWork] = []
+    value: Value | None = None
+    for layer, key in zip(model.layers, keys, strict=True):
+        place = key, value and value[0]
+        if place not in known:
+            last = loss if layer is model.layers[-1] else None
+            known[place] = trace(layer, value, fields, policy, last, working, gradients)
+        work, value = known[place]
+        found.append(work)
+    return found

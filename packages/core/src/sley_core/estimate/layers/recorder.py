@@ -1,0 +1,88 @@
+"""Notes every operator that runs, its FLOPs and the bytes that it moves, on tensors that need not have memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from sley_core.estimate.layers.operators import Operator, PhaseName
+
+aten = torch.ops.aten
+
+NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+FREE = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
+    aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_,
+}  # fmt: skip
+"""Operators that move nothing and are no views to torch."""
+
+LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
+"""Operators that read of their first input no more than they write."""
+
+
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Notes the operators that run within it, under the phase that `phase` has then."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.phase: PhaseName = "forward"
+        self._found: dict[PhaseName, list[Operator]] = {}
+        self.last = ""
+
+    def of(self, phase: PhaseName) -> tuple[Operator, ...]:
+        """Returns what was noted under `phase`."""
+        return tuple(self._found.get(phase, ()))
+
+    def note(self, operator: Operator) -> None:
+        """Notes an operator that torch does not see as one."""
+        self._found.setdefault(self.phase, []).append(operator)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        self.last = str(func)
+        result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if not (getattr(func, "is_view", False) or packet in FREE or func is aten.detach.default):
+            self.note(_operator(func, packet, args, kwargs, result))
+        return result
+
+
+def _operator(func: Any, packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
+    given = _tensors((args, kwargs))
+    made = _tensors(result)
+    if packet in LOOK_UPS:
+        table, *given = given
+        given += made if table.numel() else ()
+    num_bytes = sum(map(moved_bytes, given)) + sum(map(moved_bytes, made))
+    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(_out_of_place(packet))
+    if formula is None:
+        return Operator(str(packet), num_bytes)
+    dtype = next((NAMES[one.dtype] for one in given if one.dtype in NAMES), "fp32")
+    return Operator(str(packet), num_bytes, int(formula(*args, **kwargs, out_val=result)), dtype)
+
+
+def _out_of_place(packet: Any) -> Any:
+    """`addmm` of `addmm_`, which torch's formulas leave out."""
+    name = str(packet).removeprefix("aten.")
+    return getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+
+
+def moved_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor that lie in memory: what is expanded lies there once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel * tensor.element_size()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,0 +1,109 @@
+"""Seconds of an exchange over a group of ranks: latency, and bytes over the slowest link on their way.
+
+Ranks r // ranks_per_host share a host. Collectives are rings: of n ranks each sends n - 1 parts of n, in an all-reduce twice. A
+ring over hosts crosses from host to host once for each network card that its ranks there have; where the card is shared, once,
+and beside the rings of all other groups of the same kind. Swaps (all-to-all) go directly to each peer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from sley_core.errors import PlanError
+from sley_core.estimate.machine.tables import LinksTable, LinkTable, WayTable
+from sley_core.protocols import Collective
+
+
+class Cost(NamedTuple):
+    """Seconds that do not depend on others, and seconds of the bytes where nothing else uses the link."""
+
+    latency_s: float
+    work_s: float
+
+
+NOTHING = Cost(0.0, 0.0)
+
+
+def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: LinksTable) -> Cost:
+    """Returns the cost of a collective of a tensor of `num_bytes` over the global ranks `ranks`, while the other ranks of
+    their hosts do the same in groups of theirs. Raises PlanError "machine-links" for a link that the machine file lacks.
+    """
+    size = len(ranks)
+    if size == 1:
+        return NOTHING
+    passes = 2 if kind == "sum" else 1
+    hosts = Counter(rank // links.ranks_per_host for rank in ranks)
+    per_host = max(hosts.values())
+    if kind == "swap":
+        return _swap(num_bytes, size, per_host, len(hosts), links)
+    ways: list[WayTable] = []
+    bandwidths: list[float] = []
+    if per_host > 1:
+        same = _same(links)
+        ways.append(_way(same, kind))
+        bandwidths.append(_between_ranks(same, kind, links))
+    if len(hosts) > 1:
+        other = _other(links)
+        way = _way(other, kind)
+        ways.append(way)
+        groups = max(1, links.ranks_per_host // per_host)
+        bandwidths.append(way.bandwidth / groups if other.shared else way.bandwidth * per_host)
+    rounds = passes * (size - 1)
+    latency_s = rounds * max(way.latency_s for way in ways)
+    return Cost(latency_s, rounds / size * num_bytes / min(bandwidths))
+
+
+def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
+    """Returns the cost of a message, while all ranks of the sender's host send one too. Raises as `collective`."""
+    if sender // links.ranks_per_host == receiver // links.ranks_per_host:
+        same = _same(links)
+        return Cost(_way(same, "send").latency_s, num_bytes / _between_ranks(same, "send", links))
+    other = _other(links)
+    way = _way(other, "send")
+    return Cost(way.latency_s, num_bytes * (links.ranks_per_host if other.shared else 1) / way.bandwidth)
+
+
+def _swap(num_bytes: int, size: int, per_host: int, hosts: int, links: LinksTable) -> Cost:
+    latencies, seconds = [0.0], [0.0]
+    if per_host > 1:
+        same = _same(links)
+        latencies.append(_way(same, "swap").latency_s)
+        seconds.append(num_bytes * (per_host - 1) / size / _between_ranks(same, "swap", links))
+    if hosts > 1:
+        other = _other(links)
+        way = _way(other, "swap")
+        latencies.append(way.latency_s)
+        share = links.ranks_per_host if other.shared else 1
+        seconds.append(num_bytes * (size - per_host) / size * share / way.bandwidth)
+    return Cost(max(latencies), max(seconds))
+
+
+def _way(link: LinkTable, kind: Collective | Literal["send"]) -> WayTable:
+    """What a kind of exchange reaches: its own figures, else those of the link."""
+    own: WayTable | None = getattr(link, kind)
+    return own or link
+
+
+def _between_ranks(same: LinkTable, kind: Collective | Literal["send"], links: LinksTable) -> float:
+    """Bytes per second of one rank while all of its host send: a share of a bus that they share."""
+    bandwidth = _way(same, kind).bandwidth
+    return bandwidth / links.ranks_per_host if same.shared else bandwidth
+
+
+def _same(links: LinksTable) -> LinkTable:
+    if links.same_host is None:
+        raise _missing("same_host", "ranks of one host exchange tensors", "`train-cli calibrate --ranks 2` measures it")
+    return links.same_host
+
+
+def _other(links: LinksTable) -> LinkTable:
+    if links.other_host is None:
+        what = f"ranks are {links.ranks_per_host} to a host, and exchange tensors between hosts"
+        raise _missing("other_host", what, "write its latency and bandwidth, or more `ranks_per_host`")
+    return links.other_host
+
+
+def _missing(table: str, what: str, hint: str) -> PlanError:
+    return PlanError("machine-links", f"the machine file has no `[links.{table}]`, but {what}", hint=hint)

@@ -1,0 +1,67 @@
+"""How long a step takes, and what it waits for: the simulated step, read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sley_core.actions.action import Action, Lowered
+from sley_core.actions.placement import Placement
+from sley_core.actions.timeline import TimedAction, Timeline
+from sley_core.estimate.seconds.lanes import Exposed, Lanes, LaneSpan
+from sley_core.estimate.seconds.program import Compute, Program
+from sley_core.estimate.seconds.step import StepWork, programs_of
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A simulated step. timeline: the actions of all stages. exchanges: what ran beside them. exposed: where a stage did
+    nothing but wait for an exchange. computing_s: seconds that each stage computes. seconds: of the step, its update included.
+    """
+
+    timeline: Timeline
+    exchanges: tuple[LaneSpan, ...]
+    exposed: tuple[Exposed, ...]
+    computing_s: tuple[float, ...]
+    seconds: float
+
+    def idle(self, stage: int) -> float:
+        """Returns the share of the step in which a stage computes nothing, update and all, from 0 to 1."""
+        return 1.0 - self.computing_s[stage] / self.seconds if self.seconds > 0 else 0.0
+
+    def exposed_s(self, stage: int) -> dict[str, float]:
+        """Returns the seconds for which a stage waits, by kind of exchange: `up`, `down`, `reduce`, `all`."""
+        found: dict[str, float] = defaultdict(float)
+        for span in self.exposed:
+            if span.rank == stage:
+                found[span.lane.split(" ")[0]] += span.end_s - span.start_s
+        return dict(found)
+
+
+def simulate_step(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> StepSeconds:
+    """Returns the step that lowered lists make with `work`. Pure.
+
+    Raises PlanError "schedule-deadlock" for lists that come to a stop.
+    """
+    return simulate_programs(programs_of(lists, placement, work))
+
+
+def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
+    """Returns the step that the programs of all representatives make. Raises as `simulate_step`."""
+    lanes = Lanes(programs)
+    lanes.run()
+    computing = [0.0] * len(programs)
+    spans: dict[tuple[int, Action], TimedAction] = {}
+    for span in lanes.computed:
+        computing[span.rank] += span.end_s - span.start_s
+        word = programs[span.rank][span.at]
+        assert isinstance(word, Compute), word
+        if word.action is not None:
+            before = spans.get((span.rank, word.action))
+            start_s = before.start_s if before else span.start_s
+            spans[span.rank, word.action] = TimedAction(span.rank, word.action, start_s, span.end_s)
+    timeline = Timeline.of(len(programs), spans.values())
+    return StepSeconds(
+        timeline, tuple(lanes.exchanged), tuple(lanes.exposed), tuple(computing), max(lanes.ends_s, default=0.0)
+    )

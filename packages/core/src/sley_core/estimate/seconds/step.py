@@ -1,0 +1,162 @@
+"""Programs of all stages from their lowered lists: the same lists that run, with what each action takes.
+
+The ranks of a stage do the same at the same time, so one of them stands for all. Stages meet in the messages between them, in
+sums of what several hold, and in the norm at the end of the step.
+
+    list of a stage   post B0 > F0.0 > send F0 > ... > B0.3 > C0
+    program           Begin   Compute  Begin     ...   Await, Compute, Begin(sum) ... Await(sum), Compute(update)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Transfer, direction_of
+from sley_core.actions.machine import Delivery, taken
+from sley_core.actions.placement import Placement
+from sley_core.estimate.seconds.layer_seconds import LayerSeconds
+from sley_core.estimate.seconds.links import NOTHING, Cost
+from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Word
+
+Use = tuple[int, int]
+"""A layer of a stage: its chunk, and its number within that."""
+
+
+@dataclass(frozen=True)
+class GradientExchange:
+    """What a stage exchanges of gradients or weights, once a step.
+
+    handler: exchanges that start at the end of the list do so handler by handler. starts: after the last backwards of all of
+    `uses` ("ready"), at the end of the list ("finish"), or with the step ("updated"): weights that the step before has
+    updated, which come before the first forwards of `uses`. lane: its communicator. members: the stages that hold it, with
+    `key` alike on all of them; () for this one alone.
+    """
+
+    cost: Cost
+    starts: Literal["ready", "finish", "updated"] = "finish"
+    uses: tuple[Use, ...] = ()
+    handler: int = 0
+    lane: str = "reduce"
+    members: tuple[int, ...] = ()
+    key: Hashable = None
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a step does, beside its lists. parts: layers of each position of the model, in order.
+
+    messages: cost of the value between position i and i + 1, and of its gradient. gradients, update_s: of each stage.
+    together: cost of what all stages sum before the update (norm, loss). after_s: seconds of every stage at the end.
+    """
+
+    parts: Sequence[Sequence[LayerSeconds]]
+    messages: Sequence[Cost]
+    gradients: Mapping[int, Sequence[GradientExchange]] = field(default_factory=dict)
+    update_s: Mapping[int, float] = field(default_factory=dict)
+    together: Cost = NOTHING
+    after_s: float = 0.0
+
+
+def programs_of(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> list[list[Word]]:
+    """Returns one program per stage. Pure: the same arguments give the same programs."""
+    return [list(_Stage(stage, steps, placement, work, len(lists)).words()) for stage, steps in enumerate(lists)]
+
+
+class _Stage:
+    def __init__(self, stage: int, steps: Lowered, placement: Placement, work: StepWork, stages: int) -> None:
+        self.stage = stage
+        self.steps = steps
+        self.placement = placement
+        self.work = work
+        self.stages = stages
+        actions = [step for step in steps if isinstance(step, Action)]
+        self.last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
+        self.first = {action.chunk: action for action in reversed(actions) if action.kind is Kind.FORWARD}
+        self.gradients = work.gradients.get(stage, ())
+        self.left = {number: set(one.uses) for number, one in enumerate(self.gradients) if one.starts == "ready"}
+        self.awaited: set[int] = set()
+
+    def words(self) -> Iterator[Word]:
+        yield from self._begin_all("updated", range(len(self.gradients)))
+        for step in self.steps:
+            if isinstance(step, Transfer):
+                yield Begin(self._message(step))
+            elif step.kind is not Kind.CHUNK_DONE:
+                yield from self._action(step)
+        assert not any(self.left.values()), f"gradients of {self.left} never came"
+        for handler in sorted({one.handler for one in self.gradients}):
+            own = [number for number, one in enumerate(self.gradients) if one.handler == handler]
+            yield from self._begin_all("finish", own)
+            yield from self._wait_for(own)
+        if self.stages > 1:
+            everyone = Exchange("norm", "all", tuple(range(self.stages)), *self.work.together)
+            yield from (Begin(everyone), Await(everyone.key))
+        rest = self.work.update_s.get(self.stage, 0.0) + self.work.after_s
+        if rest:
+            yield Compute(rest)
+
+    def _begin_all(self, starts: str, numbers: Iterable[int]) -> Iterator[Word]:
+        yield from (Begin(self._exchange(number)) for number in numbers if self.gradients[number].starts == starts)
+
+    def _wait_for(self, numbers: Iterable[int]) -> Iterator[Word]:
+        for number in numbers:
+            if number not in self.awaited:
+                self.awaited.add(number)
+                yield Await(self._exchange(number).key)
+
+    def _action(self, action: Action) -> Iterator[Word]:
+        position = self.placement.position(self.stage, action.chunk)
+        needed = taken(action, position, self.placement)
+        if needed is not None and self.placement.holder(needed.origin).stage != self.stage:
+            yield Await(needed)
+        layers = self.work.parts[position]
+        numbers = range(len(layers))
+        pending_s = 0.0
+        for at in numbers if action.kind is Kind.FORWARD else reversed(numbers):
+            use = action.chunk, at
+            before = list(self._wait_for(self._due(use))) if self.first.get(action.chunk) == action else []
+            if before:
+                yield Compute(pending_s, action)
+                yield from before
+                pending_s = 0.0
+            pending_s += layers[at].of(action.kind)
+            ready = self._ready(use) if self.last.get(action.chunk) == action else []
+            if ready:
+                yield Compute(pending_s, action)
+                yield from (Begin(self._exchange(number)) for number in ready)
+                pending_s = 0.0
+        yield Compute(pending_s, action)
+
+    def _due(self, use: Use) -> list[int]:
+        """Returns the exchanges of weights for which the first forward of a layer waits."""
+        return [number for number, one in enumerate(self.gradients) if one.starts == "updated" and use in one.uses]
+
+    def _ready(self, use: Use) -> list[int]:
+        """Returns the exchanges that may start now that the last backward of a layer is done."""
+        found = []
+        for number, left in self.left.items():
+            if use in left:
+                left.remove(use)
+                if not left:
+                    found.append(number)
+        return found
+
+    def _message(self, step: Transfer) -> Exchange:
+        """The transfer, equal at both of its ends."""
+        if step.op == "send":
+            position, sender, receiver = self.placement.position(step.peer, step.peer_chunk), self.stage, step.peer
+        else:
+            position, sender, receiver = self.placement.position(self.stage, step.chunk), step.peer, self.stage
+        delivery = Delivery(step.flow, position, step.micro)
+        cost = self.work.messages[min(delivery.position, delivery.origin)]
+        lane = f"{direction_of(sender, receiver)} {sender}>{receiver}"
+        return Exchange(delivery, lane, (sender, receiver), *cost, links=(("sends", sender), ("receives", receiver)))
+
+    def _exchange(self, number: int) -> Exchange:
+        one = self.gradients[number]
+        members = one.members or (self.stage,)
+        key: Hashable = ("gradients", self.stage, number) if one.key is None else one.key
+        ports = [(way, member) for member in members for way in ("sends", "receives")]
+        return Exchange(key, one.lane, members, *one.cost, links=tuple(ports))
