@@ -45,7 +45,8 @@ def told_and_counted(tables: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "handler", [{"use": "core.each"}, {"use": "dp.bucketed"}, {"use": "dp.bucketed", "reduction": "bf16", "bucket_mb": 0.01}]
+    "handler",
+    [{"use": "core.each"}, {"use": "dp.bucketed"}, {"use": "dp.bucketed", "reduction": "bf16", "bucket_mb": 0.01}],
 )
 def test_a_reducer_tells_the_bytes_that_it_sends(ranks: Callable[..., Any], handler: dict[str, Any]) -> None:
     for ((told, counted),) in ranks(2)(told_and_counted, plan_of(gradient_handlers=[handler])):

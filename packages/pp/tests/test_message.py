@@ -69,7 +69,7 @@ def test_a_pool_leases_nothing_that_a_layer_has_by_its_storage() -> None:
 
 def test_a_message_that_is_too_short_is_noticed() -> None:
     """Gloo takes it, and leaves what was there before, be it the same message of the step before."""
-    size = num_bytes_of(LAYOUT, HOST, apart=False)
+    size = num_bytes_of(LAYOUT, apart=False)
     places = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     sent, came = (Message(place, LAYOUT, HOST, apart=False) for place in places)
     for step, num_bytes, is_whole in ((1, size, True), (2, size // 2, False), (3, size - 1, False), (4, size, True)):
@@ -84,7 +84,7 @@ def test_a_message_that_is_too_short_is_noticed() -> None:
 
 
 def test_lent_tensors_are_let_go_together() -> None:
-    memory = torch.empty(num_bytes_of(LAYOUT, HOST, apart=False), dtype=torch.uint8)
+    memory = torch.empty(num_bytes_of(LAYOUT, apart=False), dtype=torch.uint8)
     message = Message(memory, LAYOUT, HOST, apart=False)
     first, second = message.lent()
     del first
@@ -95,7 +95,7 @@ def test_lent_tensors_are_let_go_together() -> None:
 
 def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
     """A pool may lend views of one storage, and who had it before may have kept one: that comes and goes as it likes."""
-    memory = torch.empty(2 * num_bytes_of(LAYOUT, HOST, apart=False), dtype=torch.uint8)
+    memory = torch.empty(2 * num_bytes_of(LAYOUT, apart=False), dtype=torch.uint8)
     stale = [memory[:100]]
     message = Message(memory[: len(memory) // 2], LAYOUT, HOST, apart=False)
     kept = message.lent()
@@ -116,7 +116,7 @@ def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> N
     lending.give_back(message)
     gone = weakref.ref(message)
     del message
-    assert pool.trim() == num_bytes_of(LAYOUT, HOST, apart=False)
+    assert pool.trim() == num_bytes_of(LAYOUT, apart=False)
     assert gone() is None
     assert (pool.num_bytes, list(pool.held())) == (0, [])
 

@@ -15,7 +15,7 @@ from sley_core.errors import PlanError
 from sley_core.estimate.seconds.lanes import Lanes
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, Cost
-from sley_core.estimate.seconds.program import Begin, Compute, Exchange, Wait
+from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange
 from sley_core.estimate.seconds.result import simulate_step
 from sley_core.estimate.seconds.step import GradientExchange, StepWork
 from sley_core.testing.lists import any_lists
@@ -125,29 +125,29 @@ def run(*programs):
 
 def test_two_groups_on_one_link_have_half_of_it_each():
     one, other = exchange("a", 0, ("card",)), exchange("b", 1, ("card",))
-    assert run([Begin(one), Wait("a")], [Begin(other), Wait("b")]) == [4.0, 4.0]
+    assert run([Begin(one), Await("a")], [Begin(other), Await("b")]) == [4.0, 4.0]
     elsewhere = exchange("b", 1, ("another card",))
-    assert run([Begin(one), Wait("a")], [Begin(elsewhere), Wait("b")]) == [2.0, 2.0]
+    assert run([Begin(one), Await("a")], [Begin(elsewhere), Await("b")]) == [2.0, 2.0]
 
 
 def test_who_comes_later_slows_down_the_first_only_from_then_on():
     """a alone until 1, both until 3 (a ends), b alone for its last second."""
     one, other = exchange("a", 0, ("card",)), exchange("b", 1, ("card",))
-    assert run([Begin(one), Wait("a")], [Compute(1.0), Begin(other), Wait("b")]) == [3.0, 4.0]
+    assert run([Begin(one), Await("a")], [Compute(1.0), Begin(other), Await("b")]) == [3.0, 4.0]
 
 
 def test_latency_is_not_shared():
     one, other = exchange("a", 0, ("card",), latency=1.0), exchange("b", 1, ("card",))
-    assert run([Begin(one), Wait("a")], [Begin(other), Wait("b")]) == [4.0, 3.0]
+    assert run([Begin(one), Await("a")], [Begin(other), Await("b")]) == [4.0, 3.0]
 
 
 def test_an_exchange_waits_for_its_lane_and_for_all_members():
     both = Exchange("x", "lane", (0, 1), 0.0, 1.0)
     first = Exchange("y", "lane", (0,), 0.0, 5.0)
-    assert run([Begin(first), Begin(both), Wait("x")], [Compute(2.0), Begin(both), Wait("x")]) == [6.0, 6.0]
+    assert run([Begin(first), Begin(both), Await("x")], [Compute(2.0), Begin(both), Await("x")]) == [6.0, 6.0]
 
 
 def test_a_program_that_waits_for_nobody_is_refused_by_name():
     lone = Exchange("x", "lane", (0, 1), 0.0, 1.0)
     with pytest.raises(PlanError, match="program 0 waits for x"):
-        run([Begin(lone), Wait("x")], [Compute(1.0)])
+        run([Begin(lone), Await("x")], [Compute(1.0)])

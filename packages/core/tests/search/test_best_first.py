@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sley_core.errors import PlanError
 from sley_core.search.best_first import Estimate, search
 from sley_core.search.choices import Choice
-from sley_core.search.layouts import Layout, Sizes
+from sley_core.search.layouts import Candidate, Sizes
 
 
 class Rows:
@@ -23,7 +23,7 @@ class Rows:
     @property
     def layouts(self):
         policies = [Choice("core.keep", {"number": number}) for number in range(len(self.rows))]
-        return [Layout(Sizes(1, 1, 1, 1), None, policy, None, (), None, None) for policy in policies]
+        return [Candidate(Sizes(1, 1, 1, 1), None, policy, None, (), None, None) for policy in policies]
 
     def row(self, layout):
         found = self.rows[layout.activations.options["number"]]

@@ -81,8 +81,8 @@ class Message:
     """A message laid out in `memory`, uint8 [bytes]. tensors: views of it, in the order of `layout`; pieces: the tensors to
     send or receive.
 
-    device: where `memory` lies. apart: whether the head is a separate piece, on the host. leased: the lease of the memory, and what it gave, while there is
-    one.
+    device: where `memory` lies. apart: whether the head is a separate piece, on the host. leased: the lease of the memory, and
+    what it gave, while there is one.
 
     Its views have a storage of their own, on the same memory: how many users that has says who uses this message, whatever a
     pool and earlier users still have of the memory.

@@ -10,9 +10,11 @@ import typer
 
 from sley_core.errors import UsageError
 from sley_core.estimate.machine.read import machine_text
+from sley_core.estimate.machine.tables import MachineFile
 from sley_core.plan.load import load_plan
-from train_cli import console
+from train_cli import console, report
 from train_cli.console import Settings
+from train_cli.faults import Fault
 from train_cli.options import SetOption
 
 TIMEOUT_S = 60.0
@@ -67,23 +69,28 @@ def _launch(settings: Settings, out: Path, plan: Path | None, overrides: list[st
 
 
 def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
+    """Measures in this process, and on rank 0 writes the file. A rank leaves its reason for the launcher if it fails."""
     from sley_core.comm.world import World
     from sley_core.estimate.calibrate.machine import measure
 
-    resolved = load_plan(plan, overrides) if plan else None
-    device = resolved.run.device if resolved else "auto"
-    with World.join(device, timeout_s=TIMEOUT_S) as world:
-        machine = measure(world, resolved, TIMEOUT_S)
+    try:
+        resolved = load_plan(plan, overrides) if plan else None
+        device = resolved.run.device if resolved else "auto"
+        with World.join(device, timeout_s=TIMEOUT_S) as world:
+            machine = measure(world, resolved, TIMEOUT_S)
+    except Exception as error:
+        report.write(Fault.of(error))
+        raise
     if machine is not None:
         out.write_text(machine_text(machine), "utf-8")
-        console.say(f"{machine.device.name}: {out} has {_contents(machine_text(machine))}")
+        console.say(f"{machine.device.name}: {out} has {_contents(machine)}")
 
 
-def _contents(text: str) -> str:
+def _contents(machine: MachineFile) -> str:
     """What the file has, in words."""
     found = ["the device"]
-    if "[links.same_host" in text:
+    if machine.links.same_host is not None:
         found.append("links between ranks of this host")
-    if "[[layers]]" in text:
-        found.append(f"{text.count('[[layers]]')} layers")
+    if machine.layers:
+        found.append(f"{len(machine.layers)} layers")
     return ", ".join(found)

@@ -28,7 +28,9 @@ def estimate(
     world: WorldOption = None,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="What a device has, such as 80GiB: exit code 1 if a stage needs more."),
+        typer.Option(
+            "--memory", metavar="SIZE", help="What a device has, such as 80GiB: exit code 1 if a stage needs more."
+        ),
     ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
@@ -63,7 +65,9 @@ def num_bytes(text: str) -> int:
         number = text.removesuffix(unit).strip()
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * factor)
-    raise UsageError("memory-size", f"`--memory {text}` is no size", hint="write 80GiB, or a number of MiB, GB, MB or B")
+    raise UsageError(
+        "memory-size", f"`--memory {text}` is no size", hint="write 80GiB, or a number of MiB, GB, MB or B"
+    )
 
 
 def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:

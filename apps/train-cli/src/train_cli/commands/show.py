@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sley_core.errors import KeyPath, PlanError, dotted
+from sley_core.errors import KeyPath, PlanError, UsageError, dotted
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from sley_core.plan.write import leaves
@@ -35,13 +36,25 @@ def show(
     ] = None,
     form: FormatOption = OutputFormat.text,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step instead.")] = False,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            "--machine", metavar="FILE", help="With --timeline: in seconds of this machine, as calibrate wrote it."
+        ),
+    ] = None,
 ) -> None:
     """Show the resolved plan with the origin of each value, and who talks to whom."""
+    if machine is not None and not timeline:
+        raise UsageError("machine-timeline", "`--machine` gives the drawing its seconds", hint="add `--timeline`")
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world(world) if world is None else world)
     if rank is not None and rank >= topology.world:
         raise PlanError("layout", f"there is no rank {rank}: the ranks are 0 to {topology.world - 1}")
-    if timeline:
+    if timeline and machine is not None:
+        from train_cli.seconds import estimated
+
+        typer.echo("\n".join(estimated(resolved, topology.world, machine)))
+    elif timeline:
         from train_cli.timeline import timeline as drawn
 
         typer.echo("\n".join(drawn(resolved, topology)))

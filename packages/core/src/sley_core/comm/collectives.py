@@ -53,7 +53,7 @@ class Pending:
         return self._work is None or bool(self._work.is_completed())
 
 
-class Silenced(Pending):
+class SilentPending(Pending):
     """A collective of a fake world, which is over; `waits` is called where the rank would wait for it."""
 
     __slots__ = ("_waits",)
@@ -74,7 +74,7 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
     if group.size == 1:
         return Pending()
     if group.is_silent:
-        return Silenced(told(group, "sum", DEFAULT_LANE, tensor.nbytes))
+        return SilentPending(told(group, "sum", DEFAULT_LANE, tensor.nbytes))
     turn = turn_of("all-reduce", group, what, num_bytes=tensor.nbytes)
     return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
 
@@ -84,7 +84,7 @@ def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     if group.size == 1:
         return Pending()
     if group.is_silent:
-        return Silenced(told(group, "gather", DEFAULT_LANE, tensor.nbytes))
+        return SilentPending(told(group, "gather", DEFAULT_LANE, tensor.nbytes))
     turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
     first = group.ranks[0]
     return Pending(guarded(lambda: dist.broadcast(tensor, src=first, group=group.lane(), async_op=True), turn), turn)
@@ -99,7 +99,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
         output.copy_(tensor)
         return Pending()
     if group.is_silent:
-        return Silenced(told(group, "swap", lane, tensor.nbytes))
+        return SilentPending(told(group, "swap", lane, tensor.nbytes))
     turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
     work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
@@ -111,7 +111,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
         output.copy_(tensor)
         return Pending()
     if group.is_silent:
-        return Silenced(told(group, "gather", lane, output.nbytes))
+        return SilentPending(told(group, "gather", lane, output.nbytes))
     turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
     work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)

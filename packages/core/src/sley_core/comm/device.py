@@ -86,8 +86,9 @@ class Device:
         return nullcontext()
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Returns the numbers of `values`, [n] or a scalar, on the host; waits for the device. `usual`: what a run that goes well
-        has, for a device whose tensors have no values.
+        """Returns the numbers of `values`, [n] or a scalar, on the host; waits for the device.
+
+        usual: what a run that goes well has, for a device whose tensors have no values.
         """
         return [float(value) for value in values.reshape(-1).tolist()]
 

@@ -2,7 +2,8 @@
 
 World.alone()       one process, nothing to join
 World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, told by the environment
-World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta; with a device of fake tensors, the same steps
+World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta; the same steps with a device of
+                    fake tensors
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Parts:
     axis. groups: this rank's, by axis. layers: this rank's. book: their parameters. store: the accumulated gradients. weights:
     where the working weights lie. waits: what must have come before a layer's weights are used. queue: weight gradients that
     a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory pool
-    of that name. events: moments of a step, for those that are no gradient handlers. foretold: in a fake world that takes steps,
-    what a chunk of another stage would announce to this one; None elsewhere.
+    of that name. events: moments of a step, for those that are no gradient handlers. foretold: in a fake world that takes
+    steps, what a chunk of another stage would announce to this one; None elsewhere.
     """
 
     run: RunTable

@@ -28,6 +28,7 @@ from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
+from sley_core.engine.norms import joined_norm
 from sley_core.engine.skips import Skips
 from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
@@ -201,9 +202,7 @@ class Update:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         for tensors, reduce_group, num_holders, num_shards, _ in pieces:
-            # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
-            norms = torch.stack(torch._foreach_norm(tensors, self.norm_kind))
-            norm = torch.linalg.vector_norm(norms, self.norm_kind, dtype=torch.float64)
+            norm = joined_norm(tensors, self.norm_kind)
             if math.isinf(self.norm_kind):
                 total = torch.maximum(total, norm)
             else:

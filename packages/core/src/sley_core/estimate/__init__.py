@@ -1,1 +1,1 @@
-"""What a run will need, told before a device is touched: bytes and seconds of a step."""
+"""What a plan will need, told before it runs: bytes, and seconds on a machine that a file describes."""

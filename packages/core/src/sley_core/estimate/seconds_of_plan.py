@@ -30,10 +30,11 @@ from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.stepper import Stepper
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
     from sley_core.protocols import HandlerExchange
-    from sley_core.run import Run
     from sley_core.topology import Topology
 
 TOTALS_BYTES = 64
@@ -123,23 +124,22 @@ class _OfStage:
         self.number = number
         self.machine = machine
         with World.fake(rank, topology.world) as world, assemble(plan, world) as run:
-            self.uses = _uses(run)
+            parts, handlers = run.parts, run.stepper.handlers
+            self.uses = _uses(parts, run.stepper)
             self.exchanges = [
-                self._exchange(run, one, at)
-                for at, (component, handler) in enumerate(
-                    zip(plan.gradient_handlers, run.stepper.handlers, strict=True)
-                )
+                self._exchange(parts, one, at)
+                for at, (component, handler) in enumerate(zip(plan.gradient_handlers, handlers, strict=True))
                 for one in _told(component.name, handler.exchanges())
-                if run.groups[one.axis].size > 1
+                if parts.groups[one.axis].size > 1
             ]
-            self.update_s = _update_bytes(plan, run) / machine.device.memory_bandwidth
+            self.update_s = _update_bytes(plan, parts) / machine.device.memory_bandwidth
 
-    def _exchange(self, run: Run, one: HandlerExchange, handler: int) -> GradientExchange:
-        group = run.groups[one.axis]
+    def _exchange(self, parts: Parts, one: HandlerExchange, handler: int) -> GradientExchange:
+        group = parts.groups[one.axis]
         cost = collective(one.kind, one.num_bytes, group.ranks, self.machine.links)
         uses = tuple(sorted({use for entry in one.entries for use in self.uses[entry]}))
         if one.axis.startswith("tie["):
-            stages = tuple(sorted(run.topology.coordinates(rank).stage for rank in group.ranks))
+            stages = tuple(sorted(parts.topology.coordinates(rank).stage for rank in group.ranks))
             key = one.axis, one.entries[0].name
             return GradientExchange(cost, one.starts, uses, handler, f"tie {one.axis}", stages, key)
         lane = "weights" if one.starts == "updated" else f"{one.kind} {one.axis}"
@@ -155,23 +155,23 @@ def _told(name: str, exchanges: Sequence[HandlerExchange] | None) -> Sequence[Ha
     return exchanges
 
 
-def _uses(run: Run) -> Mapping[Entry, list[Use]]:
+def _uses(parts: Parts, stepper: Stepper) -> Mapping[Entry, list[Use]]:
     """Returns the layers that hold each entry, by chunk and number within it."""
     places = {
         layer.name: (chunk, at)
-        for chunk, layers in enumerate(run.stepper.executor.chunks)
+        for chunk, layers in enumerate(stepper.executor.chunks)
         for at, layer in enumerate(layers)
     }
-    return {entry: [places[name] for name in entry.layers] for entry in run.book}
+    return {entry: [places[name] for name in entry.layers] for entry in parts.book}
 
 
-def _update_bytes(plan: Plan, run: Run) -> float:
+def _update_bytes(plan: Plan, parts: Parts) -> float:
     """Returns the bytes that norm and update move: the gradient twice, weight and states there and back, a working copy."""
     gradient = DTYPES[plan.precision.gradients].itemsize
     working, stepped = dtypes(plan)
     copy = working.itemsize if stepped != working else 0
-    own = sum(run.store.part(entry).numel() for entry in run.book.trainable)
-    whole = sum(entry.numel for entry in run.book.trainable)
+    own = sum(parts.store.part(entry).numel() for entry in parts.book.trainable)
+    whole = sum(entry.numel for entry in parts.book.trainable)
     return whole * gradient + own * (gradient + stepped.itemsize * (2 + 2 * _num_states(plan)) + copy)
 
 

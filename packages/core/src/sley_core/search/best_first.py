@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sley_core.errors import SleyError
-from sley_core.search.layouts import Layout
+from sley_core.search.layouts import Candidate
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Estimate:
 class Estimator(Protocol):
     """Tells what layouts take. Both raise a SleyError for one that cannot be assembled."""
 
-    def bound(self, layout: Layout) -> Estimate:
+    def bound(self, layout: Candidate) -> Estimate:
         """Returns seconds that the layout does not undercut, and its bytes; cheap."""
         ...
 
-    def seconds(self, layout: Layout) -> float:
+    def seconds(self, layout: Candidate) -> float:
         """Returns the seconds of its step."""
         ...
 
@@ -41,12 +41,12 @@ class Estimator(Protocol):
 class Seen:
     """A layout and what it takes."""
 
-    layout: Layout
+    layout: Candidate
     estimate: Estimate
 
 
 @dataclass
-class Found:
+class Fastest:
     """What a search saw.
 
     fastest: those that fit, the fastest first. front: of all that were seen, those of which none is both faster and smaller, by
@@ -64,19 +64,19 @@ class Found:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def search(layouts: Iterable[Layout], estimator: Estimator, *, memory: int | None = None, top: int = 5) -> Found:
+def search(layouts: Iterable[Candidate], estimator: Estimator, *, memory: int | None = None, top: int = 5) -> Fastest:
     """Returns the `top` fastest layouts that need at most `memory` bytes on any rank, and the front of those that do.
 
     What is returned does not depend on the order of `layouts`, but for layouts of equal seconds.
     """
-    found = Found()
+    found = Fastest()
     for seen in sorted(_bounded(layouts, estimator, found, memory), key=lambda seen: seen.estimate.seconds):
         if not _is_out(seen.estimate, found, top):
             _look(seen, estimator, found, top)
     return found
 
 
-def _bounded(layouts: Iterable[Layout], estimator: Estimator, found: Found, memory: int | None) -> list[Seen]:
+def _bounded(layouts: Iterable[Candidate], estimator: Estimator, found: Fastest, memory: int | None) -> list[Seen]:
     """Returns the layouts that fit, with their bounds."""
     fitting = []
     for layout in layouts:
@@ -95,13 +95,13 @@ def _bounded(layouts: Iterable[Layout], estimator: Estimator, found: Found, memo
     return fitting
 
 
-def _is_out(bound: Estimate, found: Found, top: int) -> bool:
+def _is_out(bound: Estimate, found: Fastest, top: int) -> bool:
     """Returns whether a layout with this bound can be neither among the fastest nor on the front."""
     too_slow = len(found.fastest) == top and found.fastest[-1].estimate.seconds <= bound.seconds
     return too_slow and any(_dominates(seen.estimate, bound) for seen in found.front)
 
 
-def _look(bounded: Seen, estimator: Estimator, found: Found, top: int) -> None:
+def _look(bounded: Seen, estimator: Estimator, found: Fastest, top: int) -> None:
     try:
         estimate = Estimate(estimator.seconds(bounded.layout), bounded.estimate.num_bytes)
     except SleyError as error:

@@ -1,6 +1,6 @@
 """Every layout that a plan could have in a world of so many ranks: sizes, micro-batches, and what fills its tables.
 
-A layout is a change of the plan's tables, no more; `Layout.plan` makes it, and whoever takes it checks it as any plan.
+A layout is a change of the plan's tables, no more; `Candidate.plan` makes it, and whoever takes it checks it as any plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Candidate:
     """One candidate. schedule: None without stages. weights, attention: None where these axes have one rank. reducer: None
     where no two ranks hold the same weight.
     """
@@ -102,7 +102,7 @@ class Layout:
         return "; ".join([*words, *(str(one) for one in chosen if one is not None)])
 
 
-def layouts(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Layout]:
+def layouts(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Candidate]:
     """Yields every layout of `plan` in a world of `world` ranks; sizes that do not divide are left out.
 
     keep: axes on which the plan's own value stays. Raises UsageError "no-axis" for one that there is not.
@@ -132,7 +132,7 @@ def all_sizes(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] =
                 yield Sizes(pp, sp, wp, micro_size)
 
 
-def of_sizes(plan: Plan, world: int, sizes: Sizes, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Layout]:
+def of_sizes(plan: Plan, world: int, sizes: Sizes, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Candidate]:
     """Yields every layout with these sizes."""
     replicas = world // (sizes.pp * sizes.wp)
     per_stage = world // sizes.pp
@@ -147,7 +147,7 @@ def of_sizes(plan: Plan, world: int, sizes: Sizes, choices: Choices, keep: Colle
         weights if sizes.wp > 1 else (None,),
     ):
         attention = choices.attention[0] if sizes.sp > 1 else None
-        yield Layout(sizes, schedule, policy, reducer, offload, gathers, attention)
+        yield Candidate(sizes, schedule, policy, reducer, offload, gathers, attention)
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

@@ -39,7 +39,7 @@ from sley_core.plan.check import MOST_FORWARDS
 from sley_core.records import GradientHandlerRecord
 from sley_core.search.best_first import Estimate
 from sley_core.search.choices import Choice
-from sley_core.search.layouts import Layout, Sizes
+from sley_core.search.layouts import Candidate, Sizes
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """How a schedule cuts the model into stages. bounds: of the model's layers, from position to position."""
 
     lists: Lists
@@ -77,9 +77,9 @@ class Quick:
         self._model = draft_model(plan, self._dataset.info)
         self._costs = layer_costs.by_parameters(self._model)
         self._priced: dict[tuple[int, str], list[Priced] | SleyError] = {}
-        self._cuts: dict[tuple[int, str], Cut | SleyError] = {}
+        self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
 
-    def bound(self, layout: Layout) -> Estimate:
+    def bound(self, layout: Candidate) -> Estimate:
         """Returns the seconds of a step in which the fullest stage never waits once it has begun, and the bytes of the stage
         that holds most.
 
@@ -88,11 +88,11 @@ class Quick:
         step = self._step(layout)
         return Estimate(step.least_s(), step.num_bytes())
 
-    def seconds(self, layout: Layout) -> float:
+    def seconds(self, layout: Candidate) -> float:
         """Returns the simulated seconds of a step. Raises as `bound` does."""
         return self._step(layout).seconds()
 
-    def is_sharded(self, layout: Layout) -> bool:
+    def is_sharded(self, layout: Candidate) -> bool:
         """Returns whether a rank steps only a part of its weights."""
         record = self.plan.loader.record("gradient_handlers", layout.reducer.name) if layout.reducer else None
         return isinstance(record, GradientHandlerRecord) and record.result == "shard"
@@ -109,21 +109,21 @@ class Quick:
         """Bytes of a parameter that every rank of a stage holds: its working copy and its gradient."""
         return dtypes(self.plan)[0].itemsize + DTYPES[self.plan.precision.gradients].itemsize
 
-    def _step(self, layout: Layout) -> _Step:
+    def _step(self, layout: Candidate) -> _Step:
         if layout.sizes.wp > 1 or layout.sizes.sp > 1 or layout.offload:
             raise PlanError("estimate-seconds", "shards, slices and offload cannot be told at a glance")
         return _Step(self, layout, self._cut(layout), self._layers(layout.sizes.micro_size, layout.activations))
 
-    def _cut(self, layout: Layout) -> Cut:
+    def _cut(self, layout: Candidate) -> StageCut:
         """Returns how the layout's schedule cuts the model; the same for all layouts with the same stages."""
         key = layout.sizes.pp, str(layout.schedule)
 
-        def cut() -> Cut:
+        def cut() -> StageCut:
             plain = replace(layout, sizes=replace(layout.sizes, micro_size=1), offload=())
             plan = plain.plan(self.plan, self.world)
             stage = stage_of(plan, plan.topology(self.world), 0, self._model, self._costs)
             bounds = list(accumulate((len(part) for _, part in stage.stages), initial=0))
-            return Cut(stage.lists, stage.lists.placement, bounds)
+            return StageCut(stage.lists, stage.lists.placement, bounds)
 
         return _once(self._cuts, key, cut)
 
@@ -132,7 +132,7 @@ class Quick:
 
         def price() -> list[Priced]:
             sizes = Sizes(1, 1, 1, micro_size)
-            plan = Layout(sizes, None, policy, None, (), None, None).plan(self.plan, 1)
+            plan = Candidate(sizes, None, policy, None, (), None, None).plan(self.plan, 1)
             fields = meta_micro_batch(plan, self._dataset)
             built = plan.activations.build([layer.name for layer in self._model.layers])
             keys = layer_keys(plan, self._model, built, fields)
@@ -149,7 +149,7 @@ class Quick:
 class _Step:
     """One layout's step. layers: the model's."""
 
-    def __init__(self, quick: Quick, layout: Layout, cut: Cut, layers: Sequence[Priced]) -> None:
+    def __init__(self, quick: Quick, layout: Candidate, cut: StageCut, layers: Sequence[Priced]) -> None:
         self.quick = quick
         self.machine = quick.machine
         self.placement = cut.placement

@@ -22,7 +22,7 @@ from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 @dataclass(frozen=True)
 class RealBytes:
-    """states: what the run's parts hold after the last step. peak: the most bytes at once, above those before it was assembled."""
+    """states: what the run's parts hold after the last step. peak: the most at once, above what was there before assembly."""
 
     states: dict[str, int]
     peak: int

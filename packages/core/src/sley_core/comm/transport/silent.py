@@ -1,7 +1,7 @@
 """The transport of a group whose other members exist in a fake world only: every exchange is over when it begins.
 
-Nothing comes, and results keep what they held. The memory that an exchange takes beside its tensors is taken as the real transport
-takes it, by that one's own functions.
+Nothing comes, and results keep what they held. The memory that an exchange takes beside its tensors is taken as the real
+transport takes it, by that one's own functions.
 """
 
 from __future__ import annotations

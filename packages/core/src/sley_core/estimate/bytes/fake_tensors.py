@@ -12,13 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 
 from sley_core.estimate.bytes.ledger import Ledger
-
+from sley_core.model.plain import PLAIN
 
 MOST_NUMBERS = 1 << 20
 """Elements of a tensor that is computed from the batch alone, whose numbers are computed too: lengths, bounds, positions."""
 
 
-class FakeTensors(FakeTensorMode):
+class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
     """Within it new tensors are fake; outside of it too, operations on fake ones come here. All memory goes into `ledger`.
 
     listener: is told of each operation, with its arguments and its result. An operation whose result depends on values raises
@@ -57,14 +57,15 @@ class FakeTensors(FakeTensorMode):
     def uncounted(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns a new fake tensor, [numel], whose memory is none, or is counted as another's."""
         with self:
-            fake: Tensor = super().dispatch(torch.ops.aten.empty.memory_format, (), ([numel],), {"dtype": dtype})
+            fake: Any = super().dispatch(torch.ops.aten.empty.memory_format, (), ([numel],), {"dtype": dtype})
         self.ledger.ignore(fake)
-        return fake
+        found: Tensor = fake
+        return found
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block the ledger hears of storages that change their size without an operation, and fake tensors have
-        addresses: torch gives all of them 0.
+        """Within the block the ledger hears of storages that change their size without an operation, and fake tensors count as
+        plain ones and have addresses: torch gives all of them 0.
         """
         resize, address, ledger = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, self.ledger
 
@@ -86,6 +87,8 @@ class FakeTensors(FakeTensorMode):
             (FakeTensor, "data_ptr"): address_in,
         }
         with ExitStack() as stack:
+            stack.callback(PLAIN.discard, FakeTensor)
+            PLAIN.add(FakeTensor)
             for (kind, name), changed in changes.items():
                 stack.enter_context(patch.object(kind, name, changed))
             yield

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 ALIGNMENT = 64
 """Where torch lets memory on a host begin."""
 
@@ -43,8 +42,8 @@ class Piece:
 class Ledger:
     """Notes the pieces of memory of all storages that it is shown, as they come, go and change their size.
 
-    where: tells the place in the step, asked whenever memory comes. pieces: in the order in which they came. now: the bytes that
-    are there. num_events: so far.
+    where: tells the place in the step, asked whenever memory comes or goes. pieces: in the order in which they came. now: the
+    bytes that are there. num_events: so far.
     """
 
     def __init__(self, where: Callable[[], Place]) -> None:

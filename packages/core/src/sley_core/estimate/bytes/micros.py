@@ -20,8 +20,8 @@ LEAST_BETWEEN_STAGES = 10
 
 
 def fewest_micros(lists: Lists, num_micros: int) -> int:
-    """Returns the smallest number of micro-batches, up to `num_micros`, with which this stage's list has the peaks that it has with
-    `num_micros`: of pairs in flight, graphs, receives, and of all three together.
+    """Returns the smallest number of micro-batches, up to `num_micros`, with which this stage's list has the same peaks: of
+    pairs in flight, graphs, receives, and of all three together.
     """
     wanted = _peaks(lists, num_micros)
     least = LEAST if lists.placement.num_positions == 1 else LEAST_BETWEEN_STAGES

@@ -1,7 +1,7 @@
 """What one rank of a run holds, step by step: its own steps, on tensors without values.
 
-    fake world ──> assemble ──> first step ──> second ──> third: the curve
-                                 states are made, orders are learned
+fake world ──> assemble ──> first step ──> second ──> third: the curve
+                             states are made, orders are learned
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import (
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
+from sley_core.errors import RunError
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
-from sley_core.errors import RunError
 from sley_core.estimate.bytes.ledger import Ledger, Piece, Place
 from sley_core.estimate.bytes.micros import fewest_micros
 from sley_core.memory.state import PARTS
@@ -166,4 +166,3 @@ def _kind(piece: Piece) -> str:
     if piece.ended is not None and piece.ended[:2] == piece.place[:2]:
         return "at work"
     return "activations"
-

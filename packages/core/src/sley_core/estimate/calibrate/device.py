@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-SIZES = {"cpu": (64, 256, 512, 1024), "cuda": (256, 1024, 2048, 4096, 8192)}
+SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}
 """Edges of the square products that are timed."""
 
 MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
@@ -22,14 +22,14 @@ SMALL = 1 << 10
 """Elements of the operators whose start is timed: nothing to do."""
 
 STARTS = 200
-PATIENCE_S = 1.5
+PATIENCE_S = 0.5
 """Seconds for one figure, after which no further repetition is begun."""
 
 REPETITIONS = 7
 
 
 def measure_device(device: Device) -> dict[str, Any]:
-    """Returns the table `[device]` of a machine file. Takes 20 s at most, and as much memory as `MOVED_BYTES` three times."""
+    """Returns the table `[device]` of a machine file. Takes some seconds, and as much memory as `MOVED_BYTES` three times."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     matmul = {}
     for name, dtype in DTYPES.items():

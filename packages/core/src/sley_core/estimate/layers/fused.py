@@ -1,8 +1,8 @@
-"""Attention as one kernel, as devices run it, where tensors have no memory.
+"""Attention and RMSNorm as one kernel each, as devices run them, where tensors have no memory.
 
 Without memory torch takes its plain attention, which writes the scores of all pairs of positions; no device that has a fused
 kernel does. So `F.scaled_dot_product_attention` is noted here as that kernel: it reads queries, keys and values and writes the
-context, and of a causal square it multiplies half.
+context, and of a causal square it multiplies half. `F.rms_norm` reads its input once, and not once per step of its formula.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from sley_core.estimate.layers.operators import Operator
-from sley_core.estimate.layers.recorder import NAMES, Recorder, moved_bytes
+from sley_core.estimate.layers.recorder import NAMES, OperatorRecorder, moved_bytes
 
 BACKWARD = 2.5
 """Products of the backward per product of the forward: five for two, as the scores are computed again."""
 
 
-class FusedAttention(TorchFunctionMode):
-    """Within it, scaled dot-product attention is one operator forward and one backward."""
+class FusedKernels(TorchFunctionMode):
+    """Within it, scaled dot-product attention and RMSNorm are one operator forward and one backward each."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -36,11 +36,13 @@ class FusedAttention(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             return _noted(self.recorder, *args, **kwargs)
+        if func in (F.rms_norm, torch.rms_norm):
+            return _normed(self.recorder, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _noted(
-    recorder: Recorder,
+    recorder: OperatorRecorder,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,9 +55,40 @@ def _noted(
     return context
 
 
+def _normed(
+    recorder: OperatorRecorder,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    normed: Tensor = _RMSNorm.apply(recorder, input, weight)  # type: ignore[no-untyped-call]  # torch's
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: OperatorRecorder, input: Tensor, weight: Tensor | None) -> Tensor:
+        given = [input] if weight is None else [input, weight]
+        ctx.save_for_backward(*given)
+        ctx.recorder = recorder
+        normed = torch.empty_like(input)
+        recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, normed)))))
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        given = ctx.saved_tensors
+        made = [torch.empty_like(each) for each in given]
+        ctx.recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, *gradients, *made)))))
+        return None, made[0], made[1] if len(made) > 1 else None
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, recorder: OperatorRecorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+    ) -> Tensor:
         grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
         of_values = *grouped[:-1], value.shape[-1]
         ctx.flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]

@@ -51,7 +51,7 @@ FORMULAS = {
 """torch's own formulas, and those that it lacks."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes the operators that run within it, under the phase that `phase` has then; and what autograd saves, by `keep`."""
 
     def __init__(self) -> None:
@@ -104,11 +104,17 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         table, *given = given
         given += made if table.numel() else ()
     num_bytes = sum(map(moved_bytes, given)) + sum(map(moved_bytes, made))
-    formula: Callable[..., int] | None = FORMULAS.get(packet)
+    formula: Callable[..., int] | None = FORMULAS.get(packet) or FORMULAS.get(_out_of_place(packet))
     if formula is None:
         return Operator(str(packet), num_bytes)
     dtype = next((NAMES[one.dtype] for one in given if one.dtype in NAMES), "fp32")
     return Operator(str(packet), num_bytes, int(formula(*args, **kwargs, out_val=result)), dtype)
+
+
+def _out_of_place(packet: Any) -> Any:
+    """`addmm` of `addmm_`, which torch's formulas leave out."""
+    name = str(packet).removeprefix("aten.")
+    return getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
 
 
 def moved_bytes(tensor: Tensor) -> int:

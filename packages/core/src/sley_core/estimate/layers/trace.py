@@ -25,9 +25,9 @@ from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.weight_queue import WeightQueue
 from sley_core.errors import PlanError, SleyError
-from sley_core.estimate.layers.fused import FusedAttention
+from sley_core.estimate.layers.fused import FusedKernels
 from sley_core.estimate.layers.operators import LayerWork, Operator
-from sley_core.estimate.layers.recorder import Recorder, moved_bytes
+from sley_core.estimate.layers.recorder import OperatorRecorder, moved_bytes
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
@@ -84,16 +84,16 @@ def _run(
     gradients: torch.dtype,
     *,
     split: bool,
-) -> tuple[Recorder, Any]:
+) -> tuple[OperatorRecorder, Any]:
     """Returns the recorder after a forward and a backward of the layer, and its output."""
-    held, recorder, queue = InFlight(), Recorder(), WeightQueue()
+    held, recorder, queue = InFlight(), OperatorRecorder(), WeightQueue()
     args: tuple[Any, ...] = ()
     if value is not None:
         args = (held.enter(*value),)
     named = {name: fields[name] for name in layer.fields}
     try:
         halves = queued_products(layer.module, queue, gradients) if split else nullcontext()
-        with halves, FusedAttention(recorder), recorder:
+        with halves, FusedKernels(recorder), recorder:
             for tensor in tree_leaves(args):
                 if isinstance(tensor, Tensor):
                     recorder.keep(tensor)
@@ -117,7 +117,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _called(layer: Layer, recorder: Recorder, *args: Any, **named: Any) -> Any:
+def _called(layer: Layer, recorder: OperatorRecorder, *args: Any, **named: Any) -> Any:
     """Calls the layer; a second time is its recomputation, which may stop early, by an exception of torch's."""
     before = recorder.phase
     recorder.phase = "forward" if before == "forward" else "recompute"
@@ -128,7 +128,7 @@ def _called(layer: Layer, recorder: Recorder, *args: Any, **named: Any) -> Any:
 
 
 def _backward(
-    held: InFlight, output: Any, made: Tensor | None, recorder: Recorder, queue: WeightQueue, *, split: bool
+    held: InFlight, output: Any, made: Tensor | None, recorder: OperatorRecorder, queue: WeightQueue, *, split: bool
 ) -> None:
     description, tensors = describe(output)
     if made is not None:
@@ -189,7 +189,7 @@ def _meta_of(tensor: Tensor, working: torch.dtype) -> Tensor:
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
 
 
-def _cannot(layer: Layer, recorder: Recorder, error: Exception) -> PlanError:
+def _cannot(layer: Layer, recorder: OperatorRecorder, error: Exception) -> PlanError:
     message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot be counted without memory: "
     message += f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if recorder.last:

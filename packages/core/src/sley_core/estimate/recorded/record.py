@@ -51,7 +51,7 @@ def record(plan: Plan, rank: int, size: int) -> RankRecord:
     with fake_run(plan, rank, size) as (run, _, tensors):
         taken = fewest_micros(run.stepper.lists, plan.num_micros(run.topology))
         batch = [micro_batch(plan, run.dataset)] * taken
-        recorder = Recorder()
+        recorder = StepRecorder()
         run.groups.progress.listener = recorder
         for number in range(STEPS):
             if number == STEPS - 1:
@@ -72,7 +72,7 @@ def _messages(run: Run) -> list[int]:
     return [sum(leaf.num_bytes for leaf in some) for some in leaves]
 
 
-class Recorder:
+class StepRecorder:
     """Writes down what a rank does, from `start` on. It hears exchanges before that too, since a step may wait for such of the
     one before.
     """

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from sley_core.errors import PlanError
-from sley_core.estimate.seconds.program import Begin, Compute, Exchange, Program, Wait
+from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Program
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Lanes:
 
     def _waited(self, rank: int) -> object:
         word = self.programs[rank][self._at[rank]]
-        return word.key if isinstance(word, Wait) else word
+        return word.key if isinstance(word, Await) else word
 
     def _go_on(self, rank: int, now_s: float) -> None:
         """Runs a rank's words from `now_s` until one takes time or must wait."""

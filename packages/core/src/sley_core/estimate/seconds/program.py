@@ -1,6 +1,6 @@
 """What a rank does in a step, as the simulator takes it: it computes, begins exchanges and waits for them.
 
-    Compute F0.0 ── Begin "send F0.0" ── Begin "post B0.0" ── Compute F0.1 ── ... ── Wait "post B0.0" ── Compute B0.0
+    Compute F0.0 ── Begin "send F0.0" ── Begin "post B0.0" ── Compute F0.1 ── ... ── Await "post B0.0" ── Compute B0.0
 
 An exchange has a key, equal at all its members; it starts once all of them have begun it. Members are representatives: of
 ranks that do the same at the same time one program stands for all.
@@ -47,11 +47,11 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Await:
     """The rank goes on when the exchange `key` is done. It has begun it before."""
 
     key: Hashable
 
 
-Word = Compute | Begin | Wait
+Word = Compute | Begin | Await
 Program = Sequence[Word]

@@ -4,7 +4,7 @@ The ranks of a stage do the same at the same time, so one of them stands for all
 sums of what several hold, and in the norm at the end of the step.
 
     list of a stage   post B0 > F0.0 > send F0 > ... > B0.3 > C0
-    program           Begin   Compute  Begin     ...   Wait, Compute, Begin(sum) ... Wait(sum), Compute(update)
+    program           Begin   Compute  Begin     ...   Await, Compute, Begin(sum) ... Await(sum), Compute(update)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sley_core.actions.machine import Delivery, taken
 from sley_core.actions.placement import Placement
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, Cost
-from sley_core.estimate.seconds.program import Begin, Compute, Exchange, Wait, Word
+from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Word
 
 Use = tuple[int, int]
 """A layer of a stage: its chunk, and its number within that."""
@@ -92,7 +92,7 @@ class _Stage:
             yield from self._wait_for(own)
         if self.stages > 1:
             everyone = Exchange("norm", "all", tuple(range(self.stages)), *self.work.together)
-            yield from (Begin(everyone), Wait(everyone.key))
+            yield from (Begin(everyone), Await(everyone.key))
         rest = self.work.update_s.get(self.stage, 0.0) + self.work.after_s
         if rest:
             yield Compute(rest)
@@ -104,13 +104,13 @@ class _Stage:
         for number in numbers:
             if number not in self.awaited:
                 self.awaited.add(number)
-                yield Wait(self._exchange(number).key)
+                yield Await(self._exchange(number).key)
 
     def _action(self, action: Action) -> Iterator[Word]:
         position = self.placement.position(self.stage, action.chunk)
         needed = taken(action, position, self.placement)
         if needed is not None and self.placement.holder(needed.origin).stage != self.stage:
-            yield Wait(needed)
+            yield Await(needed)
         layers = self.work.parts[position]
         numbers = range(len(layers))
         pending_s = 0.0

@@ -1,0 +1,50 @@
+"""A step's seconds before it runs, as text: estimated for a machine, stage by stage, with what is waited for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sley_core.actions.draw import draw_text
+from sley_core.errors import SleyError
+from sley_core.estimate.machine.read import load_machine
+from train_cli.timeline import WIDTH
+
+if TYPE_CHECKING:
+    from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.estimate.seconds_of_plan import PlanSeconds
+    from sley_core.plan.plan import Plan
+
+
+def estimated(plan: Plan, size: int, file: Path) -> Iterator[str]:
+    """Yields the drawing of the step of `plan` on `size` ranks of the machine in `file`, and what each stage does meanwhile.
+
+    Raises PlanError for a machine file that is wrong, and as `estimate_seconds`, with the place in the plan.
+    """
+    machine = load_machine(file)
+    from sley_core.estimate.seconds_of_plan import estimate_seconds
+
+    try:
+        found = estimate_seconds(plan, size, machine)
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
+    yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
+    yield draw_text(found.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    yield from _told(found, machine)
+
+
+def _told(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
+    step = found.step
+    yield f"a step takes {step.seconds:.4g} s"
+    for stage, computing_s in enumerate(step.computing_s):
+        waits = ", ".join(f"{seconds:.4g} s for {lane}" for lane, seconds in sorted(step.exposed_s(stage).items()))
+        idle = f"idle {step.idle(stage):.1%}" + (f" (waits {waits})" if waits else "")
+        yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}"
+    measured = sum(layer.is_measured for layer in found.layers)
+    source = "measured on it" if measured == len(found.layers) else "computed from their operators"
+    if 0 < measured < len(found.layers):
+        source = f"{measured} of them measured on it, the others computed from their operators"
+    yield f"  {len(found.layers)} layers, {source}; {machine.device.name} of the machine file"
+    yield from (f"  {note}" for note in found.notes)

@@ -1,0 +1,82 @@
+"""`calibrate` writes a machine file that estimates read, measured in this process or with ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.estimate.calibrate import device as devices
+from sley_core.estimate.machine.read import load_machine
+
+pytestmark = pytest.mark.timeout(180)
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "SIZES", {"cpu": (32, 64)})
+    monkeypatch.setattr(devices, "MOVED_BYTES", {"cpu": 1 << 20})
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, plan: Path, folder: Path) -> None:
+    result = cli("calibrate", "--out", "machine.toml", "--plan", plan)
+    assert (result.code, result.out) == (0, "")
+    assert result.err.strip().endswith("machine.toml has the device, 3 layers")
+    assert [layer.name for layer in load_machine(folder / "machine.toml").layers] == ["embed", "blocks.0", "head"]
+    drawn = "show", plan, "--timeline", "--machine", "machine.toml", "--set", "parallel.dp=1"
+    shown = cli(*drawn)
+    assert shown.code == 0
+    assert "a step takes " in shown.out
+    assert "3 layers, measured on it" in shown.out
+    other = cli(*drawn, "--set", "data.sequence=8")
+    assert "3 layers, computed from their operators" in other.out
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_a_file_that_is_there_is_replaced_only_if_asked(cli: Cli, folder: Path) -> None:
+    (folder / "machine.toml").write_text("mine")
+    result = cli("calibrate", "--out", "machine.toml")
+    assert result.code == 2
+    assert "machine-exists" in result.err
+    assert (folder / "machine.toml").read_text() == "mine"
+    assert cli("calibrate", "--out", "machine.toml", "--force").code == 0
+    assert load_machine(folder / "machine.toml").device.kind == "cpu"
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_is_measured(cli: Cli, folder: Path) -> None:
+    for arguments, code in (
+        (("--out", "none/machine.toml"), "machine-folder"),
+        (("--out", "machine.toml", "--set", "batch.micro_size=1"), "calibrate-plan"),
+    ):
+        result = cli("calibrate", *arguments)
+        assert result.code == 2
+        assert code in result.err
+    result = cli("show", "plan.toml", "--machine", "machine.toml")
+    assert result.code == 2
+    assert "--timeline" in result.err
+    assert cli("calibrate", "--out", "machine.toml", "--plan", "none.toml").code == 3
+    assert not (folder / "machine.toml").exists()
+
+
+def test_a_wrong_machine_file_is_told_with_its_line(cli: Cli, plan: Path, folder: Path) -> None:
+    (folder / "machine.toml").write_text('format = 1\n[device]\nname = "x"\nkind = "cpu"\nlaunch_s = -1\n')
+    result = cli("show", plan, "--timeline", "--machine", "machine.toml")
+    assert result.code == 3
+    assert "machine.toml:5:" in result.err
+    assert "out-of-range" in result.err
+    assert "missing-key" in result.err
+
+
+def test_ranks_measure_what_they_exchange(start: Callable[..., Any], folder: Path) -> None:
+    result = start("calibrate", "--out", "machine.toml", "--ranks", "2").finish(150)
+    assert result.code == 0, result.err
+    links = load_machine(folder / "machine.toml").links
+    assert links.ranks_per_host == 2
+    assert links.same_host is not None
+    assert links.same_host.sum is not None
+    assert sorted(path.name for path in folder.iterdir() if path.suffix == ".toml") == ["machine.toml"]

@@ -1,0 +1,76 @@
+"""Costs of exchanges by hand: rings, groups that share a card, and what a kind of exchange has for itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from sley_core.errors import PlanError
+from sley_core.estimate.machine.tables import LinksTable
+from sley_core.estimate.seconds.links import NOTHING, collective, message
+
+MB = 1_000_000
+
+
+def links(per_host=4, shared=False, **same) -> LinksTable:
+    return LinksTable.model_validate(
+        {
+            "ranks_per_host": per_host,
+            "same_host": {"latency_s": 1e-5, "bandwidth": 1e9, **same},
+            "other_host": {"latency_s": 1e-4, "bandwidth": 1e8, "shared": shared},
+        }
+    )
+
+
+def test_a_ring_of_one_host() -> None:
+    assert collective("sum", 4 * MB, range(4), links()) == pytest.approx((6e-5, 2 * 3 / 4 * 4e-3))
+    assert collective("gather", 4 * MB, range(4), links()) == pytest.approx((3e-5, 3 / 4 * 4e-3))
+    assert collective("reduce", 4 * MB, range(4), links()) == collective("gather", 4 * MB, range(4), links())
+    assert collective("sum", 4 * MB, [3], links()) == NOTHING
+
+
+def test_a_ring_over_two_hosts_uses_the_cards_of_all_its_ranks() -> None:
+    whole = collective("gather", 8 * MB, range(8), links())
+    assert whole.work_s == pytest.approx(7 / 8 * 8 * MB / 4e8)
+    assert whole.latency_s == pytest.approx(7e-4)
+    alone = collective("gather", 8 * MB, (0, 4), links())
+    assert alone.work_s == pytest.approx(1 / 2 * 8 * MB / 1e8)
+
+
+def test_groups_that_share_a_card_have_a_part_of_it_each() -> None:
+    whole = collective("gather", 8 * MB, range(8), links(shared=True))
+    assert whole.work_s == pytest.approx(7 / 8 * 8 * MB / 1e8), "one ring for the card"
+    one_of_four = collective("gather", 8 * MB, (0, 4), links(shared=True))
+    assert one_of_four.work_s == pytest.approx(1 / 2 * 8 * MB / 1e8 * 4), "four rings for it"
+
+
+def test_messages() -> None:
+    assert message(MB, 0, 3, links()) == pytest.approx((1e-5, 1e-3))
+    assert message(MB, 3, 4, links()) == pytest.approx((1e-4, 1e-2))
+    assert message(MB, 3, 4, links(shared=True)) == pytest.approx((1e-4, 4e-2))
+
+
+def test_swaps_go_to_each_peer_directly() -> None:
+    assert collective("swap", 8 * MB, range(4), links()) == pytest.approx((1e-5, 3 / 4 * 8e-3))
+    assert collective("swap", 8 * MB, range(8), links()).work_s == pytest.approx(4 / 8 * 8 * MB / 1e8)
+
+
+def test_a_kind_of_exchange_may_have_figures_of_its_own() -> None:
+    own = links(sum={"latency_s": 0.0, "bandwidth": 5e8}, send={"latency_s": 0.5, "bandwidth": 1e9})
+    assert collective("sum", 4 * MB, range(4), own) == pytest.approx((0.0, 2 * 3 / 4 * 8e-3))
+    assert collective("gather", 4 * MB, range(4), own).latency_s == pytest.approx(3e-5)
+    assert message(MB, 0, 1, own).latency_s == 0.5
+
+
+def test_ranks_of_a_host_that_share_its_bus() -> None:
+    assert message(MB, 0, 1, links(shared=False, per_host=4)).work_s == pytest.approx(1e-3)
+    shared = LinksTable.model_validate(
+        {"ranks_per_host": 4, "same_host": {"latency_s": 0.0, "bandwidth": 1e9, "shared": True}}
+    )
+    assert message(MB, 0, 1, shared).work_s == pytest.approx(4e-3)
+
+
+def test_a_link_that_the_file_does_not_have_is_told() -> None:
+    with pytest.raises(PlanError, match="other_host"):
+        message(MB, 0, 4, LinksTable.model_validate({"ranks_per_host": 4}))
+    with pytest.raises(PlanError, match="same_host"):
+        collective("sum", MB, (0, 1), LinksTable())
