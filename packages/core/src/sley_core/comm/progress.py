@@ -27,7 +27,8 @@ class Standing:
     """Where a rank is in its list.
 
     step: the optimizer step, from 1; 0 before the first. finished, pending: the last entry of the list that is over, and the
-    one that is under way, as `str` shows them. layer: the one that was called last. follow: called with each entry as it begins.
+    one that is under way, as `str` shows them. layer: the one that was called last. follow: called with each entry as it
+    begins.
     """
 
     step: int = 0

@@ -1,8 +1,8 @@
 """Looks for the fastest layouts that fit, the most promising first, until no other can be better.
 
-Layouts come in the order of a bound, the seconds that they do not undercut. One is passed over if it does not fit, or once as many
-as are wanted are faster than its bound and one that was seen is both faster and smaller: it can be neither among the fastest nor
-on the front of memory against time.
+Layouts come in the order of a bound, the seconds that they do not undercut. One is passed over if it does not fit, or once
+as many as are wanted are faster than its bound and one that was seen is both faster and smaller: it can be neither among the
+fastest nor on the front of memory against time.
 """
 
 from __future__ import annotations

@@ -132,7 +132,9 @@ def all_sizes(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] =
                 yield Sizes(pp, sp, wp, micro_size)
 
 
-def of_sizes(plan: Plan, world: int, sizes: Sizes, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Candidate]:
+def of_sizes(
+    plan: Plan, world: int, sizes: Sizes, choices: Choices, keep: Collection[Axis] = ()
+) -> Iterator[Candidate]:
     """Yields every layout with these sizes."""
     replicas = world // (sizes.pp * sizes.wp)
     per_stage = world // sizes.pp

@@ -78,6 +78,7 @@ class Quick:
         self._costs = layer_costs.by_parameters(self._model)
         self._priced: dict[tuple[int, str], list[Priced] | SleyError] = {}
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
+        self.held: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
 
     def bound(self, layout: Candidate) -> Estimate:
         """Returns the seconds of a step in which the fullest stage never waits once it has begun, and the bytes of the stage
@@ -179,7 +180,7 @@ class _Step:
         return max(busy[stage] + first[stage] + self._update_s(stage) for stage in busy) + self.machine.device.step_s
 
     def seconds(self) -> float:
-        """Returns the simulated seconds of the step. Of many micro-batches a few are simulated: each further one adds the same."""
+        """Returns the simulated seconds of the step. Of many micro-batches a few are simulated: each further adds the same."""
         few = 4 * self.placement.num_positions
         if self.micros <= 2 * few:
             return self._simulated(self.micros)
@@ -191,13 +192,17 @@ class _Step:
         kept = tuple(sum(one.work.kept_bytes for one in part) for part in self.parts)
         handed = tuple(part[-1].work.output_bytes for part in self.parts[:-1])
         costs = Costs({}, (0.0,) * len(handed), kept, tuple(size // 2 for size in kept), handed)
-        lists = self.cut.lists.of_all_stages(min(self.micros, 2 * self.placement.num_positions))
+        few = min(self.micros, 2 * self.placement.num_positions)  # with more, no stage holds more at once
+
+        def held() -> list[int]:
+            lists = self.cut.lists.of_all_stages(few)
+            return [peaks_of(entries, at, self.placement, costs).num_bytes for at, entries in enumerate(lists)]
+
         found = []
-        for number, entries in enumerate(lists):
+        for number, num_bytes in enumerate(_once(self.quick.held, (id(self.cut), few, kept), held)):
             numel = self._numel(number)
             owned = numel // self.topology.ranks_per_stage if self.is_sharded else numel
-            held = peaks_of(entries, number, self.placement, costs).num_bytes
-            found.append(numel * self.quick.weight_bytes + owned * self.quick.state_bytes + held)
+            found.append(numel * self.quick.weight_bytes + owned * self.quick.state_bytes + num_bytes)
         return max(found)
 
     def _simulated(self, micros: int) -> float:

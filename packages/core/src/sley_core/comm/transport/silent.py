@@ -49,8 +49,8 @@ class Silenced(Done):
 
 
 class Silent(Transport):
-    """In place of the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes memory
-    by `scratch(own)` while it sums `own`.
+    """In place of the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes
+    memory by `scratch(own)` while it sums `own`.
     """
 
     def __init__(

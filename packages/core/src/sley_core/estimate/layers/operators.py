@@ -24,8 +24,8 @@ class Operator:
 class LayerWork:
     """The operators of one layer and one micro-batch, by phase, in the order in which they run.
 
-    num_parameters: elements that are trained. output_bytes: of what the layer hands on. kept_bytes: of what waits for the backward,
-    its input included.
+    num_parameters: elements that are trained. output_bytes: of what the layer hands on. kept_bytes: of what waits for the
+    backward, its input included.
     """
 
     forward: tuple[Operator, ...]

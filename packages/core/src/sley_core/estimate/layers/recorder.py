@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from sley_core.estimate.layers.operators import Operator, PhaseName
 
@@ -28,27 +28,6 @@ QUESTIONS = ("prim", "profiler")
 
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
 """Operators that read of their first input no more than they write."""
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, is_causal: bool = False, **_: Any) -> int:
-    """Returns the FLOPs of the CPU's fused attention, as torch counts those of a GPU's; half of a causal square is multiplied."""
-    is_causal = rest[1] if len(rest) > 1 else is_causal
-    return sdpa_flop_count(query.shape, key.shape, value.shape) // (2 if is_causal else 1)
-
-
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
-    """Returns the FLOPs of its backward."""
-    is_causal = rest[3]
-    flops = sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
-    return flops // (2 if is_causal else 1)
-
-
-FORMULAS = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""torch's own formulas, and those that it lacks."""
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -104,7 +83,7 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         table, *given = given
         given += made if table.numel() else ()
     num_bytes = sum(map(moved_bytes, given)) + sum(map(moved_bytes, made))
-    formula: Callable[..., int] | None = FORMULAS.get(packet) or FORMULAS.get(_out_of_place(packet))
+    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(_out_of_place(packet))
     if formula is None:
         return Operator(str(packet), num_bytes)
     dtype = next((NAMES[one.dtype] for one in given if one.dtype in NAMES), "fp32")

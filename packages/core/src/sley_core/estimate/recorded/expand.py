@@ -1,8 +1,8 @@
 """From a recorded step of few micro-batches, one of many: each action does what the one in its place did. No torch in here.
 
-Its place is what comes before and after it, and whether it is the first or the last of its chunk that handlers or gathers look
-at. Where no action stood in just that place, one of the same kind and chunk is taken, the last of those that were recorded. What
-an action waits for keeps its distance in the queue: the gather before the last one stays the gather before the last one.
+Its place is what comes before and after it, and whether it is the first or the last of its chunk that handlers or gathers
+look at. Where no action stood in just that place, one of the same kind and chunk is taken, the last of those that were
+recorded. What an action waits for keeps its distance in the queue: the gather before the last stays the one before the last.
 """
 
 from __future__ import annotations

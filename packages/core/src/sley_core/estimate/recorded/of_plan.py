@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sley_core.actions.action import Action, Kind
@@ -29,29 +28,22 @@ Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
 """Measured seconds of each layer, by stage and chunk."""
 
 
-@dataclass(frozen=True)
-class PlanSeconds:
-    """The estimate of a plan's step, of `num_micros` micro-batches."""
+def records_of(plan: Plan, size: int) -> list[RankRecord]:
+    """Returns a recorded step of the first rank of each stage of a world of `size`. Needs neither devices nor peers.
 
-    step: StepSeconds
-    num_micros: int
-
-
-def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
-    """Returns the seconds of a step of `plan` on `size` ranks of `machine`, once optimizer states and orders are there.
-
-    Needs neither devices nor peers. Raises PlanError for all that the plan's checks find, "machine-matmul" and "machine-links"
-    for what the machine file does not say, RunError `estimate-layer` for a layer that needs values.
+    Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
     topology = plan.topology(size)
-    records = [record(plan, stage * topology.ranks_per_stage, size) for stage in range(topology.pp)]
-    return PlanSeconds(seconds_of_records(records, plan.num_micros(topology), machine), plan.num_micros(topology))
+    return [record(plan, stage * topology.ranks_per_stage, size) for stage in range(topology.pp)]
 
 
 def seconds_of_records(
     records: Sequence[RankRecord], num_micros: int, machine: MachineFile, measured: Measured | None = None
 ) -> StepSeconds:
-    """Returns the step of `num_micros` micro-batches that recorded steps, one of each stage in order, make on `machine`."""
+    """Returns the step of `num_micros` micro-batches that recorded steps, one of each stage in order, make on `machine`.
+
+    Raises PlanError "machine-matmul" and "machine-links" for what the machine file does not say.
+    """
     lists = records[0].lists
     prices = _Prices(records, machine, measured or {})
     programs = recorded_programs(
@@ -64,8 +56,8 @@ def seconds_of_records(
 
 
 class _Prices:
-    """What a recorded step takes on `machine`. Where a chunk's layers were all measured, its operators share what these took, in
-    proportion to what they would take by themselves.
+    """What a recorded step takes on `machine`. Where a chunk's layers were all measured, its operators share what these took,
+    in proportion to what they would take by themselves.
     """
 
     def __init__(self, records: Sequence[RankRecord], machine: MachineFile, measured: Measured) -> None:

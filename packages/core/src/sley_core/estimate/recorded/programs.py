@@ -17,7 +17,7 @@ from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.expand import expanded
 from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Words, Worked
 from sley_core.estimate.seconds.links import Cost
-from sley_core.estimate.seconds.program import Begin, Compute, Exchange, Program, Wait
+from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Program
 from sley_core.estimate.seconds.program import Word as ProgramWord
 
 
@@ -86,7 +86,7 @@ class _Stage:
     def _needs(self, action: Action) -> Iterator[ProgramWord]:
         needed = taken(action, self.placement.position(self.stage, action.chunk), self.placement)
         if needed is not None and self.placement.holder(needed.origin).stage != self.stage:
-            yield Wait(needed)
+            yield Await(needed)
 
     def _words(self, words: Words, action: Action | None) -> Iterator[ProgramWord]:
         for word in words:
@@ -96,7 +96,7 @@ class _Stage:
                 if word.number not in self.left:
                     yield self._begin(word)
             else:
-                yield Wait(self.begun[word.number].key)
+                yield Await(self.begun[word.number].key)
 
     def _begin(self, one: Began) -> Begin:
         members = self.prices.members(one.axis, self.stage)

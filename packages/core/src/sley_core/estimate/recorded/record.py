@@ -10,6 +10,7 @@ from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.engine.on_meta import micro_batch
 from sley_core.estimate.bytes.micros import fewest_micros
 from sley_core.estimate.bytes.rank import fake_run, take_step
+from sley_core.estimate.layers.fused import FusedKernels
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.layers.recorder import operator_of
 from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Word, Worked
@@ -33,7 +34,7 @@ class RankRecord:
     """A recorded step, and what of the run it takes to read it.
 
     groups: the global ranks of each of this rank's groups, by axis. lists: of all stages, for any number of micro-batches.
-    messages: bytes of what each position of the model but the last hands on.
+    messages: bytes of what each position of the model but the last hands on. layers: names of those of each chunk.
     """
 
     step: RecordedStep
@@ -41,6 +42,7 @@ class RankRecord:
     groups: Mapping[str, tuple[int, ...]]
     lists: Lists
     messages: Sequence[int]
+    layers: Sequence[Sequence[str]]
 
 
 def record(plan: Plan, rank: int, size: int) -> RankRecord:
@@ -53,14 +55,16 @@ def record(plan: Plan, rank: int, size: int) -> RankRecord:
         batch = [micro_batch(plan, run.dataset)] * taken
         recorder = StepRecorder()
         run.groups.progress.listener = recorder
-        for number in range(STEPS):
-            if number == STEPS - 1:
-                recorder.start(run)
-                tensors.listener = recorder.ran
+        for _ in range(STEPS - 1):
+            take_step(run, batch)
+        recorder.start(run)
+        tensors.listener = recorder.ran
+        with FusedKernels(recorder):
             take_step(run, batch)
         tensors.listener = None
+        layers = [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks]
         groups = {axis: group.ranks for axis, group in run.groups.items()}
-        return RankRecord(recorder.step(), run.topology, groups, run.stepper.lists, _messages(run))
+        return RankRecord(recorder.step(), run.topology, groups, run.stepper.lists, _messages(run), layers)
 
 
 def _messages(run: Run) -> list[int]:
@@ -112,7 +116,11 @@ class StepRecorder:
             return
         found = operator_of(func, args, kwargs, result)
         if found is not None:
-            self._operators.append(found)
+            self.note(found)
+
+    def note(self, operator: Operator) -> None:
+        """Notes an operator that torch does not see as one."""
+        self._operators.append(operator)
 
     def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
         """Notes an exchange, as `Listener`."""
