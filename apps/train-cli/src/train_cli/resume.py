@@ -19,7 +19,7 @@ from sley_core.plan.factory import cause
 from train_cli.run_folder import ORIGIN, run_folder
 
 if TYPE_CHECKING:
-    from sley_core.checkpoint.choosing import Origin
+    from sley_core.checkpoint.choosing import RunOrigin
     from sley_core.checkpoint.loading import Restored
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
@@ -62,17 +62,17 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     return list(_lines(run, found))
 
 
-def _origin(folder: Path, resume: str) -> Origin | None:
+def _origin(folder: Path, resume: str) -> RunOrigin | None:
     """Returns where the run in `folder` began, if it began at a checkpoint. resume: as the user has given it."""
-    from sley_core.checkpoint.choosing import Origin
+    from sley_core.checkpoint.choosing import RunOrigin
 
     path = folder / ORIGIN
     try:
         noted = json.loads(path.read_text("utf-8"))
-        return Origin(noted["path"], frozenset(noted["before"]))
+        return RunOrigin(noted["path"], frozenset(noted["before"]))
     except FileNotFoundError:
         # It was ended before it had loaded what the user has named, and so before it could save anything.
-        return None if resume == AUTO else Origin(resume, None)
+        return None if resume == AUTO else RunOrigin(resume, None)
     except (ValueError, KeyError, TypeError) as error:
         hint = "name the checkpoint to go on from"
         raise RunError("origin", f"`{path}` does not say where the run began: {cause(error)}", hint=hint) from error

@@ -60,6 +60,7 @@ class Fault:
 
     def __init__(self) -> None:
         told = json.loads(os.environ.get(VARIABLE, "{}"))
+        self.kept: Any = None
         is_own = bool(told) and int(os.environ.get("RANK", "-1")) == told["rank"]
         self.kind, self.of, self.left = (told["kind"], told["of"], told["number"]) if is_own else ("", "", 0)
 
@@ -107,7 +108,7 @@ class Fault:
                     return Done()
                 case "extra":
                     again = _copied(args)
-                    plain(transport, *again, what=f"{what}, again", **options)
+                    self.kept = again, plain(transport, *again, what=f"{what}, again", **options)
                 case "wrong size":
                     return plain(transport, *_shorter(args), what=what, **options)
                 case "wrong group":
@@ -132,7 +133,9 @@ class Fault:
                 case "skipped":
                     return Pending()
                 case "extra":
-                    plain(tensor.clone(), group, lane, peer, what=f"{what}, again")
+                    kept = tensor.clone()
+                    # Without its handle, a message may never leave.
+                    self.kept = kept, plain(kept, group, lane, peer, what=f"{what}, again")
                 case "wrong size":
                     return plain(tensor.reshape(-1)[: tensor.numel() // 2].clone(), group, lane, peer, what=what)
                 case "wrong group":
