@@ -49,10 +49,19 @@ class Block(nn.Module):
         return hidden + torch.relu(self.inner(self.norm(hidden)))
 
 
+class Head(nn.Linear):
+    """So that every stage has a layer in which something can go wrong."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training and fault.is_due("action"):
+            fault.act("head")
+        return super().forward(hidden)
+
+
 def layers() -> list[tuple[str, nn.Module]]:
     fault.prepare()
     blocks: list[tuple[str, nn.Module]] = [(f"blocks.{place}", Block(place)) for place in range(4)]
-    return [("embed", Embed(256, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, 256))]
+    return [("embed", Embed(256, HIDDEN)), *blocks, ("head", Head(HIDDEN, 256))]
 
 
 class Fault:
