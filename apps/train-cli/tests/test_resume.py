@@ -110,6 +110,9 @@ def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
             ).code
             == 0
         )
+        noted = (folder / "runs/small/origin.json").read_text("utf-8")
+        assert cli("run", plan, "--resume", own / "step-00000099", changes=ALONE).code != 0
+        assert (folder / "runs/small/origin.json").read_text("utf-8") == noted, "a path that is none changes nothing"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     saves = 'checkpoint={every_steps=3, keep=1, mode="sync"}'
     again = cli(
