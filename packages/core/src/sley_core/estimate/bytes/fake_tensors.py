@@ -9,32 +9,72 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
 
 from sley_core.estimate.bytes.ledger import Ledger
+from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.model.plain import PLAIN
 
 MOST_NUMBERS = 1 << 20
 """Elements of a tensor that is computed from the batch alone, whose numbers are computed too: lengths, bounds, positions."""
 
 
+_TAKES_STORAGE = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+
+
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
     """Within it new tensors are fake; outside of it too, operations on fake ones come here. All memory goes into `ledger`.
 
-    listener: is told of each operation, with its arguments and its result. An operation whose result depends on values raises
-    torch's DataDependentOutputException, or the like.
+    listener: is told of each operation, with its arguments and its result. remembers: whether what was made once is made again
+    without asking torch; the same, and faster. An operation whose result depends on values raises torch's
+    DataDependentOutputException, or the like.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, remembers: bool = True) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.ledger = ledger
         self.listener: Callable[[Any, Any, Any, Any], None] | None = None
+        self.recipes = Recipes(self) if remembers else None
         self._depth = 0
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked more often than all else together
+            return args[0].fake_device
+        return self.dispatch(func, types, args, kwargs)
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _TAKES_STORAGE:  # torch's cache of results would keep the storage, as a part of its key
+            with in_kernel_invocation_manager(self):
+                func(*args, **kwargs)
+            self._see(args[0])
+            return args[0]
+        if self.recipes is None or self._depth:
+            return self._ask(func, types, args, kwargs)
+        key = self.recipes.key(func, args, kwargs)
+        if key is None:
+            return self._ask(func, types, args, kwargs)
+        made = self.recipes.make(key, args, kwargs)
+        if made is not None:
+            for new in made[1]:
+                self.ledger.see(new)
+            if self.listener is not None:
+                self.listener(func, args, kwargs, made[0])
+            return made[0]
+        found = self._ask(func, types, args, kwargs)
+        self.recipes.remember(key, args, kwargs, found)
+        return found
+
+    def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Asks torch what an operation makes."""
         self._depth += 1
         try:
-            found = super().dispatch(func, types, args, kwargs or {})
+            found = super().dispatch(func, types, args, kwargs)
         except UnsupportedOperatorException:
             if func._schema.returns:
                 raise
@@ -44,7 +84,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         if not self._depth:  # what torch decomposes on the way is one operation
             self._see(found)
             if self.listener is not None:
-                self.listener(func, args, kwargs or {}, found)
+                self.listener(func, args, kwargs, found)
         return found
 
     def _see(self, found: Any) -> None:
@@ -67,12 +107,18 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         """Within the block the ledger hears of storages that change their size without an operation, and fake tensors count as
         plain ones and have addresses: torch gives all of them 0.
         """
-        resize, address, ledger = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, self.ledger
+        kind, ledger = torch.UntypedStorage, self.ledger
+        resize, address, refer = kind.resize_, kind.data_ptr, kind._weak_ref
 
         def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:
             found = resize(storage, num_bytes)
             ledger.resized(storage)
             return found
+
+        def referred(storage: torch.UntypedStorage) -> Any:
+            if storage.device.type == "meta":
+                ledger.ask(storage)
+            return refer(storage)
 
         def address_of(storage: torch.UntypedStorage) -> int:
             return ledger.address(storage) if storage.device.type == "meta" else address(storage)
@@ -84,13 +130,14 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
         changes = {
             (torch.UntypedStorage, "resize_"): resized,
             (torch.UntypedStorage, "data_ptr"): address_of,
+            (torch.UntypedStorage, "_weak_ref"): referred,
             (FakeTensor, "data_ptr"): address_in,
         }
         with ExitStack() as stack:
             stack.callback(PLAIN.discard, FakeTensor)
             PLAIN.add(FakeTensor)
-            for (kind, name), changed in changes.items():
-                stack.enter_context(patch.object(kind, name, changed))
+            for (owner, name), changed in changes.items():
+                stack.enter_context(patch.object(owner, name, changed))
             yield
 
     def of(self, value: Tensor) -> Tensor:

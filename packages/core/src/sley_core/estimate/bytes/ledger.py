@@ -54,11 +54,14 @@ class Ledger:
         self._live: dict[int, Piece] = {}
         self._addresses: dict[int, tuple[int, int]] = {}
         self._next_address = ALIGNMENT
+        self._asked: dict[int, int] = {}
         self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def see(self, tensor: Tensor) -> None:
         """Notes the memory of `tensor` unless it is known, and follows it from now on."""
+        if self._asked:
+            self.look()
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
@@ -72,6 +75,21 @@ class Ledger:
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._ignored[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def ask(self, storage: torch.UntypedStorage) -> None:
+        """From now on asks whether `storage` is alive, before memory comes: a weak reference of torch's own keeps the Python
+        object of a storage that is gone, so that nobody is told.
+        """
+        if storage._cdata not in self._asked:
+            self._asked[storage._cdata] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
+
+    def look(self) -> None:
+        """Notes those that are gone of whom nobody tells."""
+        for key, reference in list(self._asked.items()):
+            if torch.UntypedStorage._expired(reference):
+                del self._asked[key]
+                torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
+                self._gone(key, None)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that a storage that is followed may have another size now."""

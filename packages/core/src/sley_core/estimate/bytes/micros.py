@@ -34,6 +34,17 @@ def fewest_micros(lists: Lists, num_micros: int) -> int:
     return num_micros
 
 
+def least_micros(lists: Lists, num_micros: int) -> int:
+    """Returns the smallest number of micro-batches, up to `num_micros`, for which the schedule has a list."""
+    for fewer in range(1, num_micros):
+        try:
+            lists.training(fewer)
+        except SleyError:
+            continue
+        return fewer
+    return num_micros
+
+
 def _peaks(lists: Lists, num_micros: int) -> Peaks:
     positions = lists.placement.num_positions
     # A graph, a deferred weight gradient and a message of sizes whose sums do not meet.

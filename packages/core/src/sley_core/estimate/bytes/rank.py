@@ -26,7 +26,7 @@ from sley_core.errors import RunError
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.ledger import Ledger, Piece, Place
-from sley_core.estimate.bytes.micros import fewest_micros
+from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.memory.state import PARTS
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from sley_core.run import Run
 
 STEPS = 3
-"""Optimizer states come in the first; buckets lie in the order that it showed from the second on."""
+"""Optimizer states come in the first; buckets lie in the order that it showed from the second on. Both take as few
+micro-batches as the schedule allows.
+"""
 
 BATCHES = 2
 """The one that is trained on, and the one that the feed has ready."""
@@ -80,8 +82,9 @@ def rank_bytes(plan: Plan, rank: int, size: int) -> RankBytes:
         of_micros = plan.num_micros(run.topology)
         taken = fewest_micros(run.stepper.lists, of_micros)
         batch = micro_batch(plan, run.dataset)
-        for _ in range(STEPS):
-            take_step(run, [batch] * taken)
+        few = least_micros(run.stepper.lists, of_micros)
+        for num_micros in (*[few] * (STEPS - 1), taken):
+            take_step(run, [batch] * num_micros)
             _own(run, ledger)
         held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
         return _told(run, ledger, held, taken, of_micros)

@@ -1,0 +1,137 @@
+"""What an operation makes of tensors of known shapes, remembered: a model's layers do the same again and again.
+
+torch's own cache of fake results makes a thorough key of each call, which takes longer than all else. Here a call is known by
+operation, sizes, strides, offsets and types; what it made is new memory, a view of an argument, or an argument itself. Whatever
+is more than that is not remembered: results with numbers, arguments that are no fake tensors, changes of a tensor's own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_aten = torch.ops.aten
+_NEVER = {_aten._local_scalar_dense.default, _aten.resize_.default}
+
+
+class _UnknownError(Exception):
+    """The call is of no kind that is remembered."""
+
+
+class Recipes:
+    """Remembers what operations of `mode` make. num_used: how often that was enough."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[Hashable, Any] = {}
+        self.num_used = 0
+
+    def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
+        """Returns what a call is known by; None for one that is never remembered."""
+        if func in _NEVER or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
+            return None
+        try:
+            named = tuple((name, _key(value)) for name, value in kwargs.items()) if kwargs else ()
+            return func, tuple(map(_key, args)), named
+        except _UnknownError:
+            return None
+
+    def make(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Tensor]] | None:
+        """Returns the result of a call as it was before, and which tensors of it have new memory; None if it is not known."""
+        if key not in self._made:
+            return None
+        self.num_used += 1
+        given = _tensors(args, kwargs)
+        new: list[Tensor] = []
+        made = self._made[key]
+        results = [self._result(one, given, new) for one in made[1]]
+        return (made[0](results) if made[0] is not None else results[0]), new
+
+    def remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> None:
+        """Takes note of what a call made, if it can be made again."""
+        given = _tensors(args, kwargs)
+        kind = type(found) if isinstance(found, tuple | list) else None
+        try:
+            made = [_recipe(one, given) for one in (found if kind else [found])]
+        except _UnknownError:
+            return
+        places = [one.untyped_storage()._cdata for one in (found if kind else [found]) if isinstance(one, Tensor)]
+        news = [
+            place
+            for place, one in zip(places, [one for one in made if one is not None], strict=True)
+            if one[0] == "new"
+        ]
+        if kind in (None, tuple, list) and len(set(news)) == len(news):
+            self._made[key] = kind, made
+
+    def _result(self, made: Any, given: Sequence[FakeTensor], new: list[Tensor]) -> Any:
+        if made is None:
+            return None
+        kind, what, size, stride, dtype, device = made
+        if kind == "same":
+            return given[what]
+        elem = torch.empty_strided(
+            size if kind == "new" else (0,), stride if kind == "new" else (1,), dtype=dtype, device="meta"
+        )
+        if kind == "view":
+            at, offset = what
+            elem.set_(given[at].untyped_storage(), offset, size, stride)
+        fake = FakeTensor(self._mode, elem, device)
+        if kind == "new":
+            new.append(fake)
+        return fake
+
+
+def _key(value: Any) -> Hashable:
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.layout is not torch.strided:
+            raise _UnknownError
+        special = value.is_conj() or value.is_neg()
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, special
+    if kind is list or kind is tuple:
+        return kind, tuple(map(_key, value))
+    if kind in _PLAIN:
+        return kind, value
+    raise _UnknownError
+
+
+def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTensor]:
+    """Returns the fake tensors of a call in their order."""
+    found: list[FakeTensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, FakeTensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [each for each in value if isinstance(each, FakeTensor)]
+    return found
+
+
+def _recipe(found: Any, given: Sequence[FakeTensor]) -> Any:
+    """Returns how to make `found` again of arguments like `given`.
+
+    Raises _UnknownError for what is more than memory and a shape.
+    """
+    if found is None:
+        return None
+    if type(found) is not FakeTensor or found.constant is not None or found.layout is not torch.strided:
+        raise _UnknownError
+    if found.is_conj() or found.is_neg() or found.requires_grad:
+        raise _UnknownError
+    for at, one in enumerate(given):
+        if found is one:
+            return "same", at, None, None, None, None
+    place = found.untyped_storage()._cdata
+    size, stride, dtype, device = tuple(found.shape), found.stride(), found.dtype, found.fake_device
+    for at, one in enumerate(given):
+        if one.untyped_storage()._cdata == place:
+            return "view", (at, found.storage_offset()), size, stride, dtype, device
+    needed = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
+    if found.storage_offset() or found.untyped_storage().nbytes() != needed:
+        raise _UnknownError
+    return "new", None, size, stride, dtype, device
