@@ -37,7 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `sample(n)` keeps n cases, the first and others evenly spread; the rest are a campaign's."""
+    """Of a test marked `sample(n)` keeps n cases; the rest are a campaign's."""
     cases: dict[tuple[pytest.Item | None, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("campaign"):
@@ -46,7 +46,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = every[0].get_closest_marker("sample")
         assert marker is not None, every[0]
         (wanted,) = marker.args
-        kept = {at * len(every) // wanted for at in range(min(wanted, len(every)))}
+        kept = sample([set(item.callspec.indices.items()) for item in every], wanted)  # type: ignore[attr-defined]
         for at, item in enumerate(every):
             if at not in kept:
                 item.add_marker(pytest.mark.campaign)
+
+
+def sample(cases: list[set[tuple[str, int]]], wanted: int) -> set[int]:
+    """Which cases to keep: the first, then those with most values that none before has; of equals, the farthest from all kept.
+
+    cases: of each its parameters, by the number of their value. So each value comes as soon as `wanted` allows.
+    """
+    kept, seen = {0}, set(cases[0])
+    while len(kept) < min(wanted, len(cases)):
+        left = [at for at in range(len(cases)) if at not in kept]
+        best = max(left, key=lambda at: (len(cases[at] - seen), min(abs(at - other) for other in kept)))
+        kept.add(best)
+        seen |= cases[best]
+    return kept

@@ -20,7 +20,7 @@ from typing import IO
 import pytest
 
 from sley_core.testing.forked import ForkedProgram
-from sley_core.testing.processes import Process, assert_none_left, descendants, processes_with
+from sley_core.testing.processes import MARK, Process, assert_none_left, descendants, processes_with
 from sley_core.testing.ranks import Ranks
 from train_cli.main import main
 
@@ -157,7 +157,7 @@ class Program:
     def __init__(self, command: list[str], folder: Path, environ: dict[str, str], *, fresh: bool) -> None:
         """Starts `command`: unless `fresh`, `python -m module ...` is forked from a process that has imported torch."""
         self._mark = uuid.uuid4().hex
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **environ, "SLEY_TEST_PROGRAM": self._mark}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environ, MARK: self._mark}
         if command[:2] == [sys.executable, "-m"] and not fresh:
             self.process = ForkedProgram(command[2], command[3:], cwd=folder, env=env)
         else:
@@ -194,7 +194,7 @@ class Program:
         code = self.process.wait(limit_s)
         for reader in self._readers:
             reader.join(limit_s)
-        assert_none_left(lambda: processes_with("SLEY_TEST_PROGRAM", self._mark), within_s=5)
+        assert_none_left(lambda: processes_with(MARK, self._mark), within_s=5)
         return Result(code, self.out, self.err)
 
     def ranks(self) -> list[Process]:
@@ -202,7 +202,7 @@ class Program:
         return sorted(descendants(self.process.pid), key=lambda process: process.pid)
 
     def close(self) -> None:
-        left = [process.pid for process in processes_with("SLEY_TEST_PROGRAM", self._mark)]
+        left = [process.pid for process in processes_with(MARK, self._mark)]
         for pid in left if self.process.poll() is not None else (self.process.pid, *left):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -234,10 +234,10 @@ class Program:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Program]]:
-    """`start("run", path)` starts `python -m train_cli run path` in the folder, forked; the ranks that it starts are not.
+    """`start("run", path)` starts `python -m train_cli run path` in the folder, forked, as are the ranks that it starts.
 
-    launcher: what goes before `-m train_cli`. fresh: as a user's shell starts it, with an interpreter of its own. changes: what
-    follows a `--set` each; other names are variables of its environment.
+    launcher: what goes before `-m train_cli`. fresh: as a user's shell starts it, each process with an interpreter of its own.
+    changes: what follows a `--set` each; other names are variables of its environment.
     """
     programs: list[Program] = []
 

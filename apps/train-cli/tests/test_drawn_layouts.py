@@ -95,7 +95,7 @@ def drawn(draw: random.Random, world: int, folder: Path) -> tuple[Tables, Tables
 
 @pytest.mark.parametrize(
     ("world", "num_plans"),
-    [(4, 2), pytest.param(4, 30, marks=pytest.mark.campaign), pytest.param(8, 10, marks=pytest.mark.campaign)],
+    [(4, 1), pytest.param(4, 30, marks=pytest.mark.campaign), pytest.param(8, 10, marks=pytest.mark.campaign)],
 )
 def test_any_layout_equals_one_process(ranks, texts, world, num_plans):
     """Any sizes with any schedule, options and buckets."""

@@ -54,6 +54,25 @@ def test_one_line_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[2K" in stream.getvalue()
 
 
+@pytest.mark.parametrize("line", [True, False])
+def test_what_a_run_notes_is_shown_when_it_comes(monkeypatch: pytest.MonkeyPatch, line: bool) -> None:
+    """Once, and not what was said before the first step."""
+    monkeypatch.setenv("TERM", "xterm")
+    stream, notes = Terminal(), ["of before"]
+    with Reporter(3, 9, line=line, notes=notes, stream=stream) as reporter:
+        reporter(row(1))
+        notes.append("no [room] left")
+        reporter(row(2))
+        assert "no [room] left" in stream.getvalue()
+        notes.append("after the last step")
+    assert [stream.getvalue().count(note) for note in ("of before", "no [room] left", "after the last step")] == [
+        0,
+        1,
+        1,
+    ]
+    assert reporter.new_notes == notes[1:]
+
+
 class Broken(Terminal):
     def write(self, text: str) -> int:
         raise BrokenPipeError("the pipe is closed")

@@ -19,6 +19,7 @@ Start = Callable[..., Any]
 
 ALONE = ("parallel.dp=1", "run.steps=6")
 EVERY = 'checkpoint={every_steps=2, mode="sync"}'
+EVERY_KEPT = 'checkpoint={every_steps=2, mode="sync", keep=9}'
 
 
 def rows(folder: Path, name: str = "small") -> list[dict[str, float]]:
@@ -73,6 +74,51 @@ def test_a_path_begins_a_run_of_another_name(cli: Cli, plan: Path, folder: Path,
     other = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='other'"])
     assert other.code == 0, other.err
     assert rows(folder, "other") == in_one_go[4:]
+
+
+def test_a_run_that_began_at_a_path_goes_on_from_its_own(cli: Cli, plan: Path, folder: Path, in_one_go: Any) -> None:
+    """By `auto`, and where it is started again with the path still in its command: from its newest, or from the path while it
+    has none.
+    """
+    assert cli("run", plan, changes=[*ALONE, EVERY_KEPT]).code == 0
+    path = folder / "runs/small/checkpoints/step-00000002"
+    changes = [*ALONE, "run.name='other'", "learning_rate.use='core.constant'"]
+    assert cli("run", plan, "--resume", path, changes=[*changes, "run.steps=3"]).code == 0
+    again = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", EVERY])
+    assert again.code == 0, again.err
+    assert f"going on after step 2 of 5, from {path}" in again.err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_RESTART_COUNT", "1")
+        again = cli("run", plan, "--resume", path, changes=[*changes, EVERY])
+    assert again.code == 0, again.err
+    assert f"going on after step 4 of 6, from {folder / 'runs/other/checkpoints/step-00000004'}" in again.err
+    assert rows(folder, "other") == in_one_go[2:]
+
+
+@pytest.mark.parametrize("is_noted", [True, False], ids=["after it had loaded", "before it had loaded"])
+def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
+    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_noted: bool
+) -> None:
+    """Its checkpoints of before are newer by their steps, and are not what it has come to."""
+    assert cli("run", plan, changes=[*ALONE, EVERY_KEPT]).code == 0
+    own = folder / "runs/small/checkpoints"
+    back = own / "step-00000002"
+    if is_noted:
+        assert (
+            cli(
+                "run", plan, "--resume", back, changes=[*ALONE, "run.steps=3", "learning_rate.use='core.constant'"]
+            ).code
+            == 0
+        )
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    saves = 'checkpoint={every_steps=3, keep=1, mode="sync"}'
+    again = cli(
+        "run", plan, "--resume", back, changes=[*ALONE, "run.steps=5", saves, "learning_rate.use='core.constant'"]
+    )
+    assert again.code == 0, again.err
+    assert f"going on after step 2 of 5, from {back}" in again.err
+    assert [path.name for path in own.iterdir()] == ["step-00000003-1"], "what is kept is what was saved last"
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(cli: Cli, plan: Path, folder: Path) -> None:

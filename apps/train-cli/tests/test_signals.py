@@ -68,6 +68,40 @@ def test_the_step_is_finished(start: Start, plan: Path, folder: Path, dp: int, n
     assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
 
 
+SAVES_SLOWLY = """
+    import time
+    from torch import nn
+    from sley_core.run import Run
+    from train_cli import stopping
+
+    stopping.TERMINATED_S = 0.3
+    plain = Run.save_weights
+
+    def slowly(run, *arguments, **options):
+        time.sleep(1)
+        plain(run, *arguments, **options)
+
+    Run.save_weights = slowly
+
+    class Embed(nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    def layers():
+        return [Embed(256, 256)]
+"""
+
+
+def test_final_weights_that_take_longer_than_a_step_may_are_kept(
+    start: Start, own_model: Callable[[str], Path], folder: Path
+) -> None:
+    program = start("run", own_model(SAVES_SLOWLY), *LONG, "--set", "parallel.dp=1")
+    program.wait_for("step 3/")
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.finish(40).code == 143
+    assert WeightFiles(folder / "runs" / "small" / "weights").names
+
+
 def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, folder: Path) -> None:
     """Which tells the launcher and its ranks alike."""
     program = start("run", plan, *LONG, launcher=("nohup", sys.executable))

@@ -117,6 +117,20 @@ def test_a_terminated_process_ends_within_its_limit() -> None:
     assert run(HANGS, signal.SIGINT, signal.SIGTERM)[0] == 130
 
 
+def test_a_second_sigterm_lets_it_hurry() -> None:
+    """As from a launcher of which a rank has failed; not one that came with the first, to a whole job."""
+    body = """
+    stopping.HURRY_S, stopping.TOGETHER_S = 0.2, {together}
+    with stopping.Stopping(terminated_s=1.0) as rank:
+        rank.working(lambda: asked.append(time.monotonic()))
+        stopping.end_workers = lambda: print(time.monotonic() - asked[0] < 0.9)
+        print("ready")
+        time.sleep(3600)
+    """
+    assert run(body.format(together=0.05), signal.SIGTERM, signal.SIGTERM) == (143, "True\n")
+    assert run(body.format(together=0.5), signal.SIGTERM, signal.SIGTERM) == (143, "False\n")
+
+
 WORKER = """
     import multiprocessing
     fork = multiprocessing.get_context("fork")

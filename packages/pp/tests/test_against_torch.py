@@ -54,6 +54,7 @@ def makespan(lists: Lists, placement: Placement, micros: int, link: float = 0.0)
     return simulate(lower(lists, placement, micros), placement, costs).timeline.makespan_s
 
 
+@pytest.mark.sample(16)
 @sizes
 def test_gpipe_is_the_same(stages, micros):
     assert gpipe(stages, 1, micros) == stock_lists(stock.ScheduleGPipe, stages, 1, micros)
@@ -71,6 +72,7 @@ def test_1f1b_is_the_same_but_for_the_numbers_of_its_last_stage(stages, micros):
     assert slipped == theirs[-1]
 
 
+@pytest.mark.sample(16)
 @equal_rounds
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_interleaved_is_the_same_where_torch_has_it(stages, micros, chunks):
@@ -78,6 +80,7 @@ def test_interleaved_is_the_same_where_torch_has_it(stages, micros, chunks):
     assert interleaved(stages, chunks, micros) == theirs
 
 
+@pytest.mark.sample(16)
 @equal_rounds
 def test_zero_bubble_h1_is_the_same(stages, micros):
     """With M < P too, but for the place of weight gradients that nobody waits for."""
@@ -90,6 +93,7 @@ def test_zero_bubble_h1_is_the_same(stages, micros):
     assert ours == theirs or micros < stages
 
 
+@pytest.mark.sample(16)
 @sizes
 def test_zero_bubble_v_has_the_same_pattern_and_fills_it_better(stages, micros):
     """Weight gradients may stand elsewhere: with M < 2P - 1 torch computes them at once, while others wait for this stage."""

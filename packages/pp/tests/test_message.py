@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sley_core.api.comm import Device
 from sley_pp.config import MessagesConfig
 from sley_pp.lending import Lending
 from sley_pp.message import Message, num_bytes_of
@@ -17,6 +18,7 @@ from sley_pp.pool import Messages
 
 LAYOUT = ((torch.float64, (4, 4)), (torch.float32, (3,)))
 CPU = torch.device("cpu")
+HOST = Device(CPU)
 
 WAYS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda tensor: tensor,
@@ -39,7 +41,7 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_has_a_message_keeps_its_memory(way: str, apart: bool) -> None:
     """And the memory is free again without it: once more, and after another layout."""
-    pool = Lending(Messages(MessagesConfig()), CPU, apart=apart)
+    pool = Lending(Messages(MessagesConfig()), HOST, apart=apart)
     message = pool.lease(LAYOUT)
     for layout in (LAYOUT, LAYOUT, LAYOUT[:1], LAYOUT):
         message.lay(layout)
@@ -51,7 +53,7 @@ def test_whoever_has_a_message_keeps_its_memory(way: str, apart: bool) -> None:
 
 
 def test_a_pool_leases_nothing_that_a_layer_has_by_its_storage() -> None:
-    pool = Lending(Messages(MessagesConfig()), CPU, apart=False)
+    pool = Lending(Messages(MessagesConfig()), HOST, apart=False)
     message = pool.lease(LAYOUT)
     message.tensors[0].fill_(3.0)
     storage = message.lent()[0].untyped_storage()
@@ -69,7 +71,7 @@ def test_a_message_that_is_too_short_is_noticed() -> None:
     """Gloo takes it, and leaves what was there before, be it the same message of the step before."""
     size = num_bytes_of(LAYOUT, apart=False)
     places = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
-    sent, came = (Message(place, LAYOUT, apart=False) for place in places)
+    sent, came = (Message(place, LAYOUT, HOST, apart=False) for place in places)
     for step, num_bytes, is_whole in ((1, size, True), (2, size // 2, False), (3, size - 1, False), (4, size, True)):
         sent.write_head(step, 0, b"")
         sent.tensors[-1].fill_(step)
@@ -83,7 +85,7 @@ def test_a_message_that_is_too_short_is_noticed() -> None:
 
 def test_lent_tensors_are_let_go_together() -> None:
     memory = torch.empty(num_bytes_of(LAYOUT, apart=False), dtype=torch.uint8)
-    message = Message(memory, LAYOUT, apart=False)
+    message = Message(memory, LAYOUT, HOST, apart=False)
     first, second = message.lent()
     del first
     assert message.is_shared
@@ -95,7 +97,7 @@ def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
     """A pool may lend views of one storage, and who had it before may have kept one: that comes and goes as it likes."""
     memory = torch.empty(2 * num_bytes_of(LAYOUT, apart=False), dtype=torch.uint8)
     stale = [memory[:100]]
-    message = Message(memory[: len(memory) // 2], LAYOUT, apart=False)
+    message = Message(memory[: len(memory) // 2], LAYOUT, HOST, apart=False)
     kept = message.lent()
     stale.clear()
     assert message.is_shared
@@ -106,7 +108,7 @@ def test_what_others_have_of_the_memory_is_no_user_of_the_message() -> None:
 
 def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> None:
     pool = Messages(MessagesConfig())
-    lending = Lending(pool, CPU, apart=False)
+    lending = Lending(pool, HOST, apart=False)
     message = lending.lease(LAYOUT)
     lending.give_back(message)
     assert lending.lease(LAYOUT) is message
@@ -122,7 +124,7 @@ def test_a_message_is_laid_out_once_and_does_not_keep_what_the_pool_frees() -> N
 def test_a_buffer_whose_lease_is_lost_is_not_lent_again() -> None:
     """A failed step forgets what it was receiving; gloo may still write there."""
     pool = Messages(MessagesConfig())
-    lending = Lending(pool, CPU, apart=False)
+    lending = Lending(pool, HOST, apart=False)
     lost = lending.lease(LAYOUT).tensors[0]
     assert lending.lease(LAYOUT).tensors[0].data_ptr() != lost.data_ptr()
     assert pool.num_allocations == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+
 from sley_core.testing.schedule_contract import ScheduleContract
 from sley_pp.schedules.interleaved import round_sizes
 
@@ -41,3 +43,14 @@ class TestZeroBubbleV(ScheduleContract):
 
     def most_held(self, stage: int, stages: int, micros: int) -> int:
         return 2 * min(stages, micros)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "test", [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_" not in name]
+)
+@pytest.mark.parametrize("schedule", [TestGPipe, TestOneFOneB, TestInterleaved, TestZeroBubbleH1, TestZeroBubbleV])
+def test_many_sizes(schedule: type[ScheduleContract], test: str) -> None:
+    contract = schedule()
+    contract.num_draws = 400  # type: ignore[misc]  # of this one alone
+    getattr(contract, test)()

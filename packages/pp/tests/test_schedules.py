@@ -77,6 +77,7 @@ def test_a_number_of_chunks_that_a_schedule_cannot_have_is_refused(generate, chu
 # -- how long ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(16)
 @sizes
 def test_1f1b_and_gpipe_wait_for_one_forward_and_backward_per_other_stage(stages, micros):
     for name in ("gpipe", "one_f_one_b"):
@@ -84,6 +85,7 @@ def test_1f1b_and_gpipe_wait_for_one_forward_and_backward_per_other_stage(stages
             assert bubble(SCHEDULES[name], stages, micros, f=f, d=d, w=w) == pytest.approx((stages - 1) * (f + d + w))
 
 
+@pytest.mark.sample(16)
 @sizes
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_chunks_divide_the_bubble_unless_a_round_is_shorter_than_the_pipeline(stages, micros, chunks):
@@ -92,6 +94,7 @@ def test_chunks_divide_the_bubble_unless_a_round_is_shorter_than_the_pipeline(st
     assert bubble(SCHEDULES[f"interleaved {chunks}"], stages, micros) == 3 * (stages - 1 + waits)
 
 
+@pytest.mark.sample(16)
 @sizes
 def test_zero_bubble_h1_waits_a_third_of_1f1b(stages, micros):
     """Of which M < P leaves more, and nothing could leave less: P + M forwards and M + P gradients stand in a row."""
@@ -106,6 +109,7 @@ def test_zero_bubble_h1_has_the_bubble_of_its_paper(stages, f, d, w):
     assert found == pytest.approx((stages - 1) * (f + d - w))
 
 
+@pytest.mark.sample(16)
 @sizes
 def test_zero_bubble_v_waits_for_the_start_alone_if_there_are_as_many_micro_batches_as_stages(stages, micros):
     """The last stage begins P - 1 actions late; with M < P samples a stage waits for its gradients as well."""

@@ -1,10 +1,11 @@
 """Elastic's agent, with an end of the ranks that tells what it found: who had to be killed, and in what state.
 
-    a rank fails ──> SIGTERM to the others ── all gone ──> result
-                          └── 10 s ──> what is still there is noted in `silent`, and killed
+    a rank fails ──> SIGTERM to the others ──> and again ── all gone ──> result
+                                                └── 10 s ──> what is still there is noted in `silent`, and killed
 
-A rank of ours is gone 8 s after SIGTERM unless it cannot run at all. Elastic alone waits 30 s, and versions of torch differ in
-whether that can be changed; it is done here, so that all of them end alike.
+A rank of ours is gone then unless it cannot run at all. Where the user asked the run to stop, ranks may save what they have,
+and the second SIGTERM, which lets them hurry, is left out. Elastic alone waits 30 s, and versions of torch differ in whether
+that can be changed; it is done here, so that all of them end alike.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
+from train_cli.stopping import HURRY_S
+
 MORE_S = 2
 """Between SIGTERM and SIGKILL, beyond what a rank gives itself."""
+
+AGAIN_S = 1.5
+"""Between two SIGTERMs that a rank takes for two."""
 
 _POLL_S = 0.05
 _STATES = {
@@ -37,14 +43,15 @@ _STATES = {
 class Agent(LocalElasticAgent):
     """Elastic's agent for the ranks of `spec`.
 
-    silent: after the run, the state of each rank that SIGTERM did not end. watch: called several times a second. terminated_s:
-    how long a rank gives itself after SIGTERM.
+    silent: after the run, the state of each rank that SIGTERM did not end. is_asked: set when the user has asked the run to
+    stop. watch: called several times a second. terminated_s: how long a rank gives itself after SIGTERM.
     """
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: Callable[[], None], terminated_s: float) -> None:
         self._grace_s = round(terminated_s) + MORE_S
         super().__init__(spec, logs, exit_barrier_timeout=self._grace_s)
         self.silent: dict[int, str] = {}
+        self.is_asked = False
         self._watch = watch
         self._started: list[int] = []
 
@@ -75,11 +82,20 @@ class Agent(LocalElasticAgent):
     def _end(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         """Ends all ranks: a signal, then SIGKILL after a while for those still alive, whose states go to `silent`."""
         send(self._alive().values(), signal.SIGTERM if death_sig is None else death_sig)
-        deadline = time.monotonic() + self._grace_s
-        while (alive := self._alive()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        if self.is_asked:
+            alive = self._wait(self._grace_s)
+        elif alive := self._wait(AGAIN_S):
+            send(alive.values(), signal.SIGTERM)
+            alive = self._wait(HURRY_S + MORE_S)
         self.silent.update({rank: state_of(pid) for rank, pid in alive.items()})
         self._close(signal.SIGKILL, self._grace_s)
+
+    def _wait(self, seconds: float) -> dict[int, int]:
+        """Waits for the ranks to end; returns the process id of each rank that has not."""
+        deadline = time.monotonic() + seconds
+        while (alive := self._alive()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return alive
 
     def _alive(self) -> dict[int, int]:
         """Returns the process id of each rank that has not ended, without waiting."""

@@ -15,8 +15,13 @@ from train_cli.options import MessageFormat
 COMMANDS = {
     "run": "Train as the plan says.",
     "check": "Find every mistake of one or more plans.",
+    "verify": "Compare a plan's layout with one process.",
     "show": "Show the resolved plan, ranks and groups.",
+    "sample": "Let a run's model go on with a text.",
+    "eval": "Print the held-out loss of a run's weights.",
+    "estimate": "Say how much memory each stage needs.",
     "export": "Write a run's weights for other programs.",
+    "new": "Write a plugin package to start from.",
     "calibrate": "Measure this machine, for estimates of seconds.",
     "plugins": "List installed plugins, records and their options.",
     "needs": "Print what to pip install for a plan.",

@@ -161,6 +161,7 @@ class _Signals:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(codes().get(number, EXIT_TERMINATED))
         if self.first is None:
             self.first = signal.Signals(number)
+            self.agent.is_asked = True
             self._heard = self._reminded = time.monotonic()
             self._say(HEARD)
             # A rank has no terminal to lose; what ends it in order is SIGTERM.

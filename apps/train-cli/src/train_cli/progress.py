@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TextIO
@@ -29,30 +29,48 @@ def draws_line(stream: TextIO, *, wanted: bool = True) -> bool:
 class Reporter(AbstractContextManager["Reporter"]):
     """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`.
 
-    line: redraw one line; otherwise print a line every `log_every`-th step and at the last. lost: why and since which
-    step nothing is shown, if writing to the stream failed.
+    line: redraw one line; otherwise print a line every `log_every`-th step and at the last. notes: of the run, which adds to
+    them; those that come are shown. lost: why and since which step nothing is shown, if writing to the stream failed.
     """
 
-    def __init__(self, num_steps: int, log_every: int, *, line: bool, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, num_steps: int, log_every: int, *, line: bool, notes: Sequence[str] = (), stream: TextIO | None = None
+    ) -> None:
         self._num_steps = num_steps
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
         self._clock = _Clock(num_steps)
         self.lost: str | None = None
+        self._notes = notes
+        self._num_before = self._num_told = len(notes)
         self._line = _Line(num_steps, self._stream) if line else None
 
     def __call__(self, row: Row) -> None:
         """Shows the row of one step."""
         step = int(row["step"])
         self._clock.saw(step)
+        self._tell(step)
         if self._line is not None:
             self._write(step, partial(self._line.draw, step, self._text(row)))
         elif step % self._log_every == 0 or step == self._num_steps:
             self._write(step, partial(print, self._text(row), file=self._stream, flush=True))
 
+    @property
+    def new_notes(self) -> list[str]:
+        """What the run has noted since it began."""
+        return list(self._notes[self._num_before :])
+
     def __exit__(self, *_: object) -> None:
+        self._tell(self._num_steps)
         if self._line is not None:
             self._write(self._num_steps, self._line.close)
+
+    def _tell(self, step: int) -> None:
+        """Shows the notes that have come."""
+        for note in self._notes[self._num_told :]:
+            self._num_told += 1
+            show = partial(print, file=self._stream, flush=True) if self._line is None else self._line.tell
+            self._write(step, partial(show, note))
 
     def _write(self, step: int, show: Callable[[], None]) -> None:
         """Calls `show`; a write error, from a closed pipe or a full disk, ends the progress display and not the run."""
@@ -120,6 +138,10 @@ class _Line:
         if time.monotonic() - self._drawn > _REDRAW_S or step == self._num_steps:
             self._drawn = time.monotonic()
             self._progress.refresh()
+
+    def tell(self, text: str) -> None:
+        """Prints `text` above the line."""
+        self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         """Removes the line."""

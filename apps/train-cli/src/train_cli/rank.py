@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import platform
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,20 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
     resume: from which checkpoint to go on; None begins at the first step. line: whether rank 0 redraws one line of progress.
     verbose: whether it prints the counts of the run's parts at the end.
     """
+
+    def work(run: Run, stopping: Stopping) -> None:
+        run.notes.extend(load(run, folder, resume))
+        _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
+
+    return on_rank(plan, folder, work, writes=True)
+
+
+def on_rank(plan: Plan, folder: Path, work: Callable[[Run, Stopping], None], *, writes: bool = False) -> int:
+    """Joins the world, assembles the run, calls `work` and leaves. Returns the exit code, or raises the error.
+
+    folder: gets the report of what this rank did, if it fails; and, if `writes`, all that the plan's run writes. work: tells
+    `stopping` when signals are to stop the run.
+    """
     gc.freeze()  # the modules: to look through them takes half a second, each time
     gc.enable()
     with ExitStack() as stack:
@@ -48,9 +63,8 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
         try:
             world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
             joined.append(world)
-            run = stack.enter_context(assemble(plan, world, folder=folder))
-            run.notes.extend(load(run, resume))
-            _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
+            run = stack.enter_context(assemble(plan, world, folder=folder if writes else None))
+            work(run, stopping)
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.located(error)
@@ -90,7 +104,7 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"
-    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line)
+    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
     try:
         say("\n".join((opening(_facts(run), run.plan, _memory(run)), *run.notes)))
         with reporter:
@@ -117,7 +131,7 @@ def _keep_weights(run: Run, folder: Path) -> Path | None:
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
     """Writes `summary.json`, unless no step was done, and returns its content."""
-    notes = [reporter.lost] if reporter.lost else []
+    notes = [*reporter.new_notes, *([reporter.lost] if reporter.lost else [])]
     content = summary(_facts(run), outcome, totals, run.counts, run.memory.bytes, notes)
     if totals.steps:
         write_summary(folder, content)

@@ -1,15 +1,25 @@
-"""Going on with a run: in which folder, from which step, and what the user is told."""
+"""Going on with a run: in which folder, from which step, and what the user is told.
+
+--resume PATH ──> begins at PATH, and notes it in the folder ──> checkpoints of its own
+                       └── started again, or --resume auto ─────> the newest of these, or PATH where there is none yet
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sley_core.errors import RunError
+from sley_core.metrics.json_text import write_whole
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import RunTotals
-from train_cli.run_folder import run_folder
+from sley_core.plan.factory import cause
+from train_cli.run_folder import ORIGIN, run_folder
 
 if TYPE_CHECKING:
+    from sley_core.checkpoint.choosing import Origin
     from sley_core.checkpoint.loading import Restored
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
@@ -18,19 +28,54 @@ AUTO = "auto"
 """The newest checkpoint of the run itself; none of a run that has not written one."""
 
 
+def is_again() -> bool:
+    """Returns whether torchrun or SLURM has started this run again."""
+    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count != "0" for count in restarts)
+
+
 def goes_on(plan: Plan, resume: str | None) -> bool:
     """Returns whether the run goes on in its own folder, and does not begin in a new one from another run's checkpoint."""
     if resume is None or resume == AUTO:
         return resume == AUTO
-    return Path(resume).resolve().is_relative_to(run_folder(plan).resolve())
+    return is_again() or Path(resume).resolve().is_relative_to(run_folder(plan).resolve())
 
 
-def load(run: Run, resume: str | None) -> list[str]:
-    """Brings `run` to where `resume` says, None for the beginning; returns lines for the user. All ranks call it."""
+def load(run: Run, folder: Path, resume: str | None) -> list[str]:
+    """Brings `run` to where `resume` says, None for the beginning; returns lines for the user. All ranks call it.
+
+    A run that is started again goes on from its own newest checkpoint, not from the one at which it began.
+    """
     if resume is None:
         return []
-    found = run.load_checkpoint(resume)
-    return ["no checkpoint yet: it begins at the first step"] if found is None else list(_lines(run, found))
+    is_first = run.world.rank == 0
+    begins = resume != AUTO and not is_again()
+    if begins and is_first:
+        (folder / ORIGIN).unlink(missing_ok=True)
+    origin = _origin(folder, resume) if is_first and not begins else None
+    found = run.load_checkpoint(resume if begins else AUTO, origin)
+    if found is None:
+        return ["no checkpoint yet: it begins at the first step"]
+    if is_first and found.origin is not None:
+        noted = {"path": found.origin.path, "before": sorted(found.origin.before or ())}
+        write_whole(folder / ORIGIN, json.dumps(noted))
+    return list(_lines(run, found))
+
+
+def _origin(folder: Path, resume: str) -> Origin | None:
+    """Returns where the run in `folder` began, if it began at a checkpoint. resume: as the user has given it."""
+    from sley_core.checkpoint.choosing import Origin
+
+    path = folder / ORIGIN
+    try:
+        noted = json.loads(path.read_text("utf-8"))
+        return Origin(noted["path"], frozenset(noted["before"]))
+    except FileNotFoundError:
+        # It was ended before it had loaded what the user has named, and so before it could save anything.
+        return None if resume == AUTO else Origin(resume, None)
+    except (ValueError, KeyError, TypeError) as error:
+        hint = "name the checkpoint to go on from"
+        raise RunError("origin", f"`{path}` does not say where the run began: {cause(error)}", hint=hint) from error
 
 
 def totals(run: Run, folder: Path, resume: str | None) -> RunTotals:

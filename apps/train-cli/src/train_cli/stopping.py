@@ -3,7 +3,8 @@
     working ── first SIGINT ──> run.stop(): the step is finished ── the loop returned ──> tearing down, 10 s at most
         │                              ├── still in the step ──> a line every 10 s
         │                              └── second SIGINT ──> gone at once
-        └── SIGTERM ──> run.stop(), and gone after 8 s whatever happens: peers may be dead, and a collective may hang
+        └── SIGTERM ──> run.stop(), and gone after 25 s whatever happens, 8 s where nothing is to be saved
+                  └── SIGTERM again ──> gone after 6 s: peers are dead, and a collective may hang
 
 SIGHUP, a terminal that was closed, is SIGTERM with another exit code; not where it is ignored, as under `nohup`.
 
@@ -31,11 +32,14 @@ if TYPE_CHECKING:
 TEAR_DOWN_S = 10.0
 TERMINATED_S = 8.0
 SAVING_S = 25.0
-"""As `TERMINATED_S`, of a run that saves itself when it is asked to stop; torchrun kills after 30 s."""
+"""As `TERMINATED_S`, of a run that saves itself or its weights when it is asked to stop; torchrun kills after 30 s."""
+
+HURRY_S = 6.0
+"""From a second SIGTERM on: whoever sends it waits no longer, as a launcher of which a rank has failed."""
 
 REMIND_S = 10.0
 TOGETHER_S = 1.0
-"""Within this time a second SIGINT counts as the first: an interrupt of a job reaches a rank directly and by its launcher."""
+"""Within this time a second signal counts as the first: an interrupt of a job reaches a rank directly and by its launcher."""
 
 HEARD = "stopping after this step; Ctrl-C again stops at once"
 STILL = "still in this step after {:.0f} s; Ctrl-C again stops at once"
@@ -58,7 +62,8 @@ class Terminated(BaseException):
 
 def terminated_s(plan: Plan) -> float:
     """Returns the seconds after which a rank of `plan` that got SIGTERM has ended: it finishes its step, and may save."""
-    return SAVING_S if plan.checkpoint is not None and plan.checkpoint.on_interrupt else TERMINATED_S
+    saves = plan.run.final_weights != "none" or (plan.checkpoint is not None and plan.checkpoint.on_interrupt)
+    return SAVING_S if saves else TERMINATED_S
 
 
 def codes() -> dict[int, int]:
@@ -90,6 +95,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         self._stop: Callable[[], None] | None = None
         self._first: int | None = None
         self._heard_at = 0.0
+        self._terminated_at: float | None = None
         self._is_working = False
         self._deadline: float | None = None
         self._deadline_code = 0
@@ -196,7 +202,10 @@ class Stopping(AbstractContextManager["Stopping"]):
         elif number == signal.SIGINT and (self._say is not None or now - self._heard_at > TOGETHER_S):
             _leave(code)
         if number != signal.SIGINT:
-            self._limit(self._terminated_s, self.exit_code or code)
+            if self._terminated_at is None:
+                self._terminated_at = now
+            is_again = now - self._terminated_at > TOGETHER_S
+            self._limit(HURRY_S if is_again else self._terminated_s, self.exit_code or code)
 
     def _limit(self, seconds: float, code: int) -> None:
         deadline = time.monotonic() + seconds

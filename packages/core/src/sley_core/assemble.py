@@ -30,6 +30,7 @@ from sley_core.engine.direct import accumulate_directly
 from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
+from sley_core.engine.foretold import Foretold, foretold
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.layout import by_reduce_group, loose
 from sley_core.engine.left_over import refuse_left_over
@@ -53,6 +54,7 @@ from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
 from sley_core.losses.parameters import check_no_parameters
 from sley_core.memory.assemble import memory_of, move_numbers
+from sley_core.model.imagine import imagine
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.plan.check import check_plan
@@ -84,7 +86,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
     """Returns the run of `plan` on this rank of `world`; every rank calls it, and it communicates.
 
     folder: where rank 0's metrics writers and every rank's profiler write; if it is None (on all ranks alike) nothing
-    is written. In a fake world nothing is allocated and no data is read: the run can be inspected, not stepped.
+    is written. In a fake world nothing is allocated and no data is read; on meta the run can be inspected, not stepped.
 
     Raises PlanError for all that the plan's checks find, RunError if ranks disagree; then the model has no patches.
     """
@@ -100,7 +102,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     """Does as `assemble`. undo: collects what detaches each part from the model; the run closes it."""
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
-    if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu":
+    if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu" and not world.is_fake:
         keep_freed_memory()
     topology = plan.topology(world.size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
@@ -109,6 +111,9 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     costs, notes = layer_costs_of(plan, world, model)
     stage = stage_of(plan, topology, world.rank, model, costs)
     groups = join(plan, world, topology, model, stage, dataset)
+    announced = None
+    if world.is_fake and world.device.is_real and topology.pp > 1:
+        announced = foretold(plan, stage, dataset, dtypes(plan)[0])
     _attach_attention(plan, groups, model, undo)
     communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
     if communicator is not None:
@@ -119,14 +124,17 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     if plan.parallel.reduction == "canonical":
         check_model(stage.stages, model.per_rank_buffers)
     book = ParameterBook(stage.chunks, stage.stages, shards)
-    _materialize(plan, world, model, stage, shards)
-    parts = make_parts(plan, world, topology, groups, stage.layers, book)
+    if world.is_fake:
+        cut_on_meta(stage.layers, shards)
+    with world.device.in_use():
+        _materialize(plan, world, model, stage, shards)
+        parts = make_parts(plan, world, topology, groups, stage.layers, book, announced)
+        numbers = move_numbers(plan, parts)
+        stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
+        samples = samples_of(plan, parts, model, dataset, stepper)
+        memory = memory_of(plan, parts, stepper, numbers, undo)
     if parts.store.canonical is not None:
         notes.append(cost_note(parts, plan.num_micros(topology)))
-    numbers = move_numbers(plan, parts)
-    stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
-    samples = samples_of(plan, parts, model, dataset, stepper)
-    memory = memory_of(plan, parts, stepper, numbers, undo)
     if not world.is_fake:
         refuse_left_over(model, stage.layers)  # from here on nobody looks at layers of other ranks
     return Run(
@@ -151,9 +159,11 @@ def _attach_attention(plan: Plan, groups: Groups, model: Model, undo: ExitStack)
 
 
 def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> None:
-    """Gives this rank's layers memory and first values; in a fake world only the shapes of their shards."""
+    """Gives this rank's layers memory and first values; in a fake world none, where layers are cut already."""
+    if not world.device.is_real:
+        return
     if world.is_fake:
-        cut_on_meta(stage.layers, shards)
+        imagine(stage.layers, dtype=dtypes(plan)[1], device=world.device.torch_device)
         return
     materialize(
         model.layers,
@@ -167,7 +177,13 @@ def _materialize(plan: Plan, world: World, model: Model, stage: Stage, shards: S
 
 
 def make_parts(
-    plan: Plan, world: World, topology: Topology, groups: Groups, layers: Sequence[Layer], book: ParameterBook
+    plan: Plan,
+    world: World,
+    topology: Topology,
+    groups: Groups,
+    layers: Sequence[Layer],
+    book: ParameterBook,
+    announced: Foretold | None = None,
 ) -> Parts:
     """Returns what plugins are attached to; the gradient store has no buffers if no rank shares this one's weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
@@ -190,6 +206,7 @@ def make_parts(
         WeightQueue(),
         StepNumbers(groups),
         pool=Pools(plan),
+        foretold=announced,
     )
 
 
@@ -226,15 +243,15 @@ def _stepper(
     policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     policy.attach(parts)
     undo.callback(policy.detach)
-    if not parts.world.is_fake:
-        parts.numbers.agree()
+    parts.numbers.agree()
     standing = parts.groups.progress.standing = parts.store.state.standing
     caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits, standing)
     fields = sliced_info(info, topology.sp).fields
     is_additive = (
         isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
     )  # core's own: a sum over positions
-    over_positions = OverPositions(loss, fields) if topology.sp > 1 and not is_additive else None
+    asks = topology.sp > 1 and not is_additive and not parts.world.is_fake
+    over_positions = OverPositions(loss, fields) if asks else None
     is_canonical = parts.store.canonical is not None
     executor = Executor(
         stage.chunks,

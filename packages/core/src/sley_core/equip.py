@@ -50,7 +50,7 @@ def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, step
         weighs_micros=parts.store.canonical is not None,
     )
     samples = Samples(dataset, splitter, Meter.of(parts, model.layers, dataset.info))
-    if parts.world.is_fake:
+    if parts.world.is_fake:  # steps are given their samples
         return samples
     rows = rows_of(plan.batch.global_size, parts)
     config: Any = plan.data.config

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.checkpoint.checkpoints import Checkpoints
+    from sley_core.checkpoint.choosing import Origin
     from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
@@ -205,18 +206,19 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         return self._checkpoints.save(path, self.num_steps_done)
 
-    def load_checkpoint(self, path: str | Path) -> Restored | None:
+    def load_checkpoint(self, path: str | Path, origin: Origin | None = None) -> Restored | None:
         """Goes on where a checkpoint was written, in this layout or another: weights, masters, optimizer states, buffers, loss
         scale, position in the data, steps done. All ranks call it, between two steps.
 
         path: of a checkpoint; or of a folder of several, or "auto" for the run's own, of which the newest whole one is taken.
+        origin: for "auto", where the run began if that was at a checkpoint (`Restored.origin` on rank 0).
         Returns what was loaded; None for "auto" where there is none yet. Rows of later steps leave the metrics. Raises RunError
-        on all ranks alike: `no-checkpoint`, `checkpoint-damaged`, and `checkpoint-mismatch` for another model's or optimizer's;
-        PlanError `resume-differs` for a run of other data, loss or seed. Then nothing has changed.
+        on all ranks alike, with nothing changed: `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch` for another
+        model's or optimizer's; PlanError `resume-differs` for a run of other data, loss or seed.
         """
         self._settle()
         self.memory.require("loading a checkpoint", TO_RESTORE)
-        found, steps = self._checkpoints.load(path)
+        found, steps = self._checkpoints.load(path, origin)
         if found is not None:
             self.loop.go_on(steps)
         self.outputs.rewind(self.num_steps_done)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.checkpoint import read
+from sley_core.checkpoint.reader import Checkpoint
 from sley_core.checkpoint.rectangles import all_of, rectangles
 from sley_core.checkpoint.regions import Region
 from sley_core.checkpoint.trees import joined, leaves
@@ -142,6 +143,16 @@ def test_safetensors_opens_each_file(texts, tmp_path, ranks):
                 names.add(name)
                 assert torch.equal(opened.get_tensor(name), found[name]), name
     assert names == set(found)
+
+
+def test_what_is_in_it_is_known_without_reading_it(texts, tmp_path, monkeypatch):
+    stretch(small_plan(), 1, folder=texts, save=tmp_path / "saved")
+    found = read(tmp_path / "saved")
+    name = next(iter(found.weights()))
+    monkeypatch.setattr(Checkpoint, "read_into", None)
+    assert name in found.weights()
+    assert f"weights/{name}" in found
+    assert "weights/nothing" not in found
 
 
 def test_each_rank_writes_about_half_and_nothing_is_there_twice(texts, tmp_path, ranks):

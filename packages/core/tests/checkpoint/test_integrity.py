@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,10 +16,12 @@ from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
+from sley_core.checkpoint.folders import LocalFolder
 from sley_core.checkpoint.index import INDEX
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.forked import ForkedProgram
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_same_stretch, stretch
 
@@ -188,6 +188,7 @@ from sley_core.assemble import assemble
 from sley_core.checkpoint.folders import LocalFolder
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing.forked import ForkedProgram
 
 tables, folder, at = eval(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 count = 0
@@ -213,17 +214,21 @@ with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder)
 """
 
 
-def killed(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", textwrap.dedent(KILLED), repr(PLAN), str(folder), str(at)]
-    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+def killed(folder: Path, at: int) -> tuple[int, str]:
+    """The exit code and the output of a process of its own."""
+    (folder / "killed_in_a_save.py").write_text(KILLED, "utf-8")
+    arguments = [repr(PLAN), str(folder), str(at)]
+    program = ForkedProgram("killed_in_a_save", arguments, cwd=folder, env=dict(os.environ))
+    with program.stdout as out, program.stderr as err:
+        return program.wait(120), out.read() + err.read()
 
 
 @pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.campaign), 5, 7])
 def test_a_process_killed_within_a_save_leaves_the_one_before(texts, tmp_path, at):
     """Before the first file is written, before a note is, before the index is, and before the folder gets its name."""
     shutil.copytree(texts / "text", tmp_path / "text")
-    ended = killed(tmp_path, at)
-    assert ended.returncode == -signal.SIGKILL, ended.stdout + ended.stderr
+    code, told = killed(tmp_path, at)
+    assert code == -signal.SIGKILL, told
     found = newest(tmp_path / "checkpoints")
     assert found.path is not None
     assert (read(found.path).step, found.passed_over) == (1, [])
@@ -250,3 +255,33 @@ def test_ranks_share_the_reading_and_choose_alike(two, tmp_path, ranks):
     tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
     found = ranks(2)(damaged_on_two, tables, two, tmp_path / "all")
     assert found == [(str(tmp_path / "all" / "step-00000002"), 2)] * 2
+
+
+def vanishing_on_one(tables: dict[str, Any], folder: Path, path: Path, at: int) -> str:
+    """Loads, while the index is gone for rank 1 when that reads it the `at`-th time; returns what came of it."""
+    plain, seen = LocalFolder.read, []
+
+    def gone(self: LocalFolder, name: str, *at_bytes: Any) -> bytearray:
+        seen.append(name)
+        if int(os.environ["RANK"]) == 1 and name == INDEX and seen.count(INDEX) >= at:
+            raise FileNotFoundError(name)
+        return plain(self, name, *at_bytes)
+
+    LocalFolder.read = gone
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+        try:
+            run.load_checkpoint(path)
+        except RunError as error:
+            return error.diagnostics[0].message
+        return f"after step {run.num_steps_done}"
+
+
+@pytest.mark.parametrize(("at", "told"), [(1, "it has no checkpoint.json"), (2, "after step 4")])
+def test_an_index_that_vanishes_for_one_rank_keeps_no_other_waiting(two, ranks, at, told):
+    """All say the same: that it is gone, or, where all have read it, what they have loaded."""
+    tables = changed(
+        PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}], limits__collective_timeout_s=5.0
+    )
+    one, other = ranks(2)(vanishing_on_one, tables, two, two / "checkpoints" / "step-00000004", at)
+    assert told in one
+    assert one == other

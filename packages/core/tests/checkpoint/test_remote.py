@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from errno import ENOSPC
+from itertools import islice
+
 import pytest
 
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
 from sley_core.checkpoint.folders import open_folder
 from sley_core.checkpoint.index import INDEX
+from sley_core.checkpoint.remote import RemoteFolder
 from sley_core.comm.world import World
 from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
@@ -44,7 +48,33 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(texts, tmp_path, kind):
     with assemble(plan, World.alone("cpu")) as run:
         run.step()
         run.save_checkpoint()
-    assert folder.names() == ["step-00000001", "step-00000004"], "what was half written is gone"
+    assert folder.names() == ["step-00000001-1", "step-00000004"], "what was half written is gone"
+
+
+def test_a_store_without_room_leaves_nothing_of_a_save_and_takes_the_next(texts, monkeypatch):
+    """It refuses in the middle of the second save's file of tensors."""
+    url = "memory://full/saved"
+    plan = plan_from_dict(small_plan(checkpoint={"every_steps": 1, "folder": url, "mode": "sync"}), texts)
+    plain, room = RemoteFolder.write, [2]
+
+    def write(self, name, chunks):
+        room[0] -= name.endswith(".safetensors")
+        return plain(self, name, refusing(chunks) if room[0] == 0 else chunks)
+
+    def refusing(chunks):
+        yield from islice(chunks, 3)
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RemoteFolder, "write", write)
+    with assemble(plan, World.alone("cpu")) as run:
+        run.step()
+        run.step()
+        assert open_folder(url).names() == ["step-00000001"]
+        assert newest(url) == (f"{url}/step-00000001", [])
+        assert any(note.endswith("No space left on device; the run goes on without it") for note in run.notes)
+        run.step()
+        assert run.counts["checkpoint"] | {"saved": 2, "failed": 1} == run.counts["checkpoint"]
+    assert newest(url) == (f"{url}/step-00000003", [])
 
 
 def test_a_url_that_nothing_opens_is_said():

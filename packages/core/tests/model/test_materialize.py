@@ -116,6 +116,7 @@ def subsets(names: list[str]) -> Iterator[set[str]]:
         yield from map(set, combinations(names, size))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("function", [layers, with_init])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_values_do_not_depend_on_which_layers_are_owned(real: Real, function: Any, dtype: torch.dtype) -> None:

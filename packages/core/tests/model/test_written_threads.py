@@ -78,6 +78,7 @@ def by_asyncio(work: Work, names: list[str]) -> None:
     asyncio.run(every())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "each",
     [by_an_executor, by_an_executor_that_was_there, by_threads, by_a_pool, by_threads_of_threads, by_asyncio],

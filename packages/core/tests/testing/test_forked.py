@@ -91,3 +91,54 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path):
         time.sleep(0.1)
     os.kill(int(pid), signal.SIGKILL)
     raise AssertionError("the program runs on")
+
+
+LAUNCHES = """
+import os, subprocess, sys
+import mine
+mine.values.append(1)
+{before}
+command = [sys.executable, "-m", "launched", "a"]
+options = {{"env": {{**os.environ, "TOLD": "child"}}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}}
+done = subprocess.run(command, start_new_session=True, check=False, **options)
+print(done.returncode, done.stdout, done.stderr[-40:])
+"""
+LAUNCHED = """
+import os, signal, sys
+print("torch" in sys.modules, sys.argv[1:], os.environ["TOLD"], os.getsid(0) == os.getpid(), end=" ", flush=True)
+import mine
+print(mine.values, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, open("/proc/self/comm").read().strip(), flush=True)
+{end}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of a process is read from /proc")
+@pytest.mark.parametrize(
+    ("before", "end", "said"),
+    [
+        (
+            "signal = __import__('signal'); signal.signal(signal.SIGTERM, print)",
+            "sys.exit(3)",
+            "3 True ['a'] child True",
+        ),
+        (
+            "__import__('logging').getLogger('torch').setLevel(50)",
+            "raise ValueError('no good')",
+            "1 True ['a'] child True",
+        ),
+        ("", "os.kill(os.getpid(), signal.SIGTERM)", "-15 True ['a'] child True"),
+        ("os.getlogin = None", "sys.exit('told')", "1 False ['a'] child True"),
+    ],
+    ids=["a handler", "a logger", "nothing", "a patch"],
+)
+def test_what_it_starts_is_forked_too_and_begins_as_if_it_were_fresh(program, tmp_path, before, end, said):
+    """Without what the program has done before; with an interpreter of its own where that cannot be undone."""
+    (tmp_path / "mine.py").write_text("values = []", "utf-8")
+    (tmp_path / "launched.py").write_text(LAUNCHED.format(end=end), "utf-8")
+    begun = program(LAUNCHES.format(before=before), SLEY_TEST_PROGRAM="0123456789abcdefghij")
+    name = "python" if "False" in said else "56789abcdefghij"
+    told = begun.stdout.read()
+    assert told.startswith(f"{said} [] True {name}"), told + begun.stderr.read()
+    assert ("ValueError: no good" in told) == ("ValueError" in end)
+    assert ("told" in told) == ("told" in end)
+    assert begun.wait(20) == 0

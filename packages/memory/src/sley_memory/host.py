@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sley_core.api.actions import Action
+from sley_core.api.memory import is_plain
 from sley_core.api.model import tensors_in
 from sley_core.protocols import ActivationPolicy
 from sley_memory.chosen import chosen
@@ -204,7 +205,7 @@ class HostActivations(ActivationPolicy):
 def _is_plain(tensor: Tensor) -> bool:
     """Returns whether a tensor is no more than a geometry of a storage: no subclass, nor what stands for a batch of them."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    if is_wrapped or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+    if is_wrapped or not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 

@@ -19,13 +19,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sley_pp.message import Layout, Message, num_bytes_of
 
 if TYPE_CHECKING:
+    from sley_core.api.comm import Device
     from sley_core.protocols import MemoryPool
 
 
 class Lending:
     """Messages on `device`, in buffers of `pool`; apart: as `Message`."""
 
-    def __init__(self, pool: MemoryPool, device: torch.device, *, apart: bool) -> None:
+    def __init__(self, pool: MemoryPool, device: Device, *, apart: bool) -> None:
         self.pool = pool
         self.device = device
         self.apart = apart
@@ -37,9 +38,9 @@ class Lending:
     def lease(self, layout: Layout) -> Message:
         """Returns a message of `layout` that nothing else uses; its contents are undefined."""
         self.collect()
-        lease = self.pool.lease((num_bytes_of(layout, apart=self.apart),), torch.uint8, self.device)
+        lease = self.pool.lease((num_bytes_of(layout, apart=self.apart),), torch.uint8, self.device.torch_device)
         memory = lease.__enter__()
-        message = self._laid.pop(memory, None) or Message(memory, layout, apart=self.apart)
+        message = self._laid.pop(memory, None) or Message(memory, layout, self.device, apart=self.apart)
         if message.layout != layout:
             message.lay(layout)
         message.leased = lease, memory

@@ -71,10 +71,11 @@ class Link:
         device = parts.world.device
         self._lines = Lines(parts.groups, apart=heads_are_apart(device))
         self._pool = parts.pool(self._config.pool)
-        self._memory = Lending(self._pool, device.torch_device, apart=self._lines.apart)
+        self._memory = Lending(self._pool, device, apart=self._lines.apart)
         self._stage = self._lines.stage
         self._announcements = Announcements(self._lines)
         self._walk = Walk(self._lines)
+        self._foretold = parts.foretold
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
         """Starts a walk and, without blocking, tells `peers` its micro-batches' `keys`.
@@ -237,7 +238,7 @@ class Link:
             place = transfer.chunk, transfer.micro
             assert place in self._returning, f"{transfer}: the gradients of an output that was not sent"
         elif key not in (known := self._descriptions("post", transfer)):
-            known[key] = self._announcements.hear(transfer.peer, self._announcement(transfer, "takes from"))
+            known[key] = self._heard(transfer)
         self._post_waiting(direction)
 
     def _post_waiting(self, direction: Direction) -> None:
@@ -259,7 +260,16 @@ class Link:
                 message = self._memory.lease(layout_of(description.leaves))
                 message.open()
                 pending = self._lines.receive(message.pieces, transfer.peer, what)
+                if self._foretold is not None:  # nothing comes in a fake world, and this is what would
+                    message.write_head(self._walk.number, transfer.micro, description.flags)
+                    message.seal()
             self._posted[transfer] = _Posted(message, pending, description)
+
+    def _heard(self, transfer: Transfer) -> Description:
+        """Blocks until the peer has announced what it hands on; returns that. In a fake world it is known without."""
+        if self._foretold is not None:
+            return self._foretold(transfer.peer, transfer.peer_chunk)
+        return self._announcements.hear(transfer.peer, self._announcement(transfer, "takes from"))
 
     def _checked(self, transfer: Transfer, message: Message) -> bytes:
         """Returns the flags of `message`.

@@ -27,9 +27,9 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's
 
 from sley_core.api.boundary import FLAG_BYTES, Description, Leaf
+from sley_core.api.comm import Device
 from sley_core.api.parts import ALIGNMENT_BYTES
 from sley_core.errors import RunError
 
@@ -81,8 +81,8 @@ class Message:
     """A message laid out in `memory`, uint8 [bytes]. tensors: views of it, in the order of `layout`; pieces: the tensors to
     send or receive.
 
-    apart: whether the head is a separate piece, on the host. leased: the lease of the memory, and what it gave, while there is
-    one.
+    device: where `memory` lies. apart: whether the head is a separate piece, on the host. leased: the lease of the memory, and
+    what it gave, while there is one.
 
     Its views have a storage of their own, on the same memory: how many users that has says who uses this message, whatever a
     pool and earlier users still have of the memory.
@@ -91,11 +91,12 @@ class Message:
     received between actions, and each operation there is time in which the stage does not compute.
     """
 
-    def __init__(self, memory: Tensor, layout: Layout, *, apart: bool) -> None:
+    def __init__(self, memory: Tensor, layout: Layout, device: Device, *, apart: bool) -> None:
+        self._device = device
         self._apart = apart
         self.leased: tuple[AbstractContextManager[Tensor], Tensor] | None = None
         with torch.inference_mode(False):
-            self._memory = from_dlpack(to_dlpack(memory.detach()))  # of the tensor itself nothing is kept
+            self._memory = device.again(memory)
         self._storage = self._memory.untyped_storage()
         self.lay(layout)
 
@@ -120,9 +121,10 @@ class Message:
         head = torch.empty(extent.head, dtype=torch.uint8) if self._apart else body[: extent.head]
         self.layout = layout
         self.pieces = [head, body] if self._apart else [body]
-        self._head = head.numpy().data
+        self._head = self._device.bytes_of(head)
         # Of what lies on a device, nothing is read here.
-        self._end = body[-END_BYTES:].numpy().data if extent.body and not self._apart else memoryview(bytearray())
+        has_end = extent.body and not self._apart
+        self._end = self._device.bytes_of(body[-END_BYTES:]) if has_end else memoryview(bytearray())
         self.tensors: list[Tensor] = []
         for (dtype, shape), start in zip(layout, extent.starts, strict=True):
             end = start + prod(shape) * dtype.itemsize

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,23 +22,19 @@ from sley_core.errors import PlanError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
-from train_cli import console, lifeline, report
+from train_cli import console, lifeline
+from train_cli.as_rank import as_rank
 from train_cli.console import Settings
-from train_cli.faults import Fault
 from train_cli.folder_lock import is_restart
 from train_cli.opening import ranks
-from train_cli.options import MessageFormat, PlanArgument, SetOption
+from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
 from train_cli.progress import draws_line
-from train_cli.resume import AUTO, goes_on
+from train_cli.resume import AUTO, goes_on, is_again
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
 from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
 """Codes of faults that the reports of all ranks tell more about."""
-
-_HEAD_START_S = 3.0
-"""Seconds that another rank with rank 0's error waits: a launcher ends all ranks when the first of them has ended."""
-
 
 ResumeOption = Annotated[
     str | None,
@@ -61,6 +56,14 @@ def run(
         int | None,
         typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, where the plan leaves it open."),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Take the first steps of each stage on tensors without values, and start nothing: needs no device.",
+        ),
+    ] = False,
+    world: WorldOption = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
     verbose: Annotated[
         int,
@@ -72,6 +75,11 @@ def run(
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
     settings = context.ensure_object(Settings)
     changes = overrides or []
+    if dry_run:
+        _dry_run(load_plan(plan, changes), world or nproc)
+        return
+    if world is not None:
+        raise UsageError("world", "`--world` belongs to `--dry-run`", hint="local ranks are started by `--nproc`")
     line = draws_line(sys.stderr, wanted=not no_progress)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
@@ -81,7 +89,7 @@ def run(
         raise typer.Exit(code)
     _refuse_tasks_without_ranks(os.environ)
     resolved = load_plan(plan, changes)
-    size = _check(resolved, nproc or resolved.world(_num_devices(resolved)))
+    size = check(resolved, nproc or resolved.world(num_devices(resolved)))
     resume = _resume(resume, overwrite=overwrite)
     stays = goes_on(resolved, resume)
     check_run_folder(resolved, overwrite=overwrite, resume=stays)
@@ -103,12 +111,23 @@ def run(
         raise typer.Exit(train(resolved, folder, resume=resume, line=line, verbose=verbose > 0))
 
 
+def _dry_run(plan: Plan, world: int | None) -> None:
+    """Does what every distinct rank does up to its first steps, without values and without peers. Raises what that raises."""
+    size = _check(plan, plan.world(None) if world is None else world)
+    from train_cli.commands.estimate import shown, stages
+    from train_cli.model_check import check_model
+
+    for note in check_model(plan, size):
+        console.say(note)
+    most = max(stages(plan, size), key=lambda one: one.peak)
+    console.say(f"dry run on {ranks(size)}: steps can be taken; the most is {shown(most.peak)}, on stage {most.stage}")
+
+
 def _resume(given: str | None, *, overwrite: bool) -> str | None:
     """Returns from where to go on: as given, and by itself where torchrun or SLURM has started this run again."""
     if given and overwrite:
         raise UsageError("resume", "`--resume` goes on with a run and `--overwrite` deletes it")
-    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return given or (AUTO if any(count != "0" for count in restarts) else None)
+    return given or (AUTO if is_again() else None)
 
 
 def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
@@ -152,51 +171,30 @@ def _as_rank(
 ) -> int:
     """Runs this rank and returns its exit code. Only rank 0 shows errors that all ranks find."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with ExitStack() as stack:
-        try:
-            plan = load_plan(path, overrides)
-            _check(plan, size)
-            folder = run_folder(plan)
-            # A launcher of ours has made the folder.
-            if rank == 0 and not lifeline.is_held():
-                stays = goes_on(plan, resume) or is_restart(folder)
-                stack.enter_context(held_run_folder(plan, overwrite=overwrite, resume=stays))
-        except Exception as error:
-            return _failed(Fault.of(error), settings, tell=rank == 0)
+
+    def begin(stack: ExitStack) -> Callable[[], int]:
+        plan = load_plan(path, overrides)
+        check(plan, size)
+        folder = run_folder(plan)
+        # A launcher of ours has made the folder.
+        if rank == 0 and not lifeline.is_held():
+            stays = goes_on(plan, resume) or is_restart(folder)
+            stack.enter_context(held_run_folder(plan, overwrite=overwrite, resume=stays))
         from train_cli.rank import train
 
-        try:
-            return train(plan, folder, resume=resume, line=line, verbose=verbose)
-        except Exception as error:
-            return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
+        return partial(train, plan, folder, resume=resume, line=line, verbose=verbose)
+
+    return as_rank(rank, settings, begin)
 
 
-def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
-    """Writes this rank's report and shows the fault, if `tell` and no launcher of ours does; returns the exit code."""
-    report.write(fault)
-    if lifeline.is_held():
-        return fault.exit_code  # the launcher, which is ours, tells
-    if tell:
-        console.show(fault, settings)
-    else:
-        time.sleep(_HEAD_START_S)
-    return fault.exit_code
-
-
-def _of_rank(fault: Fault, rank: int) -> Fault:
-    if rank == 0:
-        return fault
-    diagnostics = (replace(each, message=f"rank {rank}: {each.message}") for each in fault.diagnostics)
-    return replace(fault, diagnostics=tuple(diagnostics))
-
-
-def _check(plan: Plan, size: int) -> int:
+def check(plan: Plan, size: int) -> int:
+    """Returns `size` if `plan` can run on so many ranks; raises PlanError with all problems."""
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     return size
 
 
-def _num_devices(plan: Plan) -> int | None:
+def num_devices(plan: Plan) -> int | None:
     """Returns the number of CUDA devices if the plan leaves the number of ranks to them; None without any."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None

@@ -5,6 +5,7 @@ from sley_core.engine.masters import Stepped
 from sley_core.memory.holdings import Holding, Holdings, storage_id
 from sley_core.memory.protocols import OffloadManager
 from sley_core.memory.state import PARTS, Moved, Part, Where, is_away
+from sley_core.model.plain import is_plain
 
 __all__ = [
     "PARTS",
@@ -21,5 +22,6 @@ __all__ = [
     "free",
     "grow",
     "is_away",
+    "is_plain",
     "storage_id",
 ]

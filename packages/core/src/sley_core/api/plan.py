@@ -2,7 +2,7 @@
 
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_bounded
-from sley_core.plan.tables import SequenceConfig
+from sley_core.plan.tables import ModelConfig, SequenceConfig
 from sley_core.plan.words import suggestion
 from sley_core.table import (
     Array,
@@ -18,6 +18,7 @@ from sley_core.topology import Topology
 
 __all__ = [
     "Array",
+    "ModelConfig",
     "NonNegative",
     "NonNegativeFloat",
     "Plan",

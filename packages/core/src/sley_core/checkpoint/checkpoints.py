@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.checkpoint.background import Background
+from sley_core.checkpoint.choosing import Origin, Wanted
 from sley_core.checkpoint.loading import CheckpointLoader, Restored
 from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.checkpoint.saving import Destination, Preparation, absolute
@@ -162,15 +163,17 @@ class Checkpoints:
         self.counts["failed"] += 1
         self.notes.append(f"{failed}; the run goes on without it")
 
-    def load(self, path: str | Path) -> tuple[Restored | None, int]:
+    def load(self, path: str | Path, origin: Origin | None) -> tuple[Restored | None, int]:
         """Loads the checkpoint at `path`, or the newest whole one of several there. All ranks call it.
 
-        path: "auto" for the run's own folder. Returns what was loaded, and the steps done; None if that has none.
+        path: "auto" for the run's own folder. origin: see `Wanted`. Returns what was loaded, and the steps done; None if there
+        is none.
         """
         self.finish()
         Agreement(self.tensors.parts.groups).begin("loading a checkpoint").check()
         is_auto = str(path) == AUTO
-        found = self._loader.load(self._folder() if is_auto else absolute(path), self.resolved(), is_auto=is_auto)
+        wanted = Wanted(None if is_auto else absolute(path), self._folder() if is_auto else self.folder, origin)
+        found = self._loader.load(wanted, self.resolved())
         if found is None:
             return None, 0
         self._saved_step, self._is_written, self._saved_at = found.step, True, time.monotonic()

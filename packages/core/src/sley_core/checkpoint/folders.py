@@ -18,7 +18,7 @@ class Written(NamedTuple):
     crc: int
 
 
-class Folder(Protocol):
+class ReadableFolder(Protocol):
     """A folder, by path or URL. All methods raise OSError for what the system refuses."""
 
     @property
@@ -26,14 +26,10 @@ class Folder(Protocol):
         """Its path or URL, for people."""
         ...
 
-    def child(self, name: str) -> Folder: ...
+    def child(self, name: str) -> ReadableFolder: ...
 
     def names(self) -> list[str]:
         """Returns the names of what is in it, sorted; none if there is no such folder."""
-        ...
-
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
-        """Writes a file, which is on the disk, under its name and whole, or is not there."""
         ...
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
@@ -52,16 +48,26 @@ class Folder(Protocol):
         """Reads a file, and returns the CRC-32 of its bytes."""
         ...
 
+    def is_unfinished(self, name: str, last_file: str) -> bool:
+        """Returns whether the folder `name` in this one is a checkpoint that was not written up to its `last_file`."""
+        ...
+
+
+class Folder(ReadableFolder, Protocol):
+    """A folder that can be written too."""
+
+    def child(self, name: str) -> Folder: ...
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+        """Writes a file, which is on the disk, under its name and whole, or is not there."""
+        ...
+
     def delete(self, name: str) -> None:
         """Deletes a file."""
         ...
 
     def staging(self, token: str) -> Folder:
         """Returns the folder in which this one is made ready; `publish` of that gives it this one's name."""
-        ...
-
-    def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the folder `name` in this one is a checkpoint that was not written up to its `last_file`."""
         ...
 
     def publish(self, target: Folder) -> None:

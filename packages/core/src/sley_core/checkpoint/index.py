@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from sley_core.checkpoint.folders import Folder
+from sley_core.checkpoint.folders import ReadableFolder
 from sley_core.checkpoint.rectangles import Rectangle
 from sley_core.errors import RunError
 
@@ -80,7 +80,7 @@ class CheckpointIndex:
         return cls(**found)
 
 
-def read_index(folder: Folder) -> CheckpointIndex:
+def read_index(folder: ReadableFolder) -> CheckpointIndex:
     """Returns the index of the checkpoint in `folder`. Raises RunError `no-checkpoint` where there is none, and
     `checkpoint-damaged`.
     """

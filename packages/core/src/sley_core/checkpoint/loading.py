@@ -1,36 +1,37 @@
-"""Loads a checkpoint on all ranks together: which one, whether it is whole and fits, and what each rank needs of it."""
+"""Loads a checkpoint on all ranks together: whether it fits, and what each rank needs of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sley_core.checkpoint.folders import Folder, open_folder
-from sley_core.checkpoint.index import BUFFERS, INDEX, WEIGHTS, read_index
-from sley_core.checkpoint.reader import Checkpoint
-from sley_core.checkpoint.restore import SHOWN, Restoring, mismatches
+from sley_core.checkpoint.choosing import SHOWN, Origin, PassedOver, Wanted, choose
+from sley_core.checkpoint.index import BUFFERS, WEIGHTS
+from sley_core.checkpoint.restore import Restoring, mismatches
 from sley_core.checkpoint.run_tensors import RunTensors, restore_generators
+from sley_core.checkpoint.timed import TimedReads
 from sley_core.checkpoint.values import from_json
-from sley_core.checkpoint.verify import Damage, damages, ready
 from sley_core.comm.collectives import gather_objects
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.changes import changes, refuse_changes
 from sley_core.plan.factory import cause
 
 if TYPE_CHECKING:
+    from sley_core.checkpoint.reader import Checkpoint
     from sley_core.data.feed import Feed
     from sley_core.plan.plan import Plan
 
 
 class Restored(NamedTuple):
     """What was loaded. step: how many optimizer steps were done. passed_over: newer checkpoints that are damaged, each with
-    what of it is. notes: for the user.
+    what of it is. notes: for the user. origin: for a later load of "auto"; None for a run that began at its first step.
     """
 
     path: str
     step: int
-    passed_over: list[tuple[str, list[Damage]]]
+    passed_over: list[PassedOver]
     notes: list[str]
+    origin: Origin | None
 
 
 class CheckpointLoader:
@@ -42,20 +43,24 @@ class CheckpointLoader:
         self.feed = feed
         self._control = tensors.parts.groups["control"]
 
-    def load(self, source: str, resolved: str, *, is_auto: bool) -> Restored | None:
-        """Loads the checkpoint `source`, or the newest whole one in it, and returns it. All ranks call it.
+    def load(self, wanted: Wanted, resolved: str) -> Restored | None:
+        """Loads the checkpoint that `wanted` leads to, and returns it. All ranks call it.
 
-        resolved: the run's own plan. is_auto: None comes back if there is none, and another run's is refused. Raises PlanError
-        `resume-differs`, for what makes other numbers.
+        resolved: the run's own plan. None comes back where the newest of the run's own is wanted and there is none; another
+        run's is refused there. Raises PlanError `resume-differs`, for what makes other numbers.
         """
-        chosen, passed_over = self._choose(open_folder(source))
-        if chosen is None:
-            if is_auto:
-                return None
-            raise RunError("no-checkpoint", f"there is no checkpoint in {source}")
-        found = Checkpoint(chosen, read_index(chosen))
-        if is_auto and found.index.run != self.plan.run.name:
-            message = f"{chosen.text} is of the run {found.index.run!r}, and this one is {self.plan.run.name!r}"
+        # Half, so that a rank says what it cannot read before the others stop waiting for it.
+        with TimedReads(self.plan.limits.collective_timeout_s / 2) as reads:
+            return self._load(wanted, resolved, reads)
+
+    def _load(self, wanted: Wanted, resolved: str, reads: TimedReads) -> Restored | None:
+        found, passed_over, origin = choose(wanted, self.tensors.parts, reads)
+        if found is None:
+            return None
+        path, run = found.folder.text, found.index.run
+        is_named = wanted.path is not None or (origin is not None and origin.path == path)
+        if not is_named and run != self.plan.run.name:
+            message = f"{path} is of the run {run!r}, and this one is {self.plan.run.name!r}"
             raise RunError(
                 "checkpoint-mismatch", message, hint="name the checkpoint itself to go on from another run's"
             )
@@ -68,7 +73,7 @@ class CheckpointLoader:
         self._check(restoring)
         self._alike(restoring.restore, "load the checkpoint")
         self._restore_state(found, restoring.notes)
-        return Restored(chosen.text, found.step, passed_over, restoring.notes)
+        return Restored(path, found.step, passed_over, restoring.notes, origin)
 
     def _restore_state(self, found: Checkpoint, notes: list[str]) -> None:
         update, state, world = self.tensors.update, found.index.state, self.tensors.parts.world
@@ -89,39 +94,6 @@ class CheckpointLoader:
                 f"it was written by {found.index.layout['world']} ranks: generators of Python, numpy and torch that a program "
                 "draws from are not restored"
             )
-
-    def _choose(self, folder: Folder) -> tuple[Folder | None, list[tuple[str, list[Damage]]]]:
-        """Returns the checkpoint to load, the same on all ranks, and newer ones that are damaged. Ranks share the reading.
-
-        Raises RunError `checkpoint-damaged` if the only one, or all of several, are.
-        """
-        world = self.tensors.parts.world
-        # All ranks: which there are is what rank 0 sees.
-        said = self._candidates(folder) if world.rank == 0 else []
-        is_one, names, problem = gather_objects(said, self._control, what="which checkpoints there are")[0]
-        if problem:
-            raise RunError("checkpoint-load", problem)
-        passed_over: list[tuple[str, list[Damage]]] = []
-        for candidate in [folder] if is_one else [folder.child(name) for name in names]:
-            mine = damages(candidate, world.rank, world.size)
-            # All ranks: they look at the same candidates in one order.
-            every = gather_objects(mine, self._control, what="what is damaged of a checkpoint")
-            found = [Damage(*one) for one in dict.fromkeys(tuple(one) for theirs in every for one in theirs)]
-            if not found:
-                return candidate, passed_over
-            passed_over.append((candidate.text, found))
-        if passed_over:
-            path, found = passed_over[0]
-            message = f"the checkpoint {path} is damaged: {', '.join(map(str, found[:SHOWN]))}"
-            raise RunError("checkpoint-damaged", message, hint="there is no older one that is whole")
-        return None, []
-
-    def _candidates(self, folder: Folder) -> list[Any]:
-        """Returns whether the folder is a checkpoint, the names of those in it, and words for why it cannot be said."""
-        try:
-            return [INDEX in folder.names(), ready(folder), ""]
-        except Exception as error:  # whatever a file system raises: the other ranks wait for an answer
-            return [False, [], f"{folder.text} cannot be read: {cause(error)}"]
 
     def _check(self, restoring: Restoring) -> None:
         """Raises RunError `checkpoint-mismatch`, on all ranks alike, if it is not one of this model and optimizer."""

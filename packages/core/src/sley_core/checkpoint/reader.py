@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sley_core.checkpoint.folders import Folder, open_folder
+from sley_core.checkpoint.folders import ReadableFolder, open_folder
 from sley_core.checkpoint.index import WEIGHTS, CheckpointIndex, TensorFacts, read_index
 from sley_core.checkpoint.rectangles import Rectangle, all_of
 from sley_core.checkpoint.tensor_file import InFile, bytes_of, header_bytes, parsed
@@ -32,7 +32,7 @@ class Checkpoint(Mapping[str, Tensor]):
     Nothing of it can run code. Files are not verified as they are read: `verify` does that.
     """
 
-    def __init__(self, folder: Folder, index: CheckpointIndex) -> None:
+    def __init__(self, folder: ReadableFolder, index: CheckpointIndex) -> None:
         self.folder = folder
         self.index = index
         self._files: dict[str, dict[str, InFile]] = {}
@@ -59,6 +59,9 @@ class Checkpoint(Mapping[str, Tensor]):
         whole = torch.empty(facts.shape, dtype=BY_NAME[facts.dtype])
         self.read_into(name, all_of(facts.shape), whole)
         return whole
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.index.tensors  # what a mapping does by itself reads the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.index.tensors)
@@ -126,6 +129,9 @@ class _Part(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._whole[self._prefix + name]
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._prefix + name in self._whole
+
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self._prefix) for name in self._whole if name.startswith(self._prefix))
 
@@ -139,7 +145,7 @@ def read(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, read_index(folder))
 
 
-def read_header(folder: Folder, file: str) -> tuple[dict[str, InFile], dict[str, object]]:
+def read_header(folder: ReadableFolder, file: str) -> tuple[dict[str, InFile], dict[str, object]]:
     """Returns what a file has, by name, and whose it is. Raises RunError `checkpoint-damaged`, OSError if it is not there."""
     start = folder.read(file, 0, _GUESS_BYTES)
     try:

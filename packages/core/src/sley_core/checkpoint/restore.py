@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from sley_core.checkpoint.reader import Checkpoint
     from sley_core.engine.masters import Stepped
 
-SHOWN = 4
-
 
 class Restoring:
     """Of one rank, from one checkpoint. is_same_layout: whether every rank is what it was when the checkpoint was written."""

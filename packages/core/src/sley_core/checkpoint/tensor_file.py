@@ -100,14 +100,16 @@ def header_bytes(start: bytes | bytearray) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host, for as long as the caller keeps the tensor.
+    """Returns the memory of a contiguous tensor on the host, which keeps the tensor.
 
     Not by numpy: memory that numpy has seen cannot leave the device any more (torch marks it as not resizable).
     """
     if not tensor.numel():
         return memoryview(b"")
     whole = ctypes.c_char * (tensor.numel() * tensor.element_size())
-    return memoryview(whole.from_address(tensor.data_ptr())).cast("B")
+    memory = whole.from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # for as long as anything looks at the memory
+    return memoryview(memory).cast("B")
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from sley_core.checkpoint.folders import STAGING, Folder, open_folder
+from sley_core.checkpoint.folders import STAGING, ReadableFolder, open_folder
 from sley_core.checkpoint.index import INDEX, CheckpointIndex, FileFacts, read_index
 from sley_core.checkpoint.reader import read_header
+from sley_core.checkpoint.timed import StalledError
 from sley_core.errors import RunError
 from sley_core.plan.factory import cause
 
@@ -56,11 +57,10 @@ def newest(path: str | Path) -> Newest:
     return Newest(None, passed_over)
 
 
-def ready(folder: Folder) -> list[str]:
+def ready(folder: ReadableFolder) -> list[str]:
     """Returns the names of the checkpoints in a folder of several, the newest first; half-written ones are not among them."""
-    named = [(match, name) for name in folder.names() if (match := _STEP.fullmatch(name))]
-    found = [one for one in named if not folder.is_unfinished(one[1], INDEX)]
-    return [name for _, name in sorted(found, key=lambda one: _age(one[0]), reverse=True)]
+    names = [name for name in folder.names() if _STEP.fullmatch(name) and not folder.is_unfinished(name, INDEX)]
+    return sorted(names, key=_age, reverse=True)
 
 
 def is_ours(name: str) -> bool:
@@ -69,30 +69,40 @@ def is_ours(name: str) -> bool:
 
 
 def step_name(step: int, taken: Iterable[str]) -> str:
-    """Returns a name for the checkpoint after `step`, which no other has: of two of one step, the later is the newer."""
-    names = set(taken)
-    name, attempt = f"step-{step:08}", 0
-    while name in names:
-        attempt += 1
-        name = f"step-{step:08}-{attempt}"
-    return name
+    """Returns a name for the checkpoint after `step`, which no other has, and which is the newest of all.
+
+    A run that went back, from an older checkpoint or to the same step, gets a number behind its steps from then on.
+    """
+    ages = [_age(name) for name in taken if _STEP.fullmatch(name)]
+    times_back, last = max(ages, default=(0, -1))
+    times_back += step <= last
+    return f"step-{step:08}-{times_back}" if times_back else f"step-{step:08}"
 
 
-def damages(folder: Folder, rank: int = 0, num_ranks: int = 1) -> list[Damage]:
-    """Returns the damages that one of `num_ranks` ranks finds, which look at different files, and all at the index."""
+def damages(folder: ReadableFolder) -> list[Damage]:
+    """Returns what is damaged of the checkpoint in `folder`; reads all of it."""
+    return examined(folder)[1]
+
+
+def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
+    """Returns the index, None if it cannot be read, and the damages that one of `num_ranks` ranks finds, which look at
+    different files, and all at the index. Raises StalledError.
+    """
     try:
         if INDEX not in folder.names():
-            return [Damage(INDEX, "is missing")]
+            return None, [Damage(INDEX, "is missing")]
         index = read_index(folder)
+    except StalledError:
+        raise
     except RunError as error:
-        return [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
+        return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # whatever a file system raises
-        return [Damage(INDEX, f"cannot be read: {cause(error)}")]
+        return None, [Damage(INDEX, f"cannot be read: {cause(error)}")]
     found = (_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
-    return [one for one in found if one is not None]
+    return index, [one for one in found if one is not None]
 
 
-def _damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
+def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
     facts = index.files[name]
     try:
         num_bytes = folder.num_bytes(name)
@@ -101,6 +111,8 @@ def _damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
         return Damage(name, _whose(folder, name, index, facts) or _how(num_bytes, facts))
     except FileNotFoundError:
         return Damage(name, "is missing")
+    except StalledError:
+        raise
     except Exception as error:  # whatever a file system raises
         return Damage(name, f"cannot be read: {cause(error)}")
 
@@ -113,10 +125,12 @@ def _how(num_bytes: int, facts: FileFacts) -> str:
     return "has other bytes than were written"
 
 
-def _whose(folder: Folder, name: str, index: CheckpointIndex, facts: FileFacts) -> str:
+def _whose(folder: ReadableFolder, name: str, index: CheckpointIndex, facts: FileFacts) -> str:
     """Returns whose file it is, if it says that it is another's; else nothing."""
     try:
         _, found = read_header(folder, name)
+    except StalledError:
+        raise
     except RunError:
         return ""
     if (found.get("run"), found.get("step")) != (index.run, index.step):
@@ -128,5 +142,8 @@ def _whose(folder: Folder, name: str, index: CheckpointIndex, facts: FileFacts) 
     return ""
 
 
-def _age(match: re.Match[str]) -> tuple[int, int]:
-    return int(match[1]), int(match[2] or 0)
+def _age(name: str) -> tuple[int, int]:
+    """Returns what grows from each save of a run to the next: how often it went back, and its steps."""
+    match = _STEP.fullmatch(name)
+    assert match is not None, name
+    return int(match[2] or 0), int(match[1])

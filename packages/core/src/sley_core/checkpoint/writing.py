@@ -144,6 +144,8 @@ class Writing:
 
 def said(error: Exception) -> str:
     """Returns an error in words, on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return error.diagnostics[0].message if isinstance(error, RunError) else cause(error)
 
 

@@ -56,7 +56,7 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
 
     what: what the tensor is, for the error of a wait that fails.
     """
-    if group.size == 1:
+    if group.size == 1 or group.is_silent:
         return Pending()
     turn = turn_of("all-reduce", group, what, num_bytes=tensor.nbytes)
     return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
@@ -64,7 +64,7 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
 
 def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     """Starts a broadcast of `tensor` in place from the first rank of `group`."""
-    if group.size == 1:
+    if group.size == 1 or group.is_silent:
         return Pending()
     turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
     first = group.ranks[0]
@@ -78,6 +78,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     """
     if group.size == 1:
         output.copy_(tensor)
+    if group.size == 1 or group.is_silent:
         return Pending()
     turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
     work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
@@ -88,6 +89,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     """Starts gathering the ranks' `tensor`, in the order of `group`, along dim 0 of `output`; both are contiguous."""
     if group.size == 1:
         output.copy_(tensor)
+    if group.size == 1 or group.is_silent:
         return Pending()
     turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
     work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
@@ -99,20 +101,27 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
 
     Asks the communicator itself, which numbers members as `group` does: what `dist.isend` does around that takes a fifth of it.
     """
+    if group.is_silent:
+        return Pending()
     turn = message_turn("send", group, what, lane, group.coord, peer, tensor.nbytes)
     return Pending(guarded(lambda: group.lane(lane).send([tensor], peer, 0), turn), turn)
 
 
 def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) -> Pending:
     """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`."""
+    if group.is_silent:
+        return Pending()
     turn = message_turn("receive", group, what, lane, peer, group.coord, tensor.nbytes)
     return Pending(guarded(lambda: group.lane(lane).recv([tensor], peer, 0), turn), turn)
 
 
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
-    """Returns every rank's `value` (small, JSON), in the order of the group's ranks. Blocks. For the group `control` only."""
-    if group.size == 1:
-        return [value]
+    """Returns every rank's `value` (small, JSON), in the order of the group's ranks. Blocks. For the group `control` only.
+
+    In a fake world all ranks say what this one says.
+    """
+    if group.size == 1 or group.is_silent:
+        return [value] * group.size
     found: list[Any] = guarded(
         lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what)
     )

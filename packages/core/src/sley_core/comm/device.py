@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's
 
 from sley_core.comm.copies import CopyStream, CudaStream, HostMemory, HostStream
 from sley_core.errors import RunError
@@ -20,7 +21,7 @@ from sley_core.errors import RunError
 Moment = float | torch.cuda.Event
 """A point in a device's work: a reading of the host's clock, or an event on the stream."""
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo", "meta": "fake"}
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own switch (2.30 and later) for several ranks on one device."""
@@ -80,6 +81,17 @@ class Device:
         """Whether multiplying weight gradients straight into the store is faster than a copy (docs/measurements.md)."""
         return False
 
+    def in_use(self) -> AbstractContextManager[object]:
+        """Returns a context manager within which tensors that are made are this device's: those of a real one are anyway."""
+        return nullcontext()
+
+    def read(self, values: Tensor, usual: list[float]) -> list[float]:
+        """Returns the numbers of `values`, [n] or a scalar, on the host; waits for the device.
+
+        usual: what a run that goes well has, for a device whose tensors have no values.
+        """
+        return [float(value) for value in values.reshape(-1).tolist()]
+
     def seed(self, seed: int) -> None:
         """Seeds the generators from which a forward on this device draws; cheap enough for every layer."""
         torch.default_generator.manual_seed(seed)
@@ -130,6 +142,14 @@ class Device:
         if self.is_async and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)
+
+    def again(self, memory: Tensor) -> Tensor:
+        """Returns a tensor over the memory of `memory`, with a storage of its own: how many users that has says who uses it."""
+        return from_dlpack(to_dlpack(memory.detach()))  # of the tensor itself nothing is kept
+
+    def bytes_of(self, memory: Tensor) -> memoryview:
+        """Returns the bytes of `memory`, uint8 [bytes] on the host, to be read and written without torch's operations."""
+        return memory.numpy().data
 
     def copy_stream(self) -> CopyStream:
         """Returns a new stream for copies to and from the host, beside the device's own work."""

@@ -18,7 +18,7 @@ from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.members import Members
 from sley_core.comm.progress import Progress
 from sley_core.comm.transport.alone import Alone
-from sley_core.comm.transport.choose import attached, is_from_host, message_transports
+from sley_core.comm.transport.choose import attached, is_from_host, message_transports, silent_transports
 from sley_core.comm.transport.protocol import Transport
 from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
@@ -122,15 +122,18 @@ def make_groups(
     for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE))):
         members.setdefault(axis, (rank,))
     progress = Progress(store=_store_of(lanes), timeout_s=timeout.total_seconds())
+    is_silent = backend == "fake"
     groups = {
-        axis: _group(Members(axis, ranks, rank, progress=progress), lanes.get(axis, {}), device)
+        axis: _group(Members(axis, ranks, rank, progress=progress, is_silent=is_silent), lanes.get(axis, {}), device)
         for axis, ranks in members.items()
     }
     # All ranks come to the same axes in the same order, each with its own group of them: `attached` is a collective.
     asking = dict.fromkeys(entry.axis for entry in extra if entry.attaches)
-    for axis in (*_attaching(topology), *asking) if attaches and is_from_host(backend, device) else ():
+    for axis in (*_attaching(topology), *asking) if attaches and (is_silent or is_from_host(backend, device)) else ():
         group = groups[axis]
-        if group.size > 1:
+        if is_silent:
+            group.transports.update(silent_transports(group, group.lanes, device, attaches=True))
+        elif group.size > 1:
             same = Members(axis, group.ranks, rank, progress=progress)
             group.transports.update(attached(same, group.lanes, timeout.total_seconds()))
     return Groups(groups, progress)
@@ -145,9 +148,13 @@ def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | N
 def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.device) -> Group:
     """Returns the group of `members`, with transports that exchange messages."""
     log = ExchangeLog()
-    transports = message_transports(members, lanes, log, device)
+    if members.is_silent:
+        transports = silent_transports(members, lanes, device, attaches=False)
+    else:
+        transports = message_transports(members, lanes, log, device)
     same = members.progress
-    return Group(members.axis, members.ranks, members.rank, lanes, transports, log, progress=same)
+    silent = members.is_silent
+    return Group(members.axis, members.ranks, members.rank, lanes, transports, log, progress=same, is_silent=silent)
 
 
 def _attaching(topology: Topology) -> tuple[str, ...]:

@@ -11,13 +11,15 @@ from sley_core.comm.progress import Progress
 class Members:
     """The ranks of one axis that this rank talks to.
 
-    ranks: global, ascending. rank: this one's, among them. progress: how far this rank is in all of its groups.
+    ranks: global, ascending. rank: this one's, among them. progress: how far this rank is in all of its groups. is_silent:
+    whether the others exist in a fake world only: an exchange with them is over at once, and brings nothing.
     """
 
     axis: str
     ranks: tuple[int, ...]
     rank: int
     progress: Progress = field(default_factory=Progress, compare=False, repr=False, kw_only=True)
+    is_silent: bool = field(default=False, compare=False, repr=False, kw_only=True)
 
     @property
     def size(self) -> int:

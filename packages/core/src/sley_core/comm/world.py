@@ -2,7 +2,8 @@
 
 World.alone()       one process, nothing to join
 World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, told by the environment
-World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta
+World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on meta; the same steps with a device of
+                    fake tensors
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class World(AbstractContextManager["World"]):
     size: int
     device: Device
     owns_default_group: bool = False
+    is_fake: bool = False
     made: list[Groups] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -93,14 +95,13 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, picked, owns_default_group=True)
 
     @classmethod
-    def fake(cls, rank: int, size: int) -> World:
-        """Returns rank `rank` of a world of `size` that exists only here: meta device, torch's fake backend."""
-        dist.init_process_group("fake", rank=rank, world_size=size)
-        return cls(rank, size, Device(torch.device("meta")), owns_default_group=True)
+    def fake(cls, rank: int, size: int, device: Device | None = None) -> World:
+        """Returns rank `rank` of a world of `size` that exists only here, with torch's fake backend.
 
-    @property
-    def is_fake(self) -> bool:
-        return not self.device.is_real
+        device: one whose tensors have no values; left out, meta: a run can be assembled there, and not stepped.
+        """
+        dist.init_process_group("fake", rank=rank, world_size=size)
+        return cls(rank, size, device or Device(torch.device("meta")), owns_default_group=True, is_fake=True)
 
     def from_first(self, make: Callable[[], T], what: str) -> T:
         """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over
@@ -143,7 +144,7 @@ class World(AbstractContextManager["World"]):
         groups = make_groups(
             topology,
             self.rank,
-            backend=self.device.backend,
+            backend="fake" if self.is_fake else self.device.backend,
             timeout=timedelta(seconds=timeout_s),
             extra=extra,
             device=self.device.torch_device,

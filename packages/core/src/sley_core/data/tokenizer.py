@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +64,16 @@ class Tokenizer:
                 ids.extend(self._end)
                 lengths.append(len(ids) - before)
         return ids, lengths
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The id that `encode` puts after each document; None for none."""
+        return self._end[0] if self._end else None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids, special tokens included; a character of which bytes are missing is U+FFFD."""
+        text: str = self._implementation.decode(list(ids), skip_special_tokens=False)
+        return text
 
 
 def _load(path: Path) -> Implementation:

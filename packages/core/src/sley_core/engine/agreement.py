@@ -88,7 +88,7 @@ class Agreement:
         self._has_digits = self.store is not None and self.store.canonical is not None
         digits = weight_digits(weights) if self._has_digits else []
         self.weight = weight_of(digits) if digits else sum(weights)
-        if self._everyone.size == 1:
+        if self._everyone.size == 1 or self._everyone.is_silent:
             return self
         num_micros = batch.num_micros if batch else 0
         self._facts = [

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from sley_core.engine.weight_queue import Handover, WeightQueue
 from sley_core.model.patch import ForwardPatch
+from sley_core.model.plain import is_plain
 
 if TYPE_CHECKING:
     from sley_core.engine.book import Entry, ParameterBook
@@ -126,7 +127,7 @@ def direct_forward(
 def _is_special(input: Tensor) -> bool:
     """Whether torch does more with a linear of `input` than this module knows: cast, map, differentiate forwards, nest."""
     return (
-        type(input) is not Tensor
+        not is_plain(input)
         or torch.is_autocast_enabled(input.device.type)
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0

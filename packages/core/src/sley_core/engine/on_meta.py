@@ -26,7 +26,7 @@ def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
     one document, and other fields without a sequence dim are left out. Of others the first sample is read. Raises ValueError
     for a stream of the latter kind, and whatever a user's data raises.
     """
-    whole = _micro_batch(plan, dataset)
+    whole = micro_batch(plan, dataset)
     declared = {name: field for name, field in dataset.info.fields.items() if name in whole}
     return {name: value.to("meta") for name, value in Slices(declared, plan.parallel.sp, 0)(whole).items()}
 
@@ -46,15 +46,20 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
         return torch.func.functional_call(layer.module, state, args, named)
 
 
-def _micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
+def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
+    """Returns a micro-batch with whole sequences on the host, {field: [micro_size, ...]}, as `meta_micro_batch` says: tokens of
+    one document.
+    """
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
         lengths |= {name: 2 for name in BOUNDARIES if name in info.fields and name not in lengths}  # its start and end
-        return {
-            name: torch.empty(size, length, dtype=getattr(torch, info.fields[name].dtype), device="meta")
-            for name, length in lengths.items()
-        }
+        found = {}
+        for name, length in lengths.items():
+            found[name] = torch.zeros(size, length, dtype=getattr(torch, info.fields[name].dtype))
+            if name in BOUNDARIES:  # places count up, and the document ends behind the last
+                found[name] += torch.arange(length) if length != 2 else torch.tensor([0, info.sequence])
+        return found
     if is_stream(dataset):
         raise ValueError("a stream is not opened for it")
     return collate_of(dataset)([dataset[0]] * size)  # type: ignore[index]  # it is no stream

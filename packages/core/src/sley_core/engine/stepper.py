@@ -89,6 +89,10 @@ class Stepper:
         """
         if self.is_closed:
             raise closed("stepper")
+        with self.device.in_use():
+            return self._step(step, batch, votes, clock)
+
+    def _step(self, step: int, batch: StepBatch, votes: Votes, clock: ActionClock | None) -> PendingTotals:
         num_micros = batch.num_micros
         steps = self.lists.training(num_micros)
         self.state.begin(step, actions_of(steps), num_micros, first_micro=self.groups["dp"].coord * num_micros)

@@ -80,6 +80,7 @@ class PendingTotals:
         scalars = [totals.loss, totals.grad_norm, totals.stops, totals.saves, totals.weight, totals.differs, *overflows]
         values = torch.cat([torch.stack(scalars), totals.numbers])
         self._num_overflows = len(overflows)
+        self._device = device
         self.own_loss = totals.own_loss
         self.own_exchanges = totals.own_exchanges
         self._loss_scale = totals.loss_scale
@@ -96,7 +97,8 @@ class PendingTotals:
         """Returns the totals on the host; waits for their copy, and for nothing later on the device."""
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, stops, saves, weight, differs, *more = self._values.tolist()
+        usual = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * (self._values.numel() - 6)]
+        loss, grad_norm, stops, saves, weight, differs, *more = self._device.read(self._values, usual)
         overflows, numbers = more[: self._num_overflows], more[self._num_overflows :]
         mean = loss / weight if weight else 0.0
         votes, skipped = (stops > 0, saves > 0), any(overflows)

@@ -28,6 +28,7 @@ from sley_core.engine.canonical.totals import ExactTotals
 from sley_core.engine.layout import Piece
 from sley_core.engine.loss_scale import LossScale
 from sley_core.engine.masters import Masters, Stepped
+from sley_core.engine.norms import joined_norm
 from sley_core.engine.skips import Skips
 from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
@@ -112,7 +113,7 @@ class Update:
         self._follow()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
         is_on_device &= self.masters.home is None
-        if not is_on_device and not bool(totals.allow_a_step):
+        if not is_on_device and not self.device.read(totals.allow_a_step, [1.0])[0]:
             return totals
         if self.clip_norm is not None:
             self._clip(pieces, totals.grad_norm, self.clip_norm)
@@ -191,7 +192,7 @@ class Update:
         device.
         """
         assert totals.overflows is not None, "a scale without a vote"
-        overflowed = bool(totals.overflows)
+        overflowed = bool(self.device.read(totals.overflows, [0.0])[0])
         scale.update(step, overflowed=overflowed)
         return overflowed
 
@@ -201,9 +202,7 @@ class Update:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         for tensors, reduce_group, num_holders, num_shards, _ in pieces:
-            # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
-            norms = torch.stack(torch._foreach_norm(tensors, self.norm_kind))
-            norm = torch.linalg.vector_norm(norms, self.norm_kind, dtype=torch.float64)
+            norm = joined_norm(tensors, self.norm_kind)
             if math.isinf(self.norm_kind):
                 total = torch.maximum(total, norm)
             else:
@@ -215,7 +214,7 @@ class Update:
         """Scales all gradients in place so that their norm is `clip_norm` at most."""
         # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
         factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
-        if not self.device.is_async and float(factor) == 1.0:
+        if not self.device.is_async and self.device.read(factor, [0.5])[0] == 1.0:
             return
         for piece in pieces:
             torch._foreach_mul_(piece.tensors, factor.to(piece.tensors[0].dtype))

@@ -1,1 +1,1 @@
-"""What a plan will cost, said before it runs: bytes, and seconds on a machine that a file describes."""
+"""What a plan will need, told before it runs: bytes, and seconds on a machine that a file describes."""

@@ -53,7 +53,10 @@ class Override:
 
 @dataclass(frozen=True)
 class Document:
-    """Tables with places. `file` is the name to show; `spots` is empty for tables that never were text."""
+    """Tables with places. `file` is the name to show; `spots` is empty for tables that never were text.
+
+    bases: of each path that the plan took from a file that it extends, that file's document.
+    """
 
     file: str
     folder: Path | None
@@ -61,6 +64,15 @@ class Document:
     lines: tuple[str, ...] = ()
     spots: Mapping[KeyPath, Spot] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
+    bases: Mapping[KeyPath, Document] = field(default_factory=dict, repr=False)
+
+    def owner(self, path: KeyPath) -> Document:
+        """Returns the document of the file that wrote `path`: this one, or one that it extends."""
+        return self.bases.get(path, self)
+
+    def folder_of(self, path: KeyPath) -> Path | None:
+        """Returns where a relative path at `path` starts: in the folder of the file that says it; of a `--set`, the plan's."""
+        return self.folder if self._override(path) else self.owner(path).folder
 
     def origin(self, path: KeyPath) -> Origin | None:
         """Returns where the user wrote the value at `path`; None if it is not in the document."""
@@ -69,8 +81,9 @@ class Document:
         override = self._override(path)
         if override:
             return Origin("set", override.place)
-        spot = self.spots.get(path)
-        return Origin("file", self._in_file(spot.key) if spot else Place(self.file))
+        owner = self.owner(path)
+        spot = owner.spots.get(path)
+        return Origin("file", owner._in_file(spot.key) if spot else Place(owner.file))
 
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
@@ -87,10 +100,11 @@ class Document:
             override = self._override(near)
             if override:
                 return override.place, printable(override.text)
-            if near in self.spots:
-                spot = self.spots[near]
-                place = self._in_file(spot.key if at == "key" and length == len(path) else spot.value)
-                return place, self.line(place.line)
+            owner = self.owner(near)
+            if near in owner.spots:
+                spot = owner.spots[near]
+                place = owner._in_file(spot.key if at == "key" and length == len(path) else spot.value)
+                return place, owner.line(place.line)
         return Place(self.file), None
 
     def located(self, diagnostic: Diagnostic) -> Diagnostic:
@@ -112,7 +126,7 @@ class Document:
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
-            if override.path[: len(path)] == path and path not in self.spots:
+            if override.path[: len(path)] == path and path not in self.owner(path).spots:
                 return override
         return None
 
@@ -123,11 +137,11 @@ _OVERRIDE = re.compile(r"--set #([0-9]+)")
 def by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """Returns the diagnostics without duplicates, as a reader meets them: the file top to bottom, then each `--set`."""
 
-    def order(diagnostic: Diagnostic) -> tuple[bool, int, int, int]:
-        """Returns the sort key of a diagnostic: the file before overrides, then line and column."""
+    def order(diagnostic: Diagnostic) -> tuple[bool, int, str, int, int]:
+        """Returns the sort key of a diagnostic: files before overrides, then line and column."""
         place = diagnostic.place or Place("")
         override = _OVERRIDE.fullmatch(place.file)
-        return (bool(override), int(override[1]) if override else 0, place.line, place.column)
+        return (bool(override), int(override[1]) if override else 0, place.file, place.line, place.column)
 
     return sorted(dict.fromkeys(diagnostics), key=order)
 

@@ -16,6 +16,7 @@ import tomli
 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, dotted
 from sley_core.plan.document import Document, Override, first_of, plain
+from sley_core.plan.extends import extended
 from sley_core.plan.locate import index
 from sley_core.plan.overrides import apply
 from sley_core.plan.words import is_utf8, printable, shown
@@ -34,8 +35,13 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of the plan at `path`.
 
     Raises PlanError: "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "too-deep",
-    "out-of-range" (an integer beyond 64 bits), and "set-invalid" for an override that cannot be applied.
+    "out-of-range" (an integer beyond 64 bits), "set-invalid" for an override that cannot be applied, and those of `extended`.
     """
+    return _overridden(extended(_read(path), _read), overrides)
+
+
+def _read(path: str | Path) -> Document:
+    """Returns the document of one file, as it stands."""
     name = str(path)
     place = Place(name)
     try:
@@ -52,7 +58,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     if not is_utf8(str(folder)):
         message = f"the name of the folder `{printable(str(folder))}` is not UTF-8"
         raise PlanError("plan-unreadable", message, place=place)
-    return read_text(_decoded(content, name), name, folder, overrides)
+    return _parsed(_decoded(content, name), name, folder)
 
 
 def read_bounded(path: str | Path) -> bytes:
@@ -93,6 +99,11 @@ def _read_open(file: int, name: str) -> bytes:
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of a plan's text; `file` is the name that messages show. Raises PlanError as `read_file` does."""
+    return _overridden(extended(_parsed(text, file, folder), _read), overrides)
+
+
+def _parsed(text: str, file: str, folder: Path | None) -> Document:
+    """Returns the document of a text, as it stands."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
@@ -112,8 +123,7 @@ def read_text(text: str, file: str, folder: Path | None = None, overrides: Seque
         # Python itself refuses numbers of thousands of digits, and dates that no calendar has.
         raise PlanError("syntax", f"this is not TOML: {_lowered(str(error))}", place=Place(file)) from None
     _refuse_deep(tables, file, lines)
-    document = Document(file, folder and folder.absolute(), tables, lines, index(text))
-    return _overridden(document, overrides)
+    return Document(file, folder and folder.absolute(), tables, lines, index(text))
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:

@@ -16,7 +16,7 @@ from sley_core.loader import Loader
 from sley_core.plan.descriptions import description
 from sley_core.plan.document import plain
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
-from sley_core.plan.tables import FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
+from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
 from sley_core.plan.words import inner_table, takes
 from sley_core.plan.write import inline
 from sley_core.table import Table
@@ -32,11 +32,12 @@ all of them as a JSON Schema for editors. Every value can be changed from the co
 `--set batch.micro_size=4`, `--set 'gradient_handlers=[{{use="core.each"}}]'` (to name another
 record, set the whole list or table: keys of the one before would stay, and be none of its).
 
-Two keys stand before all tables:
+Three keys stand before all tables:
 
 | Key | Takes | Default | Meaning |
 |---|---|---|---|
 | `plan` | {FORMAT} | {FORMAT} | The format of the plan. |
+| `extends` | a string | none | {EXTENDS} |
 | `source_folder` | a string | the folder of the file | {SOURCE_FOLDER} |
 """
 

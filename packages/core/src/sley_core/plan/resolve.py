@@ -21,6 +21,7 @@ from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.origins import origins
 from sley_core.plan.own_names import NameFault, OwnNames
+from sley_core.plan.paths import with_paths
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import Reference, references
 from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
@@ -269,7 +270,9 @@ class _Resolver:
             self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(given)}", path)
             return None
         try:
-            return model.model_validate(given, context={"folder": self.document.folder})
+            return model.model_validate(
+                with_paths(model, given, path, self.document), context={"folder": self.document.folder}
+            )
         except ValidationError as error:
             self.problems += faults(error, model, given, path, self.document, owner)
             return None

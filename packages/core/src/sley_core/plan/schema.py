@@ -12,7 +12,7 @@ from sley_core.errors import PluginError
 from sley_core.loader import Loader
 from sley_core.plan.descriptions import describe_all
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
-from sley_core.plan.tables import FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
+from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL, SOURCE_FOLDER, TABLES
 from sley_core.records import Record
 from sley_core.table import Table
 
@@ -39,6 +39,7 @@ def json_schema(loader: Loader | None = None) -> dict[str, Any]:
 
     properties: dict[str, Any] = {
         "plan": {"const": FORMAT, "description": "The format of the plan."},
+        "extends": {"type": "string", "description": EXTENDS},
         "source_folder": {"type": "string", "description": SOURCE_FOLDER},
     }
     properties |= {name: schema_of(model) for name, model in {**TABLES, **OPTIONAL}.items()}

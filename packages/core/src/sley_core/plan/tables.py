@@ -17,6 +17,7 @@ FORMAT = 1
 DRAWN_STEP = 5
 """The step of a pipeline that is drawn where the plan does not say which: the first ones make things ready."""
 
+EXTENDS = "A plan of which this one says only what it changes; a relative path starts at this file."
 SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder that the plan lies in."
 """What the key of this name means; the resolved plan of a run, which lies elsewhere, has it."""
 

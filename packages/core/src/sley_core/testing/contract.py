@@ -128,8 +128,8 @@ class GradientHandlerContract:
     @pytest.mark.parametrize("num_micros", [1, 3])
     def test_reduces_as_its_record_promises(self, ranks_of_two: Ranks, num_micros: int) -> None:
         """Equal to `core.each` or within the record's tolerance, in every step; entries of a group of one untouched."""
-        expected = ranks_of_two(observe, [EACH], num_micros, False, self._splits())
-        found = ranks_of_two(observe, self._handlers(), num_micros, False, self._splits())
+        expected = ranks_of_two.once(observe, [EACH], num_micros, False, self._splits())
+        found = ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits())
         record, config = self._record()
         tolerance = record.tolerance_with(config)
         assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} lets a reducer pass that sums nothing"
@@ -149,7 +149,8 @@ class GradientHandlerContract:
 
     def test_is_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
         """Two runs give the same bits, and replicas hold the same gradient of what they share."""
-        first, second = (ranks_of_two(observe, self._handlers(), 2, False, self._splits()) for _ in range(2))
+        first = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
+        second = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
         for one, other in zip(first, second, strict=True):
             for before, after in zip(one.gradients, other.gradients, strict=True):
                 assert all(torch.equal(before[name], after[name]) for name in before)
@@ -160,7 +161,7 @@ class GradientHandlerContract:
     def test_ranks_issue_one_sequence_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Every rank issues the same collectives in the same order, and more micro-batches cost no more of them."""
         few, many = (
-            ranks_of_two(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3)
+            ranks_of_two.once(observe, self._handlers(), num_micros, False, self._splits()) for num_micros in (1, 3)
         )
         for seen in (few, many):
             for step in range(NUM_STEPS):
@@ -170,7 +171,7 @@ class GradientHandlerContract:
 
     def test_recovers_from_a_failed_backward(self, ranks_of_two: Ranks) -> None:
         """What a failed step left is forgotten at the next `begin_step`."""
-        clean = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
+        clean = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         failed = ranks_of_two(observe, self._handlers(), 2, True, self._splits())
         for one, other in zip(clean, failed, strict=True):
             for before, after in zip(one.gradients, other.gradients, strict=True):
@@ -192,7 +193,7 @@ class GradientHandlerContract:
 
     def test_detach_leaves_nothing(self, ranks_of_two: Ranks) -> None:
         """After `Run.close` no hook of anybody is left on a parameter."""
-        for seen in ranks_of_two(observe, self._handlers(), 1, False, self._splits()):
+        for seen in ranks_of_two.once(observe, self._handlers(), 1, False, self._splits()):
             assert seen.hooks_left == 0
 
     def test_a_reducer_twice_or_missing_is_refused(self) -> None:

@@ -1,16 +1,15 @@
 """Runs `python -m module` in a process forked from the server of `ranks`, which has imported torch already.
 
 A fresh interpreter needs seconds of a core for that. What runs is the same: `runpy` executes the module as `__main__`, in a
-session, folder and environment of its own. Differences: flags of the interpreter are the server's, `atexit` is not called, and
-/proc shows the server's environment, so `processes_with` finds only what the program starts by `exec`.
+session, folder and environment of its own; where it starts modules by `subprocess`, these are forked too (`forked_children`).
+Differences: flags of the interpreter are the server's, `atexit` is not called, and /proc shows the server's environment, so
+`processes_with` finds what is forked by the variable `processes.MARK` alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import io
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TextIO
 
-from sley_core.testing.ranks import preloaded_server
+from sley_core.testing.forked_children import fork_children, run
+from sley_core.testing.rank_teams import preloaded_server
 
 _PR_SET_PDEATHSIG = 1
 
@@ -77,20 +77,12 @@ def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out:
     os.setsid()
     _end_with_the_server()
     os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
     for number, connection in ((1, out), (2, err)):
         os.dup2(connection.fileno(), number)
         connection.close()
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding="utf-8")
-    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding="utf-8", line_buffering=True)
-    sys.path[:] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
-    sys.argv = [module, *arguments]
-
-    import torch
-
-    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    path = list(sys.path)
+    fork_children(path)
+    run(module, arguments, env, [cwd], path)
 
 
 def _end_with_the_server() -> None:

@@ -9,28 +9,30 @@ from __future__ import annotations
 import contextlib
 import gc
 import pkgutil
+import re
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 import sley_core
-from sley_core.discovery import installed
 from sley_core.table import Table
+from sley_core.testing.unchanged import Before
 
 
 def modules() -> Iterator[str]:
-    """Names of what a rank of a test is likely to need: pytest, torch, all of core, and of the plugins that are installed."""
+    """Names of what a rank of a test is likely to need: pytest, torch, all of core, and of what is installed and needs core."""
     yield from ("pytest", "torch.distributed", "torch._dynamo", "packaging.requirements")
     yield from _all_of(sley_core)
-    for found in installed().values():
-        for plugin in found:
-            with contextlib.suppress(Exception):
-                package = plugin.entry_point.module.partition(".")[0] if plugin.entry_point else ""
-                yield from _all_of(import_module(package))
+    for dist in distributions():
+        if any(re.match(r"sley-core\b", need) for need in dist.requires or ()):
+            for name in sorted({point.module.partition(".")[0] for point in dist.entry_points}):
+                with contextlib.suppress(Exception):
+                    yield from _all_of(import_module(name))
 
 
 def _all_of(package: ModuleType) -> Iterator[str]:
@@ -69,6 +71,8 @@ def assemble_once() -> None:
         plan = plan_from_dict(small_plan(run__keep_freed_memory=False), Path(folder))
         with World.alone("cpu") as world, assemble(plan, world):
             pass
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        kind([torch.zeros(1)])  # the first of a class wraps the class's `step`
 
 
 for _name in modules():
@@ -80,6 +84,9 @@ for _table in tables():
 torch.set_num_threads(1)
 with contextlib.suppress(Exception):
     assemble_once()
+
+before = Before()
+"""What a rank compares itself with before it runs another call."""
 
 gc.freeze()
 """A rank does not look through, nor copy, what it shares with the others."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
+from sley_core.testing.rank_teams import idle_processes
+
 _PROC = Path("/proc")
 _HELPERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
 """Python's own servers, which live as long as the interpreter that started them."""
 
+MARK = "SLEY_TEST_PROGRAM"
+"""The variable whose value a forked program is called by: /proc shows the environment of what it was forked from."""
+
 _LISTEN = "0A"
+_PR_SET_NAME = 15
+_NAME_LENGTH = 15
 
 
 @dataclass(frozen=True)
@@ -44,15 +52,18 @@ class Listener:
 
 
 def descendants(pid: int | None = None) -> list[Process]:
-    """Every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves."""
-    everything = list(_processes())
+    """Every process below `pid` (default: this one), but for Python's fork server and resource tracker themselves, and for
+    ranks that wait for their next call."""
+    root, idle = os.getpid() if pid is None else pid, idle_processes()
+    everything = [process for process in _processes() if process.pid not in idle]
+    # What a fork server has forked, and what that forks, shows the server's command line: only a server itself is left out.
+    own = [process.command for process in everything if process.pid == root]
+    servers = {p.pid for p in everything if p.command not in own and any(helper in p.command for helper in _HELPERS)}
     found: list[Process] = []
-    parents = [os.getpid() if pid is None else pid]
+    parents = [root]
     while parents:
         children = [process for process in everything if process.parent in parents]
-        # What a fork server has forked shows the server's command line, so only the server itself is left out.
-        own = parents == [os.getpid() if pid is None else pid]
-        found += [p for p in children if not (own and any(helper in p.command for helper in _HELPERS))]
+        found += [process for process in children if not (parents == [root] and process.pid in servers)]
         parents = [process.pid for process in children]
     return found
 
@@ -63,12 +74,20 @@ def processes_with(variable: str, value: str) -> list[Process]:
     A test gives the program it starts a variable of its own, and asks for it when the program is gone.
     """
     wanted = f"{variable}={value}".encode()
+    name = f"{value[-_NAME_LENGTH:]}\n" if variable == MARK else None
     found = []
     for process in _processes():
+        folder = _PROC / str(process.pid)
         with suppress(OSError):
-            if wanted in (_PROC / str(process.pid) / "environ").read_bytes().split(b"\0"):
+            if wanted in (folder / "environ").read_bytes().split(b"\0") or (folder / "comm").read_text("utf-8") == name:
                 found.append(process)
     return found
+
+
+def call_itself(env: Mapping[str, str]) -> None:
+    """Lets `processes_with` find this process, and those that it forks, by the `MARK` in `env`, if there is one."""
+    if sys.platform == "linux" and MARK in env:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, env[MARK][-_NAME_LENGTH:].encode(), 0, 0, 0)
 
 
 def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_s: float = 1.0) -> None:

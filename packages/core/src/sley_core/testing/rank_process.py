@@ -1,7 +1,7 @@
 """One rank of a test: what the process that `ranks` starts does, from its first line to its last.
 
     receive the job ─> take over the parent's surroundings ─> join the world ─> call ─> send the outcome ─┐
-                                                                            leave the world <─ wait for the others
+           └──────── if nothing is left of the call <──────── leave the world <─ wait for the others <───┘
 
 A rank that succeeded keeps its sockets open until all are done, so that no peer sees a connection closed in the middle
 of a collective. A rank that failed leaves at once, so that peers that wait for it fail instead of hanging.
@@ -32,6 +32,9 @@ from typing import Any
 import pytest
 
 from sley_core.testing.shipping import Packed, pack_result, unpack
+
+AGAIN = b"again"
+"""What the parent says to ranks that have succeeded and may get another job; else it closes the connection."""
 
 _LONGEST_VALUE = 400
 
@@ -88,14 +91,26 @@ def stacks_file(folder: str, rank: int) -> Path:
 
 
 def rank_main(connection: Connection) -> None:
-    """The target of the process. Ends quietly if the parent is gone before it sent a job."""
+    """The target of the process. Ends quietly if the parent is gone before it sent a job, or another one."""
     # A group of its own: the parent can end the rank with whatever it started, and Ctrl-C reaches the parent alone.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
-    try:
-        job: Job = pickle.loads(connection.recv_bytes())
-    except EOFError:
-        return
+    from sley_core.testing.preload import before
+
+    before.begin()
+    with contextlib.suppress(EOFError):
+        while _serve(connection):
+            left = before.restore()
+            os.chdir("/")  # the folder of the test may go
+            connection.send_bytes(pickle.dumps(left))
+            if left:
+                return
+
+
+def _serve(connection: Connection) -> bool:
+    """Does one job; whether the parent wants to give another one. EOFError where there is none."""
+    job: Job = pickle.loads(connection.recv_bytes())
+    again = False
     with _surroundings(job):
         outcome = _run(job)
         sys.stdout.flush()
@@ -103,8 +118,11 @@ def rank_main(connection: Connection) -> None:
         connection.send_bytes(pickle.dumps(outcome))
         if not outcome.failed:
             with contextlib.suppress(EOFError):
-                connection.recv_bytes()
+                again = connection.recv_bytes() == AGAIN
         _leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return again
 
 
 def _run(job: Job) -> Outcome:

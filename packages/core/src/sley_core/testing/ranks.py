@@ -2,7 +2,8 @@
 
 Ranks are forked from a server that has imported torch once: about 0.1 s for two ranks, where a fresh interpreter takes
 seconds. They meet through a file in a private folder and talk on the loopback interface alone. Whatever happens, also
-when the test is interrupted, no process is left when the call is over.
+when the test is interrupted, no process is at work when the call is over. Those of the fixture `ranks` then wait for the
+next call, if they succeeded and are as they were before (`unchanged`); all others are gone.
 
 Because they are forked from one process, ranks share the seed of `hash(str)`: a test here cannot find an order that
 depends on it. Runs of the command line start fresh interpreters and can.
@@ -11,7 +12,6 @@ depends on it. Runs of the command line start fresh interpreters and can.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -19,31 +19,25 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from sley_core.testing import rank_process
-from sley_core.testing.rank_process import Job, Outcome, output_file, rank_main, stacks_file
+from sley_core.testing import rank_process, rank_teams
+from sley_core.testing.rank_process import Job, Outcome, output_file, stacks_file
+from sley_core.testing.rank_teams import Team, kill
 from sley_core.testing.shipping import Packed, pack
 
 GRACE_S = 1.0
 """How long the other ranks have to finish once one has failed."""
 
 _LAST_WORDS_S = 2.0
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def preloaded_server() -> ForkServerContext:
-    """Processes of this context are forked from a server that has imported what `preload` names."""
-    _CONTEXT.set_forkserver_preload(["sley_core.testing.preload"])
-    return _CONTEXT
 
 
 class RankError(Exception):
@@ -68,19 +62,40 @@ class Ranks:
     size: int
     timeout_s: float = 60.0
     init: bool = True
+    again: bool = False
+    """Whether processes may be used that have run other calls before: not where memory or time of a process is measured."""
 
     def __post_init__(self) -> None:
         assert self.size >= 1, f"{self.size} ranks"
 
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         __tracebackhide__ = True
+        return [pickle.loads(value) for value in self._values(pack((function, args, kwargs)))]
+
+    def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """As a call, of a function that always gives the same: what this process has called before is not called again.
+
+        For references that several tests compare with. Each gets results of its own. Another path, folder or environment is
+        another call.
+        """
+        __tracebackhide__ = True
         call = pack((function, args, kwargs))
-        with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
-            world.start(self._jobs(call, folder))
-            outcomes = world.collect(time.monotonic() + self.timeout_s, self.timeout_s)
+        key = (self.size, self.init, call.data, tuple(sys.path), str(Path.cwd()), tuple(sorted(_environ().items())))
+        if key not in _known:
+            _known[key] = self._values(call)
+        return [pickle.loads(value) for value in _known[key]]
+
+    def _values(self, call: Packed) -> list[bytes]:
+        """What `call` returns on each rank, pickled."""
+        __tracebackhide__ = True
+        with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder:
+            team = rank_teams.take(self.size, _environ()) if self.again else Team(_environ())
+            with _World(folder, team, self.again) as world:
+                team.send(self._jobs(call, folder))
+                outcomes = world.collect(time.monotonic() + self.timeout_s, self.timeout_s)
         if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended):
             raise _first_failure(failed, self.size)
-        return [pickle.loads(outcome.value) for outcome in outcomes]
+        return [outcome.value for outcome in outcomes]
 
     def _jobs(self, call: Packed, folder: str) -> list[Job]:
         store = Path(folder, "store").as_uri()
@@ -111,73 +126,75 @@ class Ranks:
         ]
 
 
+_known: dict[Hashable, list[bytes]] = {}
+"""What calls of `Ranks.once` returned."""
+
+
+def _environ() -> dict[str, str]:
+    """The environment, without what pytest changes for each test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 @dataclass
 class _World:
-    """The processes of one call. On leaving the context they are gone, and their output stands in this one's."""
+    """The processes of one call. On leaving the context they are gone or wait for another one, and their output stands in
+    this one's."""
 
     folder: str
-    processes: list[ForkServerProcess] = field(default_factory=list)
-    connections: list[Connection] = field(default_factory=list)
+    team: Team
+    again: bool
+    succeeded: bool = False
+
+    @property
+    def processes(self) -> list[ForkServerProcess]:
+        return self.team.processes
 
     def __enter__(self) -> _World:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        for connection in self.connections:
-            connection.close()
-        # Ranks that succeeded leave by themselves once they are told so; after a failure there is nothing to wait for.
-        deadline = time.monotonic() + (0.0 if failure[0] else _LAST_WORDS_S)
-        for process in self.processes:
-            if process.pid is not None:
-                process.join(max(0.0, deadline - time.monotonic()))
-                _kill(process)
+        can_go_on = False
+        try:
+            can_go_on = self.again and self.succeeded and not failure[0] and not self.team.rest()
+        finally:
+            if can_go_on:
+                rank_teams.give_back(self.team)
+            else:
+                # Ranks that succeeded leave by themselves once told so; after a failure there is nothing to wait for.
+                self.team.end(0.0 if failure[0] else _LAST_WORDS_S)
         for rank in range(len(self.processes)):
             _echo(rank, output_file(self.folder, rank))
-
-    def start(self, jobs: list[Job]) -> None:
-        """Starts a process per job. Slow once: the fork server comes up with the first, outside any time limit."""
-        context = preloaded_server()
-        for job in jobs:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(theirs,), name=f"rank {job.rank}")
-            self.processes.append(process)
-            self.connections.append(ours)
-            process.start()
-            theirs.close()
-        # Sent only now that every process id is known: a rank without a job ends when this process forgets it.
-        for connection, job in zip(self.connections, jobs, strict=True):
-            with contextlib.suppress(BrokenPipeError):
-                connection.send_bytes(pickle.dumps(job))
 
     def collect(self, deadline: float, timeout_s: float) -> list[Outcome]:
         """One outcome per rank, at the latest shortly after `deadline` (of the monotonic clock)."""
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         failed = False
-        while len(outcomes) < len(self.connections):
-            waiting = [c for rank, c in enumerate(self.connections) if rank not in outcomes]
+        while len(outcomes) < len(self.team.connections):
+            waiting = [c for rank, c in enumerate(self.team.connections) if rank not in outcomes]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 if not failed:
                     raise self._timed_out(set(outcomes), timeout_s)
                 break
             for connection in ready:
-                rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns what it was given
+                rank = self.team.connections.index(connection)  # type: ignore[arg-type]  # wait() returns what it was given
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].failed and not failed:
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         for rank, process in enumerate(self.processes):
             if rank not in outcomes:
-                _kill(process)
+                kill(process)
                 outcomes[rank] = Outcome.lost(
                     rank, f"still at work {GRACE_S:g} s after that, killed", ended=float("inf")
                 )
+        self.succeeded = not failed
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
         try:
-            outcome = pickle.loads(self.connections[rank].recv_bytes())
+            outcome = pickle.loads(self.team.connections[rank].recv_bytes())
             assert isinstance(outcome, Outcome), outcome
             return outcome
         except (EOFError, ConnectionResetError):
@@ -203,7 +220,7 @@ class _World:
         deadline = time.monotonic() + _LAST_WORDS_S
         for _, process in hung:
             process.join(max(0.0, deadline - time.monotonic()))
-            _kill(process)
+            kill(process)
         lines = [f"{len(hung)} of {len(self.processes)} ranks did not finish within {timeout_s:g} s"]
         lines += [f"rank {rank} had finished" for rank in sorted(finished)]
         for rank, _ in hung:
@@ -235,16 +252,6 @@ def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
-
-
-def _kill(process: ForkServerProcess) -> None:
-    """Ends the rank and what it started, also where the rank itself is gone already."""
-    assert process.pid is not None, process
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.is_alive():
-        process.kill()
-    process.join()
 
 
 def _echo(rank: int, path: Path) -> None:

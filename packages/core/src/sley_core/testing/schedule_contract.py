@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -29,13 +30,13 @@ from sley_core.actions.lower import lower
 from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Component
 from sley_core.testing.plans import small_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.runs import assert_parity_of_parts, record
 
 Table = dict[str, Any]
 
-NUM_DRAWS = 60
 NUM_STEPS = 3
 
 
@@ -43,13 +44,14 @@ class ScheduleContract:
     """Inherit, set `pipeline` to the table `[pipeline]` of your schedule, say `most_held`, and pytest does the rest.
 
     tables: further tables of the plan, as `link` and `partition` where the schedule's record names none. stages, micros:
-    numbers that the schedule can have, from which sizes are drawn.
+    numbers that the schedule can have, from which sizes are drawn. num_draws: how many sizes.
     """
 
     pipeline: ClassVar[Table]
     tables: ClassVar[Table] = {}
     stages: ClassVar[Sequence[int]] = range(1, 9)
     micros: ClassVar[Sequence[int]] = range(1, 25)
+    num_draws: ClassVar[int] = 24
 
     def most_held(self, stage: int, stages: int, micros: int) -> int:
         """Returns the most micro-batches that `stage` holds at a time, each counted once per chunk: forwards whose
@@ -116,15 +118,20 @@ class ScheduleContract:
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
         """Yields drawn numbers of stages and micro-batches, the least first, each with a source of further chance."""
         yield min(self.stages), min(self.micros), Random(0)
-        for seed in range(1, NUM_DRAWS):
+        for seed in range(1, self.num_draws):
             chance = Random(seed)
             yield chance.choice(self.stages), chance.choice(self.micros), chance
 
-    def _schedule(self) -> Schedule:
-        """Returns the schedule as a plan with its table has it."""
+    @cached_property
+    def _component(self) -> Component:
+        """Returns what a plan with the schedule's table has of it."""
         plan = plan_from_dict(small_plan(parallel={"dp": 1, "pp": 2}, pipeline=self.pipeline, **self.tables))
         assert plan.pipeline is not None
-        schedule: Schedule = plan.pipeline.build()
+        return plan.pipeline
+
+    def _schedule(self) -> Schedule:
+        """Returns the schedule, made anew."""
+        schedule: Schedule = self._component.build()
         return schedule
 
 

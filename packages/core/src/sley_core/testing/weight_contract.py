@@ -192,7 +192,8 @@ class WeightCommunicatorContract:
             assert not seen.closed, "\n".join(seen.closed)
 
     def _seen(self, ranks: Callable[..., Ranks], world: int, plan: Table, change: Change | None = None) -> list[Seen]:
-        seen: list[Seen] = ranks(world, self.timeout_s)(observe, plan, change)
+        there = ranks(world, self.timeout_s)
+        seen: list[Seen] = (there.once if change is None else there)(observe, plan, change)
         return seen
 
 

@@ -93,7 +93,8 @@ def _attend(
         whole = heads_of_all(group, *given, contents=contents)
     else:
         whole = tuple(heads_of_all(group, tensor, contents=contents)[0] for tensor in given)
-    proof.ask(AttentionCall(attention, whole, rest, more, given[-1].shape[-2], group.size))
+    if not group.is_silent:  # tensors have values, by which it is told
+        proof.ask(AttentionCall(attention, whole, rest, more, given[-1].shape[-2], group.size))
     context = attention(*whole, *rest, **more)
     batch, length = whole[0].shape[:2]
     if not isinstance(context, Tensor) or not _is_context(context, (batch, length, whole[0].shape[-2])):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sley_core.api.memory import Holding
+from sley_core.api.memory import Holding, is_plain
 from sley_memory.offload.arena import aligned
 from sley_memory.offload.parked import can_leave
 
@@ -38,7 +38,7 @@ def _is_movable(piece: Holding) -> bool:
     if len(piece.tensors) > 1 or not 0 < piece.memory.numel() <= SMALL or not can_leave(piece):
         return False
     (tensor,) = piece.tensors.values()
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_inference():
+    if not is_plain(tensor) or tensor.requires_grad or tensor.is_inference():
         return False
     owners: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return owners == OWNERS

@@ -12,9 +12,11 @@ from sley_core.comm.guard import guarded, turn_of
 from sley_core.comm.members import Members
 from sley_core.comm.transport.backend import Backend, can_coalesce
 from sley_core.comm.transport.cma.connection import Connection
+from sley_core.comm.transport.cma.rows import scratch
 from sley_core.comm.transport.cma.transport import RINGS, Cma
 from sley_core.comm.transport.direct import Direct
 from sley_core.comm.transport.protocol import Transport
+from sley_core.comm.transport.silent import Silent
 
 
 def is_from_host(backend: str, device: torch.device) -> bool:
@@ -49,3 +51,17 @@ def attached(members: Members, lanes: Mapping[str, dist.ProcessGroup], timeout_s
 
     connection = guarded(connect, turn_of("opening", members, "cross-memory attach"))
     return {name: Cma(connection, name, at) for at, name in enumerate(lanes)} if connection is not None else {}
+
+
+def silent_transports(
+    members: Members, lanes: Mapping[str, dist.ProcessGroup], device: torch.device, *, attaches: bool
+) -> dict[str, Transport]:
+    """Returns transports for `lanes` of a fake world, which take memory as those of a real one on `device` do.
+
+    attaches: whether that would use cross-memory attach, as it does where all its ranks are on one host.
+    """
+    if device.type != "cpu":
+        return {name: Silent(members) for name in lanes}
+    if attaches:
+        return {name: Silent(members, scratch=scratch) for name in lanes}
+    return {name: Silent(members, Direct(members, name, lane).num_scratch_rows) for name, lane in lanes.items()}

@@ -192,7 +192,7 @@ def rows_of(wholes: Sequence[Tensor], shards: Sequence[Tensor], offers: Offers) 
 def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -> None:
     """Adds to `own` what lies at `addresses` of the peers, one for each, in their order."""
     length = PIECE_BYTES // own.element_size()
-    piece = torch.empty(min(length, own.numel()), dtype=own.dtype)
+    piece = scratch(own)
     for first in range(0, own.numel(), length):
         target = own[first : first + length]
         came = piece[: target.numel()]
@@ -200,6 +200,11 @@ def add_from(offers: Offers, own: Tensor, addresses: Sequence[int], what: str) -
             there = MemorySpan(address + first * own.element_size(), target.nbytes)
             offers.read(peer, [span(came)], [there], what)
             target.add_(came)
+
+
+def scratch(own: Tensor) -> Tensor:
+    """Returns the memory into which a peer's part of `own` is read, one piece after the other."""
+    return torch.empty(min(PIECE_BYTES // own.element_size(), own.numel()), dtype=own.dtype)
 
 
 def span(tensor: Tensor) -> MemorySpan:

@@ -1,0 +1,97 @@
+"""`train-cli estimate`: the bytes that every stage of a run needs, before a device is touched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sley_core.errors import UsageError
+from sley_core.plan.load import load_plan
+from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sley_core.estimate.bytes.rank import RankBytes
+    from sley_core.plan.plan import Plan
+
+GIB = 1 << 30
+UNITS = {"GiB": GIB, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "B": 1}
+
+
+def estimate(
+    plan: PlanArgument,
+    overrides: SetOption = None,
+    world: WorldOption = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", metavar="SIZE", help="What a device has, such as 80GiB: exit code 1 if a stage needs more."
+        ),
+    ] = None,
+    form: FormatOption = OutputFormat.text,
+) -> None:
+    """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
+    limit = None if memory is None else num_bytes(memory)
+    resolved = load_plan(plan, overrides or [])
+    size = resolved.world(world) if world is None else world
+    found = stages(resolved, size)
+    if form is OutputFormat.json:
+        told = {"world": size, "memory": limit, "stages": [asdict(one) for one in found]}
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        typer.echo("\n".join(lines(found, size, limit)))
+    if limit is not None and max(one.peak for one in found) > limit:
+        raise typer.Exit(1)
+
+
+def stages(plan: Plan, size: int) -> list[RankBytes]:
+    """Returns what each stage holds. Raises SleyError, with its place in the plan, as `stage_bytes` does."""
+    from sley_core.errors import SleyError
+    from sley_core.estimate.bytes.stages import stage_bytes
+
+    try:
+        return list(stage_bytes(plan, size))
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
+
+
+def num_bytes(text: str) -> int:
+    """Returns the bytes of a size such as 80GiB or 512 MB. Raises UsageError `memory-size` for anything else."""
+    for unit, factor in UNITS.items():
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
+            return int(float(number) * factor)
+    raise UsageError(
+        "memory-size", f"`--memory {text}` is no size", hint="write 80GiB, or a number of MiB, GB, MB or B"
+    )
+
+
+def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:
+    """Yields what is printed as text."""
+    per_stage = size // len(found)
+    for one in found:
+        last = one.rank + per_stage - 1
+        ranks = f"rank {one.rank}" if per_stage == 1 else f"ranks {one.rank} to {last}"
+        layer = f", layer {one.place.layer}" if one.place.layer else ""
+        yield f"stage {one.stage} ({ranks}): {shown(one.peak)} at {one.place.entry}{layer}"
+        for owner, count in one.alive.items():
+            yield f"    {owner.replace('_', ' '):18} {shown(count):>12}"
+    most = max(found, key=lambda one: one.peak)
+    verdict = f"the most is {shown(most.peak)}, on stage {most.stage}"
+    if limit is not None:
+        left = limit - most.peak
+        verdict += f": fits into {shown(limit)}, {shown(left)} are left" if left >= 0 else ""
+        verdict += f": does not fit into {shown(limit)}, {shown(-left)} are missing" if left < 0 else ""
+    yield verdict
+
+
+def shown(count: int) -> str:
+    """Returns bytes in the unit that fits."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

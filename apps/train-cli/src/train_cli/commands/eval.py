@@ -1,0 +1,50 @@
+"""`train-cli eval RUN`: the held-out loss of a run's weights, by the run's own evaluation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sley_core.data.config import TextConfig
+from sley_core.losses.config import CrossEntropyConfig
+from train_cli.console import say
+from train_cli.trained import plan_of, trained_run
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+
+def eval(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: runs/NAME.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="KEY=VALUE",
+            help="Change a key of [data], such as 'held_out_files=[\"other.txt\"]'; VALUE is TOML. May be given several times.",
+        ),
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option("--batches", metavar="N", min=1, help="Batches of batch.global_size; left out, evaluation.steps."),
+    ] = None,
+) -> None:
+    """Print the held-out loss of a run's weights; of a model over bytes, bits per byte too."""
+    plan = plan_of(run, data or [])
+    with trained_run(run, plan, evaluates=True, batches=batches) as (model, which):
+        say(which)
+        loss = model.evaluate()
+        evaluation = model.plan.evaluation
+        assert evaluation is not None
+    typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
+    if _is_nats_per_byte(plan):
+        typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
+
+
+def _is_nats_per_byte(plan: Plan) -> bool:
+    data, loss = plan.data.config, plan.loss.config
+    is_plain = isinstance(loss, CrossEntropyConfig) and not loss.label_smoothing
+    return is_plain and isinstance(data, TextConfig) and data.tokenizer is None

@@ -1,0 +1,70 @@
+"""Plans that write nothing: a layout as it is, the same training in one process, and a run that is looked at again."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sley_core.model.config import LlamaConfig
+from sley_core.plan.resolve import resolve
+from sley_core.records import GradientHandlerRecord
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+_WRITES = ("checkpoint", "profile", "timeline")
+"""Tables whose only effect is on files."""
+
+_LAYOUT = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload", "pools")
+"""Tables that decide where and when something is computed, and never what."""
+
+_BETWEEN_RANKS = ("reducer", "tie")
+"""Roles of handlers that only make up for the layout. A transform changes what is learned, and stays."""
+
+
+def in_layout(plan: Plan) -> Plan:
+    """Returns the plan without what it writes, for its own ranks."""
+    return _with(plan, _without(plan, _WRITES))
+
+
+def in_one_process(plan: Plan) -> Plan:
+    """Returns the plan that computes the same in one process: no parallel axis, no reducer, no memory that moves.
+
+    What decides the numbers stays: batches, micro-batches, seed, precision, the order of sums (`reduction`), transforms.
+    """
+    tables = _without(plan, (*_WRITES, *_LAYOUT))
+    tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
+    given = tables.get("gradient_handlers", [])
+    kept = [table for table, one in zip(given, plan.gradient_handlers, strict=False) if not _is_between(one.record)]
+    tables["gradient_handlers"] = kept
+    return _with(plan, tables)
+
+
+def of_trained(plan: Plan, *, evaluates: bool, batches: int | None = None) -> Plan:
+    """Returns the plan of a run's folder for one process that only calls the model: on whatever device there is, its weights
+    not those that the run began with.
+
+    evaluates: whether it is to have an evaluation, with the plan's number of `batches` unless given. Otherwise it has none.
+    """
+    tables = in_one_process(plan).document.tables
+    tables["run"]["device"] = "auto"
+    if isinstance(plan.model.config, LlamaConfig):
+        tables["model"].pop("weights", None)  # the resolved plan has the sizes that these files decided
+    given = tables.pop("evaluation", {"every": 1})
+    if evaluates:
+        tables["evaluation"] = given if batches is None else {**given, "steps": batches}
+    return _with(plan, tables)
+
+
+def _is_between(record: object) -> bool:
+    assert isinstance(record, GradientHandlerRecord), record
+    return record.role in _BETWEEN_RANKS
+
+
+def _without(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: deepcopy(value) for key, value in plan.document.tables.items() if key not in keys}
+
+
+def _with(plan: Plan, tables: dict[str, Any]) -> Plan:
+    return resolve(replace(plan.document, tables=tables), plan.loader)

@@ -1,0 +1,1 @@
+"""`train-cli verify`: the plan's layout beside one process of the same plan."""

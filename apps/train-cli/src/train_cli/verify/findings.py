@@ -1,0 +1,183 @@
+"""What ranks found beside one process, step by step, and what it means. Imports no torch.
+
+Differences are told in the order in which one causes the next: first values, then of each step the loss, gradients, their
+norm, the held-out loss, weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["first value", "loss", "gradient", "gradient norm", "held-out loss", "weight"]
+KINDS: tuple[Kind, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")
+_TOLD = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Relative errors that are allowed. near: in the first step, where weights are still equal. far: later, and of weights.
+    reduced: of gradients and what follows from them, the sum of what the plan's handlers declare. first: of first values.
+    """
+
+    near: float
+    far: float
+    reduced: float = 0.0
+
+    def of(self, kind: Kind, step: int) -> float:
+        """Returns what is allowed of `kind` in `step`; first values are equal bit for bit."""
+        if kind == "first value":
+            return 0.0
+        base = self.near if step == 1 and kind != "weight" else self.far
+        # The loss of the first step comes before any gradient.
+        return base if step == 1 and kind == "loss" else base + self.reduced
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One number or tensor of a step on one rank, beside that of one process.
+
+    error: ||found - expected|| / ||expected||. times: found / expected where that is one factor, as a wrong scale is.
+    expected, found: the numbers, or norms. is_noise: a gradient that is zero but for rounding, or the weight that it changes:
+    what is then beyond the limit is told, and is no difference.
+    """
+
+    kind: Kind
+    step: int
+    name: str
+    error: float
+    expected: float
+    found: float
+    times: float | None = None
+    is_noise: bool = False
+
+
+@dataclass
+class RankFindings:
+    """What one rank compared, in the order in which it came. skipped: steps that were not taken: gradients were not finite."""
+
+    rank: int
+    stage: int
+    skipped: list[int] = field(default_factory=list)
+    compared: list[Compared] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Writes them for the process that started the ranks."""
+        (folder / f"rank-{self.rank}.json").write_text(json.dumps(asdict(self)), "utf-8")
+
+
+def read(folder: Path, num_ranks: int) -> list[RankFindings]:
+    """Returns what all ranks wrote into `folder`."""
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(num_ranks)]
+    return [RankFindings(**{**one, "compared": [Compared(**each) for each in one["compared"]]}) for one in ranks]
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest relative error of a kind over all ranks and steps, where it is, and what is allowed there."""
+
+    kind: Kind
+    error: float
+    allowed: float
+    step: int
+    name: str
+    num: int
+
+
+def worst(ranks: Sequence[RankFindings], limits: Limits) -> list[Worst]:
+    """Returns the entry of each kind that comes closest to what is allowed, or is furthest beyond."""
+    found = []
+    for kind in KINDS:
+        every = [one for rank in ranks for one in rank.compared if one.kind == kind and not _is_lost(one, limits)]
+        if every:
+            top = max(every, key=lambda one: (_share(one, limits), one.error))
+            names = len({one.name for one in every})
+            found.append(Worst(kind, top.error, limits.of(kind, top.step), top.step, top.name, names))
+    return found
+
+
+def _share(one: Compared, limits: Limits) -> float:
+    allowed = limits.of(one.kind, one.step)
+    return one.error / allowed if allowed else (float("inf") if one.error else 0.0)
+
+
+def _is_lost(one: Compared, limits: Limits) -> bool:
+    """Returns whether rounding hides if it agrees."""
+    return one.is_noise and not one.error <= limits.of(one.kind, one.step)
+
+
+def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Compared]]:
+    """Returns everything beyond what is allowed, the first cause first: by step, kind, place in the model and rank."""
+    wrong = [
+        (one.step, KINDS.index(one.kind), rank.stage, place, rank.rank, rank, one)
+        for rank in ranks
+        for place, one in enumerate(rank.compared)
+        if not one.error <= limits.of(one.kind, one.step) and not one.is_noise
+    ]
+    return [(found[-2], found[-1]) for found in sorted(wrong, key=lambda found: found[:5])]
+
+
+def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> Iterator[str]:
+    """Yields the report's lines: what agrees, or which parameter differs first and since when, then a line for each kind."""
+    wrong = differences(ranks, limits)
+    if wrong:
+        yield from _cause(wrong, limits)
+    else:
+        yield f"{len(ranks)} ranks and one process agree over {_steps(num_steps)}"
+    yield ""
+    yield f"{'':<16}{'largest error':>14}{'allowed':>12}  where"
+    for one in worst(ranks, limits):
+        where = f"{one.name}, " if one.name else ""
+        where += "before the first step" if one.step == 0 else f"step {one.step}"
+        many = f" (of {one.num})" if one.num > 1 else ""
+        yield f"{one.kind:<16}{one.error:>14.2g}{one.allowed:>12.2g}  {where}{many}"
+    if lost := list(dict.fromkeys(one.name for rank in ranks for one in rank.compared if _is_lost(one, limits))):
+        more = f" and {len(lost) - _TOLD} more" if len(lost) > _TOLD else ""
+        yield f"not compared, since their gradients are zero but for rounding: {', '.join(lost[:_TOLD])}{more}"
+    if skipped := sorted({step for rank in ranks for step in rank.skipped}):
+        yield f"not taken, for gradients that are not finite in this precision: step {', '.join(map(str, skipped))}"
+
+
+def _cause(wrong: Sequence[tuple[RankFindings, Compared]], limits: Limits) -> Iterator[str]:
+    """Yields what differs first, and how many others differ alike."""
+    rank, first = wrong[0]
+    since = "before the first step" if first.step == 0 else f"since step {first.step}"
+    yield f"differs: {_subject(first)}, {since}, on stage {rank.stage} (rank {rank.rank})"
+    if first.times is not None:
+        yield f"  it is {first.times:.6g} times that of one process"
+    else:
+        sizes = "its norm is" if first.name else "it is"
+        yield f"  off by {first.error:.3g} of its size: {sizes} {first.found:.6g}, that of one process {first.expected:.6g}"
+    alike = [(one.rank, other) for one, other in wrong if (other.step, other.kind) == (first.step, first.kind)]
+    names = list(dict.fromkeys(other.name for _, other in alike))
+    if len(names) > 1:
+        more = ", ..." if len(names) > _TOLD else ""
+        yield f"  so do {len(names) - 1} more: {', '.join(names[1:_TOLD])}{more}"
+    by_rank = sorted({each for each, other in alike if other.name == first.name})
+    if len(by_rank) > 1:
+        yield f"  on ranks {', '.join(map(str, by_rank))} alike"
+    yield f"  {_meaning(first)}"
+
+
+def _subject(one: Compared) -> str:
+    article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}
+    return f"{article[one.kind]} `{one.name}`" if one.name else f"the {one.kind}"
+
+
+def _meaning(one: Compared) -> str:
+    """Returns where to look."""
+    return {
+        "first value": "ranks do not begin with the weights that one process begins with",
+        "loss": "the forward computes something else, or on other samples" if one.step == 1 else "see what came before",
+        "gradient": "the forward agrees: look at the backward and at what sums gradients",
+        "gradient norm": "every gradient agrees: look at what the layout counts twice, or not at all",
+        "held-out loss": "the evaluation computes something else, or on other samples",
+        "weight": "its gradient agrees: look at the optimizer, at its state and at who steps the weight",
+    }[one.kind]
+
+
+def _steps(num: int) -> str:
+    return "1 step" if num == 1 else f"{num} steps"

@@ -1,0 +1,178 @@
+"""Takes the steps of `train-cli verify`: one process keeps what it had, then each rank compares what it has.
+
+One process keeps of each step the loss, the norm, gradients and weights as files; a rank reads one tensor of them at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sley_core.engine.update import CLIP_EPSILON
+from sley_core.testing.parity import relative_errors
+from sley_core.testing.runs import GRADIENTS, WEIGHTS, gradients, weights
+from train_cli.verify.findings import Compared, Kind, Limits, RankFindings
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from sley_core.plan.plan import Plan
+    from sley_core.records import GradientHandlerRecord
+    from sley_core.run import Run
+
+NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
+"""A gradient of less than this share of the model's largest is zero but for rounding, as that of a bias of keys is: softmax
+does not see it. Adam makes steps of full size of it, in whatever direction, so that such a weight cannot be compared."""
+
+_NUMBERS: dict[str, Kind] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
+
+
+def limits(plan: Plan, tolerance: float | None = None) -> Limits:
+    """Returns what the plan's precision, its handlers' records and `tolerance`, if given, allow."""
+    if tolerance is not None:
+        return Limits(tolerance, tolerance)
+    if plan.parallel.reduction == "canonical":
+        return Limits(0.0, 0.0)
+    handlers: list[tuple[GradientHandlerRecord, Any]] = [
+        (one.record, one.config)  # type: ignore[misc]  # a list of handlers has no factories
+        for one in plan.gradient_handlers
+    ]
+    reduced = sum(record.tolerance_with(config) for record, config in handlers)
+    compute = plan.precision.compute
+    return Limits(GRADIENTS[compute], WEIGHTS[compute], reduced)
+
+
+def keep(run: Run, num_steps: int, folder: Path) -> None:
+    """Takes steps of the one-process `run` and keeps what they gave in `folder`. Ends early if the run is asked to stop."""
+    save_file(_own_weights(run), _file(folder, 0, "weights"))
+    for step, row in _steps(run, num_steps):
+        (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
+        save_file(_unclipped(run, row), _file(folder, step, "gradients"))
+        save_file(_own_weights(run), _file(folder, step, "weights"))
+
+
+def compare(run: Run, num_steps: int, folder: Path) -> None:
+    """Takes the same steps on this rank of the layout and compares each with what is in `folder`, where findings go too."""
+    found = RankFindings(run.world.rank, run.groups["pp"].coord)
+    quiet = _Quiet(run.plan.precision.compute)
+    found.compared += _tensors("first value", 0, _own_weights(run), _file(folder, 0, "weights"), quiet)
+    for step, row in _steps(run, num_steps):
+        reference = json.loads((folder / f"row-{step}.json").read_text("utf-8"))
+        found.compared += _numbers(step, row, reference)
+        if row.get("skipped") and reference.get("skipped"):
+            found.skipped.append(step)  # gradients that are not finite have nothing to compare
+        else:
+            quiet.look(_file(folder, step, "gradients"))
+            found.compared += _tensors("gradient", step, _unclipped(run, row), _file(folder, step, "gradients"), quiet)
+        found.compared += _tensors("weight", step, _own_weights(run), _file(folder, step, "weights"), quiet)
+    found.write(folder)
+
+
+def dropouts(run: Run) -> list[str]:
+    """Returns the names of the modules of a run that drop at random, as torch's own do."""
+    from torch.nn.modules.dropout import _DropoutNd
+
+    def named(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, one in module.named_modules(prefix=prefix):
+            rate = one.p if isinstance(one, _DropoutNd) else getattr(one, "dropout", 0.0)
+            if isinstance(rate, float) and rate > 0:
+                yield name
+
+    return [name for layer in run.layers for name in named(layer.module, layer.name)]
+
+
+class _Quiet:
+    """The parameters whose gradient was zero but for rounding in a step so far. floor: the norm below which it is that."""
+
+    def __init__(self, precision: str) -> None:
+        self._share = NOISE[precision]
+        self.names: set[str] = set()  # of this step, or of one before it, which has moved the weight at random
+        self.floor = 0.0
+
+    def look(self, file: str) -> None:
+        with _opened(file) as tensors:
+            norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
+        self.floor = self._share * max(norms.values(), default=0.0)
+        # Exactly zero is no noise: nothing but zero agrees with it.
+        self.names |= {name for name, norm in norms.items() if 0.0 < norm < self.floor}
+
+
+def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:
+    """Yields number and row of each step; fewer if all ranks have agreed to stop."""
+    for number in range(1, num_steps + 1):
+        yield number, run.step()
+        if run.loop.was_stopped:
+            return
+
+
+def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Compared]:
+    for key, kind in _NUMBERS.items():
+        if key in reference:
+            expected, found = float(reference[key]), float(row[key])
+            scale = max(abs(expected), 1e-30)
+            same = expected == found or (math.isnan(expected) and math.isnan(found))
+            yield Compared(kind, step, "", 0.0 if same else _finite(abs(found - expected) / scale), expected, found)
+
+
+def _tensors(kind: Kind, step: int, own: Mapping[str, Tensor], file: str, quiet: _Quiet) -> Iterator[Compared]:
+    """Yields a comparison for each of this rank's tensors, in the order of the book."""
+    with _opened(file) as tensors:
+        for name, tensor in own.items():
+            expected = tensors.get_tensor(name)
+            error = relative_errors({name: expected}, {name: tensor})[name]
+            sizes = _norm(expected), _norm(tensor)
+            times = _times(expected, tensor, error)
+            is_noise = name in quiet.names and step > 0
+            if kind == "gradient":
+                is_noise &= sizes[1] <= 8 * quiet.floor
+            yield Compared(kind, step, name, error, *sizes, times, is_noise)
+
+
+def _times(expected: Tensor, found: Tensor, error: float) -> float | None:
+    """Returns the factor by which all of `found` is `expected`, within a thousandth; None if there is none, or it is near 1."""
+    if not 0.01 < error < math.inf:
+        return None
+    one, other = (tensor.detach().to("cpu").double().reshape(-1) for tensor in (expected, found))
+    size = float(one @ one)
+    factor = float(one @ other) / size if size else 0.0
+    left = float((other - factor * one).norm())
+    return factor if factor and left <= 1e-3 * abs(factor) * math.sqrt(size) else None
+
+
+def _own_weights(run: Run) -> dict[str, Tensor]:
+    """Returns what this rank holds of the model's parameters, whole, in the order of the book; buffers are left out."""
+    every = weights(run)
+    return _contiguous({name: every[name] for name in run.book.names})
+
+
+def _unclipped(run: Run, row: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns the gradients of a step as they were before they were clipped, which hides a wrong scale. All ranks call it."""
+    limit = run.plan.optimizer.config.clip_norm
+    factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
+    return _contiguous({name: gradient / factor for name, gradient in gradients(run).items()})
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _file(folder: Path, step: int, what: str) -> str:
+    return str(folder / f"{what}-{step}.safetensors")
+
+
+_opened: Callable[[str], AbstractContextManager[Any]] = lambda file: safe_open(file, "pt")  # noqa: E731
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm())
+
+
+def _finite(error: float) -> float:
+    return error if math.isfinite(error) else math.inf

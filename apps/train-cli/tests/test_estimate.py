@@ -1,0 +1,91 @@
+"""`estimate` and `run --dry-run`: what a user is told of a run's memory before it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train_cli.commands.estimate import num_bytes, shown
+
+Cli = Callable[..., Any]
+
+
+def test_each_stage_is_told_with_its_parts(cli: Cli, plan: Path) -> None:
+    result = cli("estimate", plan, "--memory", "1GiB")
+    assert result.code == 0, result.err
+    assert result.out.startswith("stage 0 (ranks 0 to 1): ")
+    assert "    optimizer states " in result.out
+    assert "on stage 0: fits into 1.00 GiB, " in result.out
+
+
+def test_what_does_not_fit_ends_with_1(cli: Cli, plan: Path) -> None:
+    result = cli("estimate", plan, "--memory", "20000B")
+    assert result.code == 1
+    assert "does not fit into 19.53 KiB, " in result.out
+
+
+def test_a_world_that_no_layout_divides_is_refused_as_by_check(cli: Cli, plan: Path) -> None:
+    result = cli("estimate", plan, "--world", "3")
+    assert result.code == 3
+    assert cli("check", plan, "--world", "3").err == result.err
+
+
+def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:
+    result = cli("estimate", plan, "--format", "json")
+    (stage,) = json.loads(result.out)["stages"]
+    assert max(moment["num_bytes"] for moment in stage["curve"]) == stage["peak"] == sum(stage["alive"].values())
+
+
+def test_a_dry_run_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:
+    before = sorted(plan.parent.iterdir())
+    result = cli("run", plan, "--dry-run")
+    assert result.code == 0, result.err
+    assert "dry run on 2 ranks: steps can be taken; the most is " in result.err
+    assert sorted(plan.parent.iterdir()) == before
+
+
+def test_a_dry_run_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..., Path]) -> None:
+    """The shapes of its second layer do not fit, and no check without a step calls it."""
+    plan = own_model(
+        """
+        from torch import nn
+
+        class Embeds(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(256, 8)
+
+            def forward(self, tokens):
+                return self.table(tokens)
+
+        def layers():
+            return [Embeds(), nn.Linear(9, 256)]
+        """
+    )
+    result = cli("run", plan, "--dry-run")
+    assert result.code == 1
+    assert "in layer `1` (Linear) of micro-batch 0" in result.err
+
+
+def test_world_without_a_dry_run_is_a_mistake(cli: Cli, plan: Path) -> None:
+    assert cli("run", plan, "--world", "2").code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("80GiB", 80 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), ("7B", 7), ("80", None), ("-1GiB", None)],
+)
+def test_sizes(text: str, bytes_: int | None) -> None:
+    if bytes_ is None:
+        with pytest.raises(Exception, match="is no size"):
+            num_bytes(text)
+    else:
+        assert num_bytes(text) == bytes_
+
+
+def test_bytes_are_shown_in_the_unit_that_fits() -> None:
+    assert [shown(count) for count in (5, 2048, 3 << 20, 80 << 30)] == ["5 B", "2.00 KiB", "3.00 MiB", "80.00 GiB"]

@@ -1,0 +1,100 @@
+"""A disk that is full in the middle of a save: the run goes on and says so, and what it had stays."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.checkpoint import newest, verify
+
+pytestmark = pytest.mark.timeout(180)
+
+IN_A_DISK = 'mount -t tmpfs -o size={size} tmpfs disk && "$@"; code=$?; cp -r disk kept; exit $code'
+"""Runs a program with a disk of its own at the folder `disk`, which nobody else sees, and copies what is left in it."""
+
+MODEL = """
+    import json, os
+    from pathlib import Path
+    from torch import nn
+
+    FILL = Path("disk/filler")
+
+    def step_of(calls):
+        return (calls + 1) // 2  # two micro-batches on each rank
+
+    def fill():
+        with FILL.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(1 << 16))
+            except OSError:
+                file.truncate(file.tell() - (300 << 10))  # a save of 770 KiB has room to begin
+
+    class Embed(nn.Embedding):
+        calls = 0
+
+        def forward(self, tokens):
+            if self.training and os.environ["RANK"] == "0":
+                Embed.calls += 1
+                if Embed.calls == 3:
+                    fill()
+                if Embed.calls == 7:
+                    from sley_core.checkpoint import newest
+                    found = newest("disk/saved")
+                    Path("seen.json").write_text(json.dumps([found.path, found.passed_over]))
+                    FILL.unlink()
+            return super().forward(tokens)
+
+    def layers():
+        return [Embed(256, 256)]
+"""
+
+
+@pytest.fixture
+def disk(folder: Path) -> Callable[[str], tuple[str, ...]]:
+    """`disk("6m")` is the launcher of a program with a disk of this size; skips where the system permits none."""
+    (folder / "disk").mkdir()
+
+    def launcher(size: str) -> tuple[str, ...]:
+        command = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+        try:
+            tried = subprocess.run([*command, "mount -t tmpfs tmpfs disk"], capture_output=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no unshare")
+        if tried.returncode:
+            pytest.skip(f"no disk may be mounted: {tried.stderr.decode().strip()}")
+        return (*command, IN_A_DISK.format(size=size), "sh", sys.executable)
+
+    return launcher
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_run_goes_on_when_the_disk_is_full_in_a_save(
+    start: Callable[..., Any], own_model: Callable[[str], Path], disk: Any, folder: Path, mode: str
+) -> None:
+    """It is full from the second step to the fourth, on both ranks."""
+    saves = f'checkpoint={{every_steps=1, keep=9, mode="{mode}", folder="{folder}/disk/saved"}}'
+    changes = ["run.steps=5", saves]
+    result = start("run", own_model(MODEL), launcher=disk("6m"), changes=changes).finish(90)
+    assert result.code == 0, result.err
+    assert "step-00000002 could not be written" in result.err
+    assert "No space left on device; the run goes on without it" in result.err
+    found = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
+    assert (found["outcome"], found["steps"]) == ("finished", 5)
+    assert any("No space left on device" in note for note in found["notes"])
+    assert found["counts"]["checkpoint"]["failed"] == len(found["notes"])
+    assert json.loads((folder / "seen.json").read_text("utf-8")) == [str(folder / "disk/saved/step-00000001"), []]
+    kept = folder / "kept" / "saved"
+    names = sorted(path.name for path in kept.iterdir())
+    assert names[0] == "step-00000001", names
+    assert names[-1] == "step-00000005", names
+    assert "step-00000002" not in names
+    assert not any(verify(kept / name) for name in names), "whole, and nothing temporary beside them"
+    assert newest(kept).path == str(kept / "step-00000005")

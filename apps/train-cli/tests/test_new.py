@@ -1,0 +1,94 @@
+"""What `new` writes is a plugin that passes its own tests, with core alone, and is what the documentation explains."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.errors import UsageError
+from train_cli.commands.new import PluginKind
+from train_cli.package import OURS, rendered
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
+PUBLIC = ("sley_core.api.", "sley_core.errors", "sley_core.hookspecs", "sley_core.protocols", "sley_core.records")
+
+
+@pytest.mark.skipif(not EXAMPLE.exists(), reason="the example is not part of the sdist")
+def test_a_handler_is_the_example_that_the_documentation_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train_cli.package.check_name", lambda *_: None)  # the example may be installed
+    files = rendered("handler", "narrow")
+    del files["README.md"]  # the example's is a page of this repository
+    assert len(files) == 7
+    for path, text in files.items():
+        assert text == (EXAMPLE / path).read_text("utf-8"), path
+
+
+def installed(folder: Path, name: str) -> dict[str, str]:
+    """Makes the package what pip would make it, by metadata beside its source. Returns what a program needs for it."""
+    info = folder / "src" / f"sley_{name}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 0.1.0\nRequires-Dist: sley-core\n"
+    )
+    (info / "entry_points.txt").write_text(f"[sley.plugins]\n{name} = sley_{name}.plugin\n")
+    return {"PYTHONPATH": str(folder / "src")}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["handler", "hook", "model", "schedule", "writer"])
+def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "made" / "here"
+    result = cli("new", kind, "my_own", "--out", out)
+    assert result.code == 0, result.err
+    assert f"cd {out}" in result.err
+    for key, value in installed(out, "my_own").items():
+        monkeypatch.setenv(key, value)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "error"]
+    found = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=280, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_every_kind_can_be_tried() -> None:
+    assert {kind.value for kind in PluginKind} == {"handler", "hook", "model", "schedule", "writer"}
+
+
+@pytest.mark.parametrize("kind", list(PluginKind))
+def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
+    files = rendered(kind, "my_own")
+    assert "@" not in "".join(text for path, text in files.items() if "plugin.py" not in path and "test_" not in path)
+    for path, text in files.items():
+        if path.endswith(".py") and path.startswith("src/"):
+            names = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+            ours = [name for name in names if name.startswith("sley_core")]
+            assert all(name.startswith(PUBLIC) for name in ours), (path, ours)
+
+
+@pytest.mark.parametrize(
+    "name", ["9lives", "top-k", "TopK", "class", "", "../out", "a.b", "step", "tensor", *sorted(OURS)]
+)
+def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(cli: Any, folder: Path, name: str) -> None:
+    before = set(folder.iterdir())
+    result = cli("new", "handler", name)
+    assert result.code == 2, name
+    assert "error[plugin-name]" in result.err
+    assert set(folder.iterdir()) == before
+
+
+def test_a_name_that_is_installed_is_refused(folder: Path, install: Any) -> None:
+    install("sley-odd", "odd", "")
+    with pytest.raises(UsageError, match="`odd` is taken: plugin `odd`"):
+        rendered("hook", "odd")
+
+
+def test_a_folder_with_something_in_it_is_left_alone(cli: Any, folder: Path) -> None:
+    result = cli("new", "writer", "mine", "--out", folder)
+    assert result.code == 2
+    assert "error[new-folder]" in result.err
+    assert [path.name for path in folder.iterdir()] == ["corpus.txt"]

@@ -1,0 +1,188 @@
+"""A run's model goes on with a text as its logits say, and is evaluated as its run evaluates."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
+from sley_core.testing.plans import Tables, changed, small_plan
+
+PLAN = small_plan(
+    optimizer={"use": "core.adamw", "lr": 1e-2},
+    precision__compute="fp32",
+    evaluation={"every": 10, "steps": 2},
+    run__steps=10,
+)
+PROMPT = "the sley beats home and Größe"
+SLICED = {"parallel": {"dp": 2, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}}
+"""The layout in which a run says that it was trained: only its weights are looked at."""
+
+Trained = Callable[..., Path]
+
+
+@pytest.fixture
+def trained(texts: Path, folder: Path) -> Iterator[Trained]:
+    """`trained(tables)`: the folder of a run of three steps; `trained.run` is it. layout: tables of its plan."""
+    runs = []
+
+    def train(tables: Tables, kept: str = "weights", **layout: Any) -> Path:
+        run = assemble(plan_from_dict(tables, texts), World.alone("cpu"))
+        runs.append(run)
+        for _ in range(3):
+            run.step()
+        to = folder / "run"
+        to.mkdir()
+        if kept == "weights":
+            run.save_weights(to / "weights")
+        elif kept == "checkpoint":
+            run.save_checkpoint(to / "checkpoints" / "step-00000003")
+        resolved = plan_from_dict(changed(tables, **layout), texts) if layout else run.resolved_plan
+        (to / "plan.toml").write_text(resolved.to_toml(), "utf-8")
+        train.run = run  # type: ignore[attr-defined]
+        return to
+
+    yield train
+    for run in runs:
+        run.close()
+
+
+def likeliest(run: Run, ids: list[int], number: int, window: int) -> list[int]:
+    """By hand: the whole window through the layers, for each token."""
+    known = list(ids)
+    for layer in run.layers:
+        layer.module.eval()
+    with torch.no_grad():
+        for _ in range(number):
+            output: Any = torch.tensor([known[-window:]])
+            for layer in run.layers:
+                output = layer.module(output)
+            known.append(int(output[0, -1].argmax()))
+    return known
+
+
+def told(result: Any) -> str:
+    assert result.code == 0, result.err
+    return str(result.out)
+
+
+@pytest.mark.parametrize("kept", ["weights", "checkpoint"])
+def test_the_likeliest_text_is_that_of_the_logits(cli: Any, trained: Trained, kept: str) -> None:
+    run = trained(PLAN, kept)
+    expected = likeliest(trained.run, list(PROMPT.encode()), 30, 24)  # type: ignore[attr-defined]
+    result = cli("sample", run, "--prompt", PROMPT, "--temperature", 0, "--tokens", 30)
+    assert told(result) == bytes(expected).decode("utf-8", "replace") + "\n"
+    assert kept in result.err
+
+
+def test_a_seed_and_a_number_of_candidates_decide(cli: Any, trained: Trained) -> None:
+    run = trained(PLAN)
+
+    def text(*options: object) -> str:
+        return told(cli("sample", run, "--prompt", "the", "--tokens", 20, *options))
+
+    assert text() == text("--seed", 0) != text("--seed", 1)
+    assert text("--top-k", 1, "--temperature", 5) == text("--temperature", 0)
+    # Of one candidate in 256 at a temperature without preferences, one draw in 256 is the likeliest.
+    assert text("--temperature", 1e6) != text("--temperature", 0)
+
+
+def test_a_run_of_many_ranks_is_sampled_in_one_process(cli: Any, trained: Trained) -> None:
+    pytest.importorskip("sley_pp")
+    run = trained(PLAN, **SLICED)
+    expected = likeliest(trained.run, list(b"the"), 5, 24)  # type: ignore[attr-defined]
+    result = cli("sample", run, "--prompt", "the", "--temperature", 0, "--tokens", 5)
+    assert told(result) == bytes(expected).decode("utf-8", "replace") + "\n"
+
+
+def test_tokens_of_a_tokenizer_are_words_until_a_document_ends(cli: Any, trained: Trained, folder: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<end>": 0, "the": 1, "sley": 2, "beats": 3, "home": 4, "?": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tok.json"))
+    run = trained(changed(PLAN, data__tokenizer=str(folder / "tok.json"), data__end_of_document="<end>"))
+    expected = likeliest(trained.run, [1, 2], 12, 24)  # type: ignore[attr-defined]
+    expected = expected[: expected.index(0)] if 0 in expected else expected
+    text = told(cli("sample", run, "--prompt", "the sley", "--temperature", 0, "--tokens", 12))
+    names = {number: word for word, number in words.items()}
+    assert text.split() == [names[one] for one in expected]
+    other = cli("sample", run, "--prompt", "the sley", "--tokens", 3, "--tokenizer", folder / "none.json")
+    assert (other.code, "error[tokenizer-missing]" in other.err) == (3, True)
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Embed(nn.Embedding):
+    def forward(self, tokens{more}):
+        return super().forward(tokens)
+
+class Mean(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden.mean(1, keepdim=True)).expand(-1, hidden.shape[1], -1)[..., :{width}]
+
+def layers():
+    return [Embed(256, 16), Mean(16, 256)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "width", "said"), [("", 256, ""), (", labels", 256, "sample-fields"), ("", 1, "no-logits")]
+)
+def test_a_model_of_ones_own_is_sampled_if_it_gives_logits(
+    cli: Any, trained: Trained, texts: Path, monkeypatch: pytest.MonkeyPatch, more: str, width: int, said: str
+) -> None:
+    (texts / "sampled.py").write_text(OWN.replace("{more}", more).replace("{width}", "256"), "utf-8")
+    monkeypatch.syspath_prepend(texts)
+    monkeypatch.delitem(__import__("sys").modules, "sampled", raising=False)
+    run = trained(changed(PLAN, model={"factory": "sampled:layers"}))
+    monkeypatch.setattr("sampled.Mean.forward", lambda self, hidden: (hidden @ self.weight.T)[..., :width])
+    result = cli("sample", run, "--prompt", "the", "--tokens", 3)
+    assert (result.code, f"error[{said}]" in result.err) == ((2, True) if said else (0, False)), result.err
+
+
+def test_what_cannot_be_sampled_is_refused(cli: Any, trained: Trained, folder: Path) -> None:
+    assert "error[no-run]" in cli("sample", folder, "--prompt", "x").err
+    run = trained(PLAN, "nothing")
+    assert "error[no-weights]" in cli("sample", run, "--prompt", "x").err
+    assert "error[empty-prompt]" in cli("sample", run, "--prompt", "").err
+    tokens = {"use": "core.tokens", "files": ["x.bin"], "vocab_size": 256, "sequence": 24}
+    (run / "plan.toml").write_text(plan_from_dict(changed(PLAN, data=tokens), folder).to_toml(), "utf-8")
+    assert "error[no-vocabulary]" in cli("sample", run, "--prompt", "x").err
+
+
+@pytest.mark.parametrize("kept", ["weights", "checkpoint"])
+def test_eval_is_the_runs_own_evaluation(cli: Any, trained: Trained, kept: str) -> None:
+    run = trained(PLAN, kept)
+    loss = trained.run.evaluate()  # type: ignore[attr-defined]
+    text = told(cli("eval", run))
+    assert f"held-out loss  {loss:.4f}  (2 batches of 8 samples)" in text
+    assert f"bits per byte  {loss / math.log(2):.4f}" in text
+
+
+def test_eval_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:
+    run = trained(PLAN)
+    (folder / "odd.txt").write_text("zq" * 400, "utf-8")
+    (folder / "same.txt").write_text("the sley beats home " * 40, "utf-8")
+
+    def loss(*options: object) -> float:
+        found = re.match(r"held-out loss  ([0-9.]+)", told(cli("eval", run, *options)))
+        assert found
+        return float(found[1])
+
+    odd, same = (loss("--data", f'held_out_files=["{folder / name}"]') for name in ("odd.txt", "same.txt"))
+    assert odd > same + 0.4
+    assert "3 batches" in told(cli("eval", run, "--batches", 3))
+    result = cli("eval", run, "--data", "held_out_file=1")
+    assert (result.code, "error[unknown-key]" in result.err) == (3, True)

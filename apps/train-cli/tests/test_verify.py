@@ -1,0 +1,203 @@
+"""`verify` passes what is right, and of what is wrong it names the parameter, the step, the stage and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import UsageError
+from sley_core.plan.load import load_plan, plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_core.testing.plans import Tables, changed, small_plan
+from train_cli.commands.verify import refuse_dropout
+from train_cli.faults import Fault
+from train_cli.one_process import in_layout, in_one_process
+from train_cli.verify.findings import Limits, RankFindings, differences, in_words, read
+from train_cli.verify.measure import compare, keep, limits
+
+ROOT = Path(__file__).parents[3]
+OWN = Path(__file__).parent / "own"
+EXAMPLES = sorted((ROOT / "examples" / "plans").glob("*.toml"))
+TIED = {
+    "parallel": {"dp": 1, "pp": 2},
+    "pipeline": {"use": "pp.one_f_one_b"},
+    "model__tie_embeddings": True,
+}
+
+Verified = Callable[..., tuple[list[RankFindings], Limits]]
+
+
+def on_a_rank(load: Callable[..., Plan], given: tuple[Any, ...], steps: int, folder: Path) -> None:
+    with World.join("cpu") as world, assemble(in_layout(load(*given)), world) as run:
+        compare(run, steps, folder)
+
+
+@pytest.fixture
+def verified(ranks: Any, tmp_path: Path) -> Verified:
+    """`verified(steps, load_plan, path)`: what `verify` finds of what the function loads, on ranks that are forked."""
+
+    def verify(steps: int, load: Callable[..., Plan], *given: Any) -> tuple[list[RankFindings], Limits]:
+        plan = load(*given)
+        with assemble(in_one_process(plan), World.alone("cpu")) as run:
+            keep(run, steps, tmp_path)
+        ranks(plan.world(), 120)(on_a_rank, load, given, steps, tmp_path)
+        return read(tmp_path, plan.world()), limits(plan)
+
+    return verify
+
+
+def small(use: str = "", **changes: Any) -> Tables:
+    tables = small_plan(**{"precision__compute": "fp32", "parallel": {"dp": 2}, **changes})
+    return changed(tables, gradient_handlers=[{"use": use}]) if use else tables
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: Path) -> None:
+    for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
+        pytest.importorskip(plugin)
+    small = {"data": small_plan()["data"], "batch__global_size": 8, "batch__micro_size": 2, "run__device": "cpu"}
+    tables = changed(tomli.loads(path.read_text("utf-8")), **small)
+    found, allowed = verified(2, plan_from_dict, tables, texts)
+    assert not differences(found, allowed), "\n".join(in_words(found, allowed, 2))
+    assert {one.kind for rank in found for one in rank.compared} >= {"first value", "gradient", "weight"}
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (
+            "wrong.mean",
+            ["the gradient of `embed.tokens.weight`, since step 1, on stage 0", "0.5 times that of one process"],
+        ),
+        ("wrong.tail", ["the gradient of `blocks.1.attention.key.weight`, since step 1", "look at the backward"]),
+        ("wrong.late", ["the gradient of `blocks.0.feed_forward.up.weight`, since step 2", "off by"]),
+        ("wrong.firstrank", ["the gradient of `head.output.weight`, since step 1, on stage 0 (rank 1)", "3 times"]),
+    ],
+)
+def test_a_wrong_handler_is_told_by_its_first_parameter(
+    verified: Verified, plugin_folder: Any, texts: Path, use: str, said: list[str]
+) -> None:
+    plugin_folder(OWN, wrong="wrong_reducers")
+    found, allowed = verified(3, plan_from_dict, small(use), texts)
+    text = "\n".join(in_words(found, allowed, 3))
+    assert text.startswith("differs: ")
+    assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize(("tie", "differs"), [("pp.shared_modules", False), ("wrong.twice", True)])
+def test_a_tie_that_is_summed_twice_is_told_with_its_stage(
+    verified: Verified, plugin_folder: Any, texts: Path, tie: str, differs: bool
+) -> None:
+    pytest.importorskip("sley_pp")
+    plugin_folder(OWN, wrong="wrong_reducers")
+    found, allowed = verified(1, plan_from_dict, small(tie, **TIED), texts)
+    text = "\n".join(in_words(found, allowed, 1))
+    assert ("the gradient of `embed.tokens.weight`, since step 1, on stage 0 (rank 0)" in text) == differs, text
+    assert bool(differences(found, allowed)) == differs
+    if differs:
+        assert "2 times that of one process" in text
+
+
+def test_a_handler_is_held_to_the_tolerance_of_its_record(verified: Verified, plugin_folder: Any, texts: Path) -> None:
+    plugin_folder(OWN, wrong="wrong_reducers")
+    found, allowed = verified(3, plan_from_dict, small("wrong.coarse"), texts)
+    assert allowed.of("gradient", 1) == pytest.approx(2.0**-8 + 1e-6)
+    assert not differences(found, allowed)
+    assert differences(found, Limits(2.0**-10, 2.0**-10))
+    assert allowed.of("loss", 1) == 1e-6
+
+
+def test_canonical_sums_allow_no_error(verified: Verified, texts: Path) -> None:
+    found, allowed = verified(2, plan_from_dict, small(parallel={"dp": 2, "reduction": "canonical"}), texts)
+    assert allowed == Limits(0.0, 0.0)
+    assert not differences(found, allowed)
+
+
+def test_one_process_keeps_what_decides_the_numbers(plugin_folder: Any, texts: Path) -> None:
+    pytest.importorskip("sley_pp")
+    tables = small_plan(
+        **TIED,
+        batch__micro_size=1,
+        checkpoint={"every_steps": 1},
+        activations={"use": "core.recompute"},
+        gradient_handlers=[{"use": "pp.shared_modules"}, {"use": "core.gradient_norms"}],
+    )
+    plan = plan_from_dict(tables, texts)
+    alone, layout = in_one_process(plan), in_layout(plan)
+    assert alone.world() == 1
+    assert [one.name for one in alone.gradient_handlers] == ["core.gradient_norms"]
+    assert (alone.pipeline, alone.checkpoint, alone.activations.name) == (None, None, "core.keep")
+    assert (alone.batch, alone.run, alone.model.config) == (plan.batch, plan.run, plan.model.config)
+    assert (layout.checkpoint, layout.pipeline) == (None, plan.pipeline)
+
+
+def test_the_command_compares_ranks_and_leaves_nothing(start: Any, plan: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    before = set(tmp_path.iterdir())
+    result = start("verify", plan, "--steps", 2, TMPDIR=str(scratch)).finish()
+    assert result.code == 0, result.err
+    assert result.out.startswith("2 ranks and one process agree over 2 steps"), result.out
+    assert not list(scratch.iterdir())
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_the_command_fails_where_they_differ(
+    cli: Any, plan: Path, ranks: Any, plugin_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks are forked here, where the launcher starts interpreters."""
+    plugin_folder(OWN, wrong="wrong_reducers")
+    changes = ['gradient_handlers=[{use="wrong.mean"}]']
+
+    def launch(arguments: list[str], size: int, folder: Path, **_: Any) -> Fault:
+        assert arguments[-1] == str(folder)
+        ranks(size, 120)(on_a_rank, load_plan, (plan, changes), 1, folder)
+        return Fault((), 0)
+
+    monkeypatch.setattr("train_cli.launch.launch", launch)
+    result = cli("verify", plan, "--steps", 1, changes=changes)
+    assert result.code == 1, result.err
+    assert "the gradient of `embed.tokens.weight`, since step 1" in result.out
+    assert cli("verify", plan, "--steps", 1, "--tolerance", 3, changes=changes).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "code", "said"),
+    [
+        ((), ["parallel.dp=1"], 2, "nothing-to-verify"),
+        (("--steps", 5), [], 2, "verify-steps"),
+        (("--world", 3), [], 3, "layout"),
+        (("--against", "."), [], 2, "verify-ranks"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    cli: Any, plan: Path, arguments: tuple[object, ...], changes: list[str], code: int, said: str
+) -> None:
+    result = cli("verify", plan, *arguments, changes=changes)
+    assert (result.code, f"error[{said}]" in result.err) == (code, True), result.err
+
+
+def test_dropout_over_slices_is_refused(own_model: Any) -> None:
+    path = own_model("""
+        from torch import nn
+        class Embed(nn.Embedding):
+            def forward(self, tokens):
+                return super().forward(tokens)
+        def layers(rate):
+            return [Embed(256, 16), nn.Sequential(nn.Linear(16, 256), nn.Dropout(rate))]
+        """)
+    for rate, found in ((0.0, False), (0.1, True)):
+        plan = load_plan(path, ["parallel.dp=1", f"model.options={{rate={rate}}}"])
+        with assemble(plan, World.alone("cpu")) as run:
+            if found:
+                with pytest.raises(UsageError, match=r"verify-dropout.*`1\.1`"):
+                    refuse_dropout(run)
+            else:
+                refuse_dropout(run)

@@ -1,0 +1,61 @@
+"""The transport of a group whose other members exist in a fake world only: every exchange is over when it begins.
+
+Nothing comes, and results keep what they held. The memory that an exchange takes beside its tensors is taken as the real
+transport takes it, by that one's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from sley_core.comm.members import Members
+from sley_core.comm.transport.alone import Done
+from sley_core.comm.transport.protocol import Transport, Work
+
+
+def no_rows(num_rows: int) -> int:
+    """Returns the rows of scratch memory of a transport that sums in place."""
+    return 0
+
+
+def nothing(own: Tensor) -> None:
+    """Takes no memory of its own while `own` is summed."""
+
+
+class Silent(Transport):
+    """In place of a transport that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes memory by
+    `scratch(own)` while it sums `own`.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        scratch_rows: Callable[[int], int] = no_rows,
+        scratch: Callable[[Tensor], object] = nothing,
+    ) -> None:
+        self._size = members.size
+        self._scratch_rows = scratch_rows
+        self._scratch = scratch
+
+    def num_scratch_rows(self, num_rows: int) -> int:
+        return self._scratch_rows(num_rows)
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        return Done()
+
+    def reduce_scatter(
+        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
+    ) -> Work:
+        for whole in wholes:
+            self._scratch(whole[: whole.shape[0] // self._size])
+        return Done()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        flat = tensor.view(-1)
+        self._scratch(flat[: -(-flat.numel() // self._size)])
+        return Done()

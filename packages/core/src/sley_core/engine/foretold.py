@@ -1,0 +1,65 @@
+"""What the stages of a fake world would announce to each other: nobody is there to say it, so layers are called on meta."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sley_core.engine.boundary import Description, unflatten
+from sley_core.engine.in_flight import describe
+from sley_core.engine.on_meta import meta_micro_batch, meta_output
+from sley_core.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from sley_core.actions.placement import Placement
+    from sley_core.data.dataset import AnyDataset
+    from sley_core.engine.stage import Stage
+    from sley_core.model.layers import Layer
+    from sley_core.plan.plan import Plan
+
+
+class Foretold:
+    """`foretold(stage, chunk)` describes what that chunk hands on."""
+
+    def __init__(self, placement: Placement, outputs: Sequence[Description]) -> None:
+        self._placement = placement
+        self._outputs = outputs
+
+    def __call__(self, stage: int, chunk: int) -> Description:
+        """Returns the description of the output of a chunk that is not the last one."""
+        return self._outputs[self._placement.position(stage, chunk)]
+
+
+def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Foretold:
+    """Returns what all chunks but the last hand on. stage: with all layers of the model, on meta and as they were built.
+
+    dtype: of the parameters. Raises RunError `estimate-layer` for a layer that cannot be called on meta.
+    """
+    fields = meta_micro_batch(plan, dataset)
+    outputs: list[Description] = []
+    args: tuple[Any, ...] = ()
+    for _, layers in stage.stages[:-1]:
+        for layer in layers:
+            args = (_output(layer, args, fields, dtype),)
+        description, tensors = describe(args[0], layers[-1].name)
+        outputs.append(description)
+        pairs = zip(description.leaves, tensors, strict=True)
+        entered = [tensor.detach().requires_grad_(leaf.has_gradient) for leaf, tensor in pairs]
+        args = (unflatten(entered, description.structure),)
+    return Foretold(stage.lists.placement, outputs)
+
+
+def _output(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype) -> Any:
+    try:
+        return meta_output(layer, args, fields, dtype)
+    except Exception as error:  # a user's code, in a place for which it was not made
+        first = str(error).strip().partition("\n")[0]
+        raise RunError(
+            "estimate-layer",
+            f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot be called without values: "
+            f"{type(error).__name__}: {first}",
+            hint="what a layer returns must follow from the shapes of what it is given",
+        ) from error

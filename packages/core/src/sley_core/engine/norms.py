@@ -1,0 +1,38 @@
+"""Norms of many gradients, as accurate as one over few elements.
+
+On a CPU torch adds the squares of a tensor one after the other in the tensor's own type: over ten million fp32 elements the
+norm is off by 4e-4 (measured), and by how much depends on how gradients lie in buffers, which the layout decides. Along rows of
+a matrix it adds in vectors, so a long tensor is taken as rows, whose norms are joined in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ROW = 4096
+LONG = 8 * ROW
+"""Elements of a tensor that is taken as rows; of so many the error is 2e-7 without rows, and calls cost more than sums."""
+
+
+def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
+    """Returns the norm of everything in `tensors`, which have one device and type: a float64 scalar. kind: p; may be inf."""
+    least = LONG if kind == 2 else ROW  # other powers lose more
+    long = [one for one in tensors if one.device.type == "cpu" and one.numel() >= least]
+    rows = [part for one in long for part in _norms_of_rows(one.reshape(-1), kind)]
+    if len(long) < len(tensors):
+        taken = {id(one) for one in long}
+        short = [one for one in tensors if id(one) not in taken]
+        # As torch.nn.utils.get_total_norm, which would first sort the tensors by device and dtype: here they have one.
+        rows.append(torch.stack(torch._foreach_norm(short, kind)))
+    joined: Tensor = torch.linalg.vector_norm(torch.cat(rows), kind, dtype=torch.float64)
+    return joined
+
+
+def _norms_of_rows(flat: Tensor, kind: float) -> list[Tensor]:
+    """Returns the norms of the rows of `flat`, a vector, and of what is left over."""
+    whole = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), kind, dim=1)
+    return [rows, torch.linalg.vector_norm(flat[whole:], kind).reshape(1)] if whole < flat.numel() else [rows]

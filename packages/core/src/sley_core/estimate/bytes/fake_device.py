@@ -1,0 +1,54 @@
+"""The device of a fake world that takes steps: tensors on it have shapes, types and storages, and no values."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sley_core.comm.copies import HostMemory
+from sley_core.comm.device import Device
+from sley_core.estimate.bytes.fake_tensors import FakeTensors
+
+
+@dataclass(frozen=True)
+class FakeDevice(Device):
+    """Stands for `torch_device`. tensors: makes what lies on it."""
+
+    tensors: FakeTensors = field(kw_only=True)
+
+    def in_use(self) -> AbstractContextManager[object]:
+        return self.tensors
+
+    def read(self, values: Tensor, usual: list[float]) -> list[float]:
+        return usual
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """On a CPU what moves is where it was: a batch, which is counted once for all."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if self.torch_device == tensor.device:
+            return self.tensors.of(tensor)
+        with self.tensors:
+            return torch.empty_like(tensor, device=self.torch_device)
+
+    def again(self, memory: Tensor) -> Tensor:
+        return self.tensors.uncounted(memory.numel(), memory.dtype)
+
+    def bytes_of(self, memory: Tensor) -> memoryview:
+        return memoryview(bytearray(memory.numel()))
+
+    def host_memory(self, num_bytes: int) -> HostMemory:
+        return FakeHostMemory(self.tensors.uncounted(num_bytes, torch.uint8))
+
+
+class FakeHostMemory(HostMemory):
+    """Memory of the host outside of torch's, which is none of the device's."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.num_bytes = data.numel()
+        self.data = data
+        self.is_locked = False

@@ -1,0 +1,102 @@
+"""Tensors without values whose memory is counted: torch's fake tensors, seen as each operation makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
+
+from sley_core.estimate.bytes.ledger import Ledger
+from sley_core.model.plain import PLAIN
+
+MOST_NUMBERS = 1 << 20
+"""Elements of a tensor that is computed from the batch alone, whose numbers are computed too: lengths, bounds, positions."""
+
+
+class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
+    """Within it new tensors are fake; outside of it too, operations on fake ones come here. All memory goes into `ledger`.
+
+    An operation whose result depends on values raises torch's DataDependentOutputException, or the like.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.ledger = ledger
+        self._depth = 0
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._depth += 1
+        try:
+            found = super().dispatch(func, types, args, kwargs or {})
+        except UnsupportedOperatorException:
+            if func._schema.returns:
+                raise
+            found = None  # a fused optimizer's step: it writes to what it is given
+        finally:
+            self._depth -= 1
+        if not self._depth:  # what torch decomposes on the way is one operation
+            self._see(found)
+        return found
+
+    def _see(self, found: Any) -> None:
+        if isinstance(found, FakeTensor):
+            self.ledger.see(found)
+        elif isinstance(found, tuple | list):
+            for each in found:
+                self._see(each)
+
+    def uncounted(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns a new fake tensor, [numel], whose memory is none, or is counted as another's."""
+        with self:
+            fake: Any = super().dispatch(torch.ops.aten.empty.memory_format, (), ([numel],), {"dtype": dtype})
+        self.ledger.ignore(fake)
+        found: Tensor = fake
+        return found
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block the ledger hears of storages that change their size without an operation, and fake tensors count as
+        plain ones and have addresses: torch gives all of them 0.
+        """
+        resize, address, ledger = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, self.ledger
+
+        def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            found = resize(storage, num_bytes)
+            ledger.resized(storage)
+            return found
+
+        def address_of(storage: torch.UntypedStorage) -> int:
+            return ledger.address(storage) if storage.device.type == "meta" else address(storage)
+
+        def address_in(tensor: FakeTensor) -> int:
+            start = ledger.address(tensor.untyped_storage())
+            return start + int(tensor.storage_offset()) * tensor.element_size() if start else 0
+
+        changes = {
+            (torch.UntypedStorage, "resize_"): resized,
+            (torch.UntypedStorage, "data_ptr"): address_of,
+            (FakeTensor, "data_ptr"): address_in,
+        }
+        with ExitStack() as stack:
+            stack.callback(PLAIN.discard, FakeTensor)
+            PLAIN.add(FakeTensor)
+            for (kind, name), changed in changes.items():
+                stack.enter_context(patch.object(kind, name, changed))
+            yield
+
+    def of(self, value: Tensor) -> Tensor:
+        """Returns a fake tensor that stands for `value`, which has numbers; what is computed from such tensors alone has some
+        too. Its memory is not counted: it is that of `value`.
+        """
+        fake = self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
+        self.ledger.ignore(fake)
+        return fake
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """Asked by torch, whose own limit is one element: whether the numbers of a result are kept."""
+        return t.numel() <= MOST_NUMBERS and not self.is_our_fake(t) and t.device.type == "cpu" and not t.is_sparse

@@ -1,0 +1,46 @@
+"""How many micro-batches show a step's peak: a step of a thousand holds no more at once than one of a few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sley_core.actions.costs import Costs
+from sley_core.actions.peaks import Peaks, peaks_of
+from sley_core.errors import SleyError
+
+if TYPE_CHECKING:
+    from sley_core.engine.lists import Lists
+
+LEAST = 3
+"""The first, those in between, the last: gradients come with the first, and are reduced with the last."""
+
+LEAST_BETWEEN_STAGES = 10
+"""A link may have some messages under way that nobody waits for."""
+
+
+def fewest_micros(lists: Lists, num_micros: int) -> int:
+    """Returns the smallest number of micro-batches, up to `num_micros`, with which this stage's list has the same peaks: of
+    pairs in flight, graphs, receives, and of all three together.
+    """
+    wanted = _peaks(lists, num_micros)
+    least = LEAST if lists.placement.num_positions == 1 else LEAST_BETWEEN_STAGES
+    for fewer in range(least, num_micros):
+        try:
+            if _peaks(lists, fewer) == wanted:
+                return fewer
+        except SleyError:
+            continue  # the schedule has no list for so many
+    return num_micros
+
+
+def _peaks(lists: Lists, num_micros: int) -> Peaks:
+    positions = lists.placement.num_positions
+    # A graph, a deferred weight gradient and a message of sizes whose sums do not meet.
+    costs = replace(
+        Costs.even(positions),
+        graph_bytes=(1009,) * positions,
+        queued_bytes=(499,) * positions,
+        boundary_bytes=(11,) * (positions - 1),
+    )
+    return peaks_of(lists.training(num_micros), lists.stage, lists.placement, costs)

@@ -1,0 +1,157 @@
+"""What one rank of a run holds, step by step: its own steps, on tensors without values.
+
+fake world ──> assemble ──> first step ──> second ──> third: the curve
+                             states are made, orders are learned
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.engine.on_meta import micro_batch
+from sley_core.errors import RunError
+from sley_core.estimate.bytes.fake_device import FakeDevice
+from sley_core.estimate.bytes.fake_tensors import FakeTensors
+from sley_core.estimate.bytes.ledger import Ledger, Piece, Place
+from sley_core.estimate.bytes.micros import fewest_micros
+from sley_core.memory.state import PARTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sley_core.plan.plan import Plan
+    from sley_core.run import Run
+
+STEPS = 3
+"""Optimizer states come in the first; buckets lie in the order that it showed from the second on."""
+
+BATCHES = 2
+"""The one that is trained on, and the one that the feed has ready."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One entry of the step's list, and the most bytes that were there at once while it ran."""
+
+    entry: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What rank `rank` of stage `stage` holds, in bytes of its device.
+
+    states: by part of the run, between two steps. batch: of samples, where they lie on the device. peak: the most at once;
+    place: when that was. alive: what was there then, by whose it is. curve: the last step, entry by entry. num_micros: how many
+    micro-batches were taken, of the plan's `of_micros`; more would not change the peak.
+    """
+
+    rank: int
+    stage: int
+    states: Mapping[str, int]
+    batch: int
+    peak: int
+    place: Place
+    alive: Mapping[str, int]
+    curve: Sequence[Moment]
+    num_micros: int
+    of_micros: int
+
+
+def rank_bytes(plan: Plan, rank: int, size: int) -> RankBytes:
+    """Returns what rank `rank` of `size` holds. Needs neither devices nor peers; blocks no other rank.
+
+    Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
+    """
+    standing = _Standing()
+    ledger = Ledger(standing.place)
+    tensors = FakeTensors(ledger)
+    device = FakeDevice(torch.device("cpu"), tensors=tensors)
+    with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world) as run:
+        standing.follow(run)
+        of_micros = plan.num_micros(run.topology)
+        taken = fewest_micros(run.stepper.lists, of_micros)
+        batch = micro_batch(plan, run.dataset)
+        for _ in range(STEPS):
+            _step(run, [batch] * taken)
+            _own(run, ledger)
+        held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
+        return _told(run, ledger, held, taken, of_micros)
+
+
+def _step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
+    """Takes a step. Raises RunError `estimate-layer` where it needs the values of a tensor."""
+    try:
+        run.step(batch)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        where = "; ".join(getattr(error, "__notes__", [])) or "in a step"
+        raise RunError(
+            "estimate-layer",
+            f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {where}",
+            hint="what a layer makes must follow from the shapes of what it is given, and from the batch",
+        ) from error
+
+
+class _Standing:
+    """Where a run's step is."""
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+
+    def follow(self, run: Run) -> None:
+        """From now on `place` tells where `run` is."""
+        self._run = run
+
+    def place(self) -> Place:
+        """Returns the present place."""
+        if self._run is None:
+            return Place(0, "the start of the run", "")
+        standing = self._run.groups.progress.standing
+        return Place(standing.step, str(standing.pending), standing.layer)
+
+
+def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int) -> RankBytes:
+    peak, at = ledger.peak()
+    alive = Counter({"batch": batch} if batch else {})
+    for piece in ledger.alive_at(at):
+        alive[piece.owner or _kind(piece)] += piece.num_bytes
+    return RankBytes(
+        run.world.rank,
+        run.topology.coordinates(run.world.rank).stage,
+        dict(run.memory.bytes),
+        batch,
+        peak + batch,
+        ledger.place_at(at),
+        dict(alive.most_common()),
+        [Moment(entry, num_bytes + batch) for entry, num_bytes in ledger.curve(STEPS)],
+        num_micros,
+        of_micros,
+    )
+
+
+def _own(run: Run, ledger: Ledger) -> None:
+    """Notes which part of the run has each piece of memory that is there between two steps."""
+    for part in PARTS:
+        for _, tensor in run.memory.holdings.everything(part):
+            piece = ledger.piece_of(tensor)
+            if piece is not None:
+                piece.owner = piece.owner or part
+
+
+def _kind(piece: Piece) -> str:
+    """Returns whose a piece is that no part of the run keeps: it is of activations if it outlives the entry that made it."""
+    if piece.ended is not None and piece.ended[:2] == piece.place[:2]:
+        return "at work"
+    return "activations"

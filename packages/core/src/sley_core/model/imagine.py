@@ -1,0 +1,42 @@
+"""Gives layers tensors without values, for a fake world whose tensors have shapes and types alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.model.layers import like
+
+if TYPE_CHECKING:
+    from sley_core.model.layers import Layer
+
+
+def imagine(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Replaces the parameters of `layers`, on meta, and their buffers by new tensors on `device`, of the types that
+    `materialize` gives them; what is shared stays shared. Called where new tensors have no values.
+
+    Of other tensors that layers hold, those on meta move to `device` in place.
+    """
+    # The old ones too, so that their ids are not taken again.
+    parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) not in parameters:
+                    new = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    parameters[id(parameter)] = parameter, like(parameter, new)
+                setattr(module, name, parameters[id(parameter)][1])
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if id(buffer) not in buffers:
+                    wider = torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
+                    buffers[id(buffer)] = buffer, torch.empty_like(buffer, dtype=wider, device=device)
+                setattr(module, name, buffers[id(buffer)][1])
+        for held in layer.held:
+            if held.ref is not None and held.tensor.is_meta:
+                value = torch.empty_like(held.tensor, device=device)
+                same = like(held.tensor, value) if isinstance(held.tensor, nn.Parameter) else value
+                torch.utils.swap_tensors(held.tensor, same)  # type: ignore[no-untyped-call]  # torch's

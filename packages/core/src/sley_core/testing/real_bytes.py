@@ -1,0 +1,45 @@
+"""The bytes that a run on CPUs really takes, as the allocator tells: the oracle of what is estimated.
+
+    real = ranks(2, 120)(real_bytes, tables, 3, folder=texts)     # of each rank
+    estimated = rank_bytes(plan, rank, 2)
+
+Since core 0.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.live_bytes import memory_profile, peak_bytes
+
+
+@dataclass(frozen=True)
+class RealBytes:
+    """states: what the run's parts hold after the last step. peak: the most at once, above what was there before assembly."""
+
+    states: dict[str, int]
+    peak: int
+
+
+def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes."""
+    plan = plan_from_dict(tables, folder)
+    profile = memory_profile()
+    with World.join("cpu") as world:
+        profile.start()
+        with assemble(plan, world) as run:
+            for _ in range(num_steps):
+                run.step()
+            states = dict(run.memory.bytes)
+        profile.stop()
+    with TemporaryDirectory() as made:
+        trace = Path(made, "trace.json")
+        profile.export_chrome_trace(str(trace))
+        return RealBytes(states, peak_bytes(trace))

@@ -1,0 +1,43 @@
+"""Layers whose forwards look at the values of tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Embeds(nn.Module):
+    """Vectors of the tokens."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+        self.table = nn.Embedding(256, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns [b, s, 8]; asks for the largest token."""
+        assert not self.asks or int(tokens.max()) < 256
+        vectors: Tensor = self.table(tokens)
+        return vectors
+
+
+class Asks(nn.Module):
+    """Takes another path for large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Returns logits."""
+        logits: Tensor = self.head(given.clamp(max=1.0) if given.abs().max() > 1 else given)
+        return logits
+
+
+def layers() -> list[tuple[str, nn.Module]]:
+    """A model that asks what it computes."""
+    return [("embeds", Embeds(asks=False)), ("asks", Asks())]
+
+
+def layers_that_ask_the_batch() -> list[tuple[str, nn.Module]]:
+    """A model that asks its tokens."""
+    return [("embeds", Embeds(asks=True)), ("head", nn.Linear(8, 256))]

@@ -1,0 +1,31 @@
+"""Of a test with many cases, those that run always: what `@pytest.mark.sample(n)` of the root conftest.py keeps."""
+
+from __future__ import annotations
+
+import itertools
+import runpy
+from pathlib import Path
+
+import pytest
+
+sample = runpy.run_path(str(Path(__file__).parents[3] / "conftest.py"))["sample"]
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (2, 16), (5, 5), (2, 3, 4)])
+def test_as_many_cases_as_the_longest_axis_has_values_have_every_value(sizes):
+    cases = [set(enumerate(values)) for values in itertools.product(*map(range, sizes))]
+    kept = sample(cases, max(sizes))
+    assert 0 in kept
+    assert len(kept) == max(sizes)
+    assert set().union(*(cases[at] for at in kept)) == set().union(*cases)
+
+
+def test_cases_that_share_nothing_are_evenly_spread():
+    cases = [{("size", number)} for number in range(17)]
+    assert sample(cases, 2) == {0, 16}
+    assert sample(cases, 3) == {0, 8, 16}
+    assert sample(cases, 5) == {0, 4, 8, 12, 16}
+
+
+def test_all_are_kept_where_there_are_no_more():
+    assert sample([{("size", 0)}, {("size", 1)}], 5) == {0, 1}
