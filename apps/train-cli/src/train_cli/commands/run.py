@@ -113,7 +113,7 @@ def run(
 
 def _dry_run(plan: Plan, world: int | None) -> None:
     """Does what every distinct rank does up to its first steps, without values and without peers. Raises what that raises."""
-    size = _check(plan, plan.world(None) if world is None else world)
+    size = check(plan, plan.world(None) if world is None else world)
     from train_cli.commands.estimate import shown, stages
     from train_cli.model_check import check_model
 

@@ -1,4 +1,4 @@
-"""How long a step of a plan takes on a machine, before it runs: `train-cli show --timeline --machine`.
+"""How long a step of a plan takes on a machine, before it runs: `train-cli estimate --machine`.
 
 plan ── draft ──> layers, priced one by one ──┐
      ── schedule ──> lists, lowered ──────────┼──> programs of all stages ──> simulated step
