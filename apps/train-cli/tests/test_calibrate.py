@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     assert shown.code == 0
     assert "a step takes " in shown.out
     assert "3 layers, measured on it" in shown.out
+    data = json.loads(
+        cli("estimate", plan, "--machine", "machine.toml", "--set", "parallel.dp=1", "--format", "json").out
+    )
+    assert data["seconds"]["step"] >= data["seconds"]["stages"][0]["computes"] > 0
+    assert [layer["measured"] for layer in data["seconds"]["layers"]] == [True] * 3
     other = cli(*drawn, "--set", "data.sequence=8")
     assert "3 layers, computed from their operators" in other.out
 

@@ -190,11 +190,13 @@ def taken(plan: dict[str, Any], steps: int) -> float:
 
 
 def both(ranks: Callable[..., Any], shares: Shares, layout: Layout, steps: int) -> tuple[float, float]:
-    """The estimated and the real seconds of a layout's step."""
+    """The estimated and the real seconds of a layout's step; of processes of its own, which leave nothing to the next."""
     plan, size = tables(shares, layout), layout[0] * layout[1]
     resolved = plan_from_dict(plan, FOLDER)
     estimated = estimate_seconds(resolved, size, machine(resolved, shares)).step.seconds
-    return estimated, max(ranks(size, timeout_s=170)(taken, plan, steps))
+    real = max(ranks(size, timeout_s=170)(taken, plan, steps))
+    print(*layout, f"estimated {estimated:.3f} s, took {real:.3f} s, {estimated / real - 1:+.1%}", flush=True)
+    return estimated, real
 
 
 def kendall(pairs: list[tuple[float, float]]) -> float:
@@ -218,19 +220,16 @@ SAMPLE = [
 @pytest.mark.parametrize("layout", SAMPLE, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_layout_of_two_ranks_takes_what_was_estimated(ranks: Callable[..., Any], layout: Layout) -> None:
     estimated, real = both(ranks, FEW, layout, steps=3)
-    print(f"{layout}: estimated {estimated:.3f} s, took {real:.3f} s, {estimated / real - 1:+.1%}")
     assert estimated == pytest.approx(real, rel=0.10)
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1190)
+@pytest.mark.timeout(3600)
 def test_all_layouts_of_eight_ranks(ranks: Callable[..., Any]) -> None:
     every = list(layouts(8))
     assert len(every) >= 60
     pairs = [both(ranks, MANY, layout, steps=2) for layout in every]
     errors = [estimated / real - 1 for estimated, real in pairs]
-    for layout, pair, error in zip(every, pairs, errors, strict=True):
-        print(*layout, f"estimated {pair[0]:.3f} s, took {pair[1]:.3f} s, {error:+.1%}")
     mean, worst, tau = statistics.mean(map(abs, errors)), max(map(abs, errors)), kendall(pairs)
     chosen = min(pairs, key=lambda pair: pair[0])
     regret = chosen[1] / min(real for _, real in pairs) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import pytest
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.draft import draft_model
+from sley_core.engine.on_meta import meta_micro_batch
+from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError
+from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.estimate.stage_facts import stage_facts
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
 
@@ -119,3 +127,29 @@ def test_estimates_are_made_where_no_plan_is_run(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert seconds(plan_of(parallel={"pp": 2, "dp": 1}, pipeline={"use": "pp.one_f_one_b"}), 2) > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_stages_that_are_alike_are_what_each_would_say_of_itself() -> None:
+    """Keys that differ everywhere leave no two stages alike, so that each is asked."""
+    tables = plan_of(
+        model__num_layers=6,
+        parallel={"pp": 4, "dp": 2},
+        pipeline={"use": "pp.one_f_one_b"},
+        partition={"use": "pp.uniform"},
+        gradient_handlers=[{"use": "dp.sharded"}],
+    )
+    plan = plan_from_dict(tables)
+    topology, machine = plan.topology(8), machine_from_dict(MACHINE)
+    dataset = open_dataset(plan.data, DataContext(0, "train"))
+    model = draft_model(plan, dataset.info)
+    layers = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
+    stage = stage_of(plan, topology, 0, model, [1.0] * len(layers))
+    shared = stage_facts(plan, topology, stage, layers)
+    asked = stage_facts(plan, topology, stage, [replace(layer, key=layer.name) for layer in layers])
+    assert shared[1] is shared[2]
+    assert asked[1] is not asked[2]
+    for number, (one, other) in enumerate(zip(shared, asked, strict=True)):
+        assert one.update_bytes == other.update_bytes > 0
+        first = [told.on(2 * number, machine.links) for told in one.exchanges]
+        assert first == [told.on(2 * number, machine.links) for told in other.exchanges]
+        assert first

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.actions.draw import draw_text
 from sley_core.errors import SleyError
@@ -21,21 +22,27 @@ if TYPE_CHECKING:
 def estimated(plan: Plan, size: int, file: Path) -> Iterator[str]:
     """Yields the drawing of the step of `plan` on `size` ranks of the machine in `file`, and what each stage does meanwhile.
 
-    Raises PlanError for a machine file that is wrong, and as `estimate_seconds`, with the place in the plan.
+    Raises PlanError for a machine file that is wrong, and as `seconds_of`.
     """
     machine = load_machine(file)
+    found = seconds_of(plan, size, machine)
+    yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
+    yield draw_text(found.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    yield from seconds_lines(found, machine)
+
+
+def seconds_of(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
+    """Returns the estimate. Raises SleyError as `estimate_seconds`, with its place in the plan."""
     from sley_core.estimate.seconds_of_plan import estimate_seconds
 
     try:
-        found = estimate_seconds(plan, size, machine)
+        return estimate_seconds(plan, size, machine)
     except SleyError as error:
         raise plan.located(error) from error.__cause__
-    yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
-    yield draw_text(found.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
-    yield from _told(found, machine)
 
 
-def _told(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
+def seconds_lines(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
+    """Yields the seconds of a step, what each stage does meanwhile, and where the layers' seconds come from."""
     step = found.step
     yield f"a step takes {step.seconds:.4g} s"
     for stage, computing_s in enumerate(step.computing_s):
@@ -51,3 +58,19 @@ def _told(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
         source = f"{measured} of them measured on it, the others computed from their operators"
     yield f"  {len(found.layers)} layers, {source}; {machine.device.name} of the machine file"
     yield from (f"  {note}" for note in found.notes)
+
+
+def seconds_data(found: PlanSeconds) -> dict[str, Any]:
+    """Returns the same for JSON: seconds of the step, and of each stage."""
+    step = found.step
+    return {
+        "step": step.seconds,
+        "stages": [
+            {"computes": computing_s, "idle": step.idle(stage), "waits": step.exposed_s(stage)}
+            for stage, computing_s in enumerate(step.computing_s)
+        ],
+        "layers": [
+            {"name": layer.name, "measured": layer.is_measured, **asdict(layer.seconds)} for layer in found.layers
+        ],
+        "notes": list(found.notes),
+    }

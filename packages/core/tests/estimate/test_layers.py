@@ -19,6 +19,7 @@ from sley_core.estimate.layers.distinct import layer_keys
 from sley_core.estimate.layers.operators import PHASES, LayerWork, Operator
 from sley_core.estimate.layers.recorder import moved_bytes
 from sley_core.estimate.layers.trace import trace
+from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import DeviceTable
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
 from sley_core.model.layers import Layer
@@ -227,3 +228,15 @@ def test_phases_of_a_layer_are_added_where_they_run() -> None:
     found = LayerSeconds.computed(work, device("cpu"))
     assert (found.forward, found.backward) == pytest.approx((2e-3, 2 * 2e-3 + 3 * 2e-3))
     assert (found.input_gradient, found.weight_gradient) == pytest.approx((2 * 2e-3 + 4 * 2e-3, 5 * 2e-3))
+
+
+def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
+    from sley_core.estimate.seconds_of_plan import estimate_seconds
+
+    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    optimizer = {"factory": "torch.optim:LBFGS", "lr": 1.0}
+    plan = plan_from_dict(small_plan(data=data, optimizer=optimizer, precision={"compute": "fp32"}))
+    matmul = {"fp32": {"flops_per_s": 1e12}}
+    table = {"name": "it", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-3, "matmul": matmul}
+    with pytest.raises(PlanError, match="LBFGS"):
+        estimate_seconds(plan, 1, machine_from_dict({"format": 1, "device": table}))

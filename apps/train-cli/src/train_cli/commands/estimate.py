@@ -1,16 +1,19 @@
-"""`train-cli estimate`: the bytes that every stage of a run needs, before a device is touched."""
+"""`train-cli estimate`: the bytes that every stage of a run needs, and the seconds of a step, before a device is touched."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sley_core.errors import UsageError
+from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
+from train_cli.seconds import seconds_data, seconds_lines, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,18 +35,30 @@ def estimate(
             "--memory", metavar="SIZE", help="What a device has, such as 80GiB: exit code 1 if a stage needs more."
         ),
     ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            "--machine", metavar="FILE", help="Say the seconds of a step on this machine too, as calibrate wrote it."
+        ),
+    ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
     size = resolved.world(world) if world is None else world
+    known = None if machine is None else load_machine(machine)
+    timed = None if known is None else seconds_of(resolved, size, known)
+    if limit is None and known is not None:
+        limit = known.device.memory
     found = stages(resolved, size)
     if form is OutputFormat.json:
         told = {"world": size, "memory": limit, "stages": [asdict(one) for one in found]}
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(told | ({} if timed is None else {"seconds": seconds_data(timed)}), indent=2))
     else:
         typer.echo("\n".join(lines(found, size, limit)))
+        if timed is not None and known is not None:
+            typer.echo("\n".join(seconds_lines(timed, known)))
     if limit is not None and max(one.peak for one in found) > limit:
         raise typer.Exit(1)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.search.best_first import Fastest, Seen
 
-TOLD_OF = ("sp", "wp", "offload")
+FIXED: tuple[Axis, ...] = ("sp", "wp", "offload")
 """Axes of which only a layout's own steps tell: they stay as the plan has them."""
 
 
@@ -63,7 +63,7 @@ def looked(
     from sley_core.search.quick import Quick
 
     choices = choices_of(plan)
-    fixed = {*keep, *TOLD_OF}
+    fixed = {*keep, *FIXED}
     try:
         estimator = Quick(plan, world, load_machine(file))
         return fastest(layouts(plan, world, choices, fixed), estimator, memory=limit, top=top), choices.skipped

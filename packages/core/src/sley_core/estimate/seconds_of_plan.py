@@ -2,39 +2,33 @@
 
 plan ── draft ──> layers, priced one by one ──┐
      ── schedule ──> lists, lowered ──────────┼──> programs of all stages ──> simulated step
-     ── a rank of each stage, in a fake world: what its handlers exchange, what its optimizer updates ──┘
+     ── a rank of each kind of stage, in a ───┘
+        fake world: what it exchanges, updates
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.draft import DTYPES, draft_model, dtypes, layer_costs_of
+from sley_core.draft import draft_model, layer_costs_of
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.errors import PlanError
 from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
-from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
+from sley_core.estimate.seconds.step import StepWork
+from sley_core.estimate.stage_facts import UntoldError, stage_facts
 
 if TYPE_CHECKING:
-    from sley_core.engine.book import Entry
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.stepper import Stepper
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import HandlerExchange
     from sley_core.topology import Topology
 
 TOTALS_BYTES = 64
@@ -61,12 +55,12 @@ def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds
     _refuse_unknown(plan)
     try:
         return _told_by_lists(plan, size, machine) if _is_in_the_lists(plan) else _recorded(plan, size, machine)
-    except _UntoldError:
+    except UntoldError:
         return _recorded(plan, size, machine)
 
 
 def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
-    """Returns the seconds of a plan from its lists and what its handlers tell. Raises _UntoldError if one does not."""
+    """Returns the seconds of a plan from its lists and what its handlers tell. Raises UntoldError if one does not."""
     topology = plan.topology(size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
@@ -75,12 +69,16 @@ def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
         costs, notes = layer_costs_of(plan, world, model)
     stage = stage_of(plan, topology, 0, model, costs)
     num_micros = plan.num_micros(topology)
-    of_stages = [_OfStage(plan, topology, number, machine) for number in range(topology.pp)]
+    facts = stage_facts(plan, topology, stage, layers)
+    firsts = range(0, size, topology.ranks_per_stage)
     work = StepWork(
         parts=[[one.seconds for one in part] for part in _by_position(layers, stage)],
         messages=_messages(_by_position(layers, stage), stage, topology, machine),
-        gradients={number: one.exchanges for number, one in enumerate(of_stages)},
-        update_s={number: one.update_s for number, one in enumerate(of_stages)},
+        gradients={
+            number: [told.on(first, machine.links) for told in one.exchanges]
+            for number, (one, first) in enumerate(zip(facts, firsts, strict=True))
+        },
+        update_s={number: one.update_bytes / machine.device.memory_bandwidth for number, one in enumerate(facts)},
         together=collective("sum", TOTALS_BYTES, range(size), machine.links),
         after_s=machine.device.step_s,
     )
@@ -143,74 +141,3 @@ def _messages(
         cost = message(part[-1].output_bytes, sender * size, receiver * size, machine.links) if not alone else NOTHING
         found.append(cost)
     return found
-
-
-class _OfStage:
-    """What a rank of one stage exchanges of gradients, and how long its update takes; asked of a run in a fake world."""
-
-    def __init__(self, plan: Plan, topology: Topology, number: int, machine: MachineFile) -> None:
-        rank = number * topology.ranks_per_stage
-        self.number = number
-        self.machine = machine
-        with World.fake(rank, topology.world) as world, assemble(plan, world) as run:
-            parts, handlers = run.parts, run.stepper.handlers
-            self.uses = _uses(parts, run.stepper)
-            self.exchanges = [
-                self._exchange(parts, one, at)
-                for at, handler in enumerate(handlers)
-                for one in _told(handler.exchanges())
-                if parts.groups[one.axis].size > 1
-            ]
-            self.update_s = _update_bytes(plan, parts) / machine.device.memory_bandwidth
-
-    def _exchange(self, parts: Parts, one: HandlerExchange, handler: int) -> GradientExchange:
-        group = parts.groups[one.axis]
-        cost = collective(one.kind, one.num_bytes, group.ranks, self.machine.links)
-        uses = tuple(sorted({use for entry in one.entries for use in self.uses[entry]}))
-        if one.axis.startswith("tie["):
-            stages = tuple(sorted(parts.topology.coordinates(rank).stage for rank in group.ranks))
-            key = one.axis, one.entries[0].name
-            return GradientExchange(cost, one.starts, uses, handler, f"tie {one.axis}", stages, key)
-        lane = "weights" if one.starts == "updated" else f"{one.kind} {one.axis}"
-        return GradientExchange(cost, one.starts, uses, handler, lane)
-
-
-class _UntoldError(Exception):
-    """A handler does not tell what it exchanges."""
-
-
-def _told(exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
-    if exchanges is None:
-        raise _UntoldError
-    return exchanges
-
-
-def _uses(parts: Parts, stepper: Stepper) -> Mapping[Entry, list[Use]]:
-    """Returns the layers that hold each entry, by chunk and number within it."""
-    places = {
-        layer.name: (chunk, at)
-        for chunk, layers in enumerate(stepper.executor.chunks)
-        for at, layer in enumerate(layers)
-    }
-    return {entry: [places[name] for name in entry.layers] for entry in parts.book}
-
-
-def _update_bytes(plan: Plan, parts: Parts) -> float:
-    """Returns the bytes that norm and update move: the gradient twice, weight and states there and back, a working copy."""
-    gradient = DTYPES[plan.precision.gradients].itemsize
-    working, stepped = dtypes(plan)
-    copy = working.itemsize if stepped != working else 0
-    own = sum(parts.store.part(entry).numel() for entry in parts.book.trainable)
-    whole = sum(entry.numel for entry in parts.book.trainable)
-    return whole * gradient + own * (gradient + stepped.itemsize * (2 + 2 * _num_states(plan)) + copy)
-
-
-def _num_states(plan: Plan) -> int:
-    """Returns how many tensors like the weight the plan's optimizer keeps: counted after a step of one small weight."""
-    weight = nn.Parameter(torch.zeros(4, 4))
-    optimizer: Any = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    return sum(
-        1 for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.shape == weight.shape
-    )

@@ -199,7 +199,8 @@ class _Step:
             return [peaks_of(entries, at, self.placement, costs).num_bytes for at, entries in enumerate(lists)]
 
         found = []
-        for number, num_bytes in enumerate(_once(self.quick.held, (id(self.cut), few, kept), held)):
+        most: list[int] = _once(self.quick.held, (id(self.cut), few, kept), held)
+        for number, num_bytes in enumerate(most):
             numel = self._numel(number)
             owned = numel // self.topology.ranks_per_stage if self.is_sharded else numel
             found.append(numel * self.quick.weight_bytes + owned * self.quick.state_bytes + num_bytes)

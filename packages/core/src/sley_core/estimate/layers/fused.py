@@ -8,7 +8,7 @@ context, and of a causal square it multiplies half. `F.rms_norm` reads its input
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from sley_core.estimate.layers.operators import Operator
-from sley_core.estimate.layers.recorder import NAMES, OperatorRecorder, moved_bytes
+from sley_core.estimate.layers.recorder import NAMES, moved_bytes
 
 BACKWARD = 2.5
 """Products of the backward per product of the forward: five for two, as the scores are computed again."""
 
 
+class Notes(Protocol):
+    """Takes operators that torch does not see as one."""
+
+    def note(self, operator: Operator) -> None:
+        """Notes `operator`."""
+
+
 class FusedKernels(TorchFunctionMode):
     """Within it, scaled dot-product attention and RMSNorm are one operator forward and one backward each."""
 
-    def __init__(self, recorder: OperatorRecorder) -> None:
+    def __init__(self, recorder: Notes) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -42,7 +49,7 @@ class FusedKernels(TorchFunctionMode):
 
 
 def _noted(
-    recorder: OperatorRecorder,
+    recorder: Notes,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -56,7 +63,7 @@ def _noted(
 
 
 def _normed(
-    recorder: OperatorRecorder,
+    recorder: Notes,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -68,7 +75,7 @@ def _normed(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: OperatorRecorder, input: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(ctx: Any, recorder: Notes, input: Tensor, weight: Tensor | None) -> Tensor:
         given = [input] if weight is None else [input, weight]
         ctx.save_for_backward(*given)
         ctx.recorder = recorder
@@ -86,9 +93,7 @@ class _RMSNorm(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, recorder: OperatorRecorder, query: Tensor, key: Tensor, value: Tensor, is_causal: bool
-    ) -> Tensor:
+    def forward(ctx: Any, recorder: Notes, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
         of_values = *grouped[:-1], value.shape[-1]
         ctx.flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]

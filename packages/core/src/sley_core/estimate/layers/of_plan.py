@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """A layer's seconds, the bytes that it hands on, and whether the seconds were measured."""
+    """A layer's seconds, the bytes that it hands on, and whether they were measured. key: alike for what costs the same."""
 
     name: str
+    key: str
     seconds: LayerSeconds
     output_bytes: int
     is_measured: bool
@@ -41,7 +42,9 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
     measured = {table.key: table for table in machine.layers}
     if measured.keys() >= set(keys):
         return [
-            PricedLayer(layer.name, LayerSeconds.measured(measured[key]), measured[key].output_bytes, is_measured=True)
+            PricedLayer(
+                layer.name, key, LayerSeconds.measured(measured[key]), measured[key].output_bytes, is_measured=True
+            )
             for layer, key in zip(model.layers, keys, strict=True)
         ]
     works = layer_works(plan, model, fields, keys)
@@ -49,7 +52,7 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
     for layer, key, work in zip(model.layers, keys, works, strict=True):
         table = measured.get(key)
         seconds = LayerSeconds.measured(table) if table else LayerSeconds.computed(work, machine.device)
-        found.append(PricedLayer(layer.name, seconds, work.output_bytes, is_measured=table is not None))
+        found.append(PricedLayer(layer.name, key, seconds, work.output_bytes, is_measured=table is not None))
     return found
 
 

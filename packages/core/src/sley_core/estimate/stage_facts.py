@@ -1,0 +1,138 @@
+"""What the ranks of each stage exchange of gradients, and update: asked of a run in a fake world, once for alike stages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.draft import DTYPES, dtypes
+from sley_core.errors import PlanError
+from sley_core.estimate.seconds.links import collective
+from sley_core.estimate.seconds.step import GradientExchange, Use
+from sley_core.topology import TIE
+
+if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.stage import Stage
+    from sley_core.engine.stepper import Stepper
+    from sley_core.estimate.layers.of_plan import PricedLayer
+    from sley_core.estimate.machine.tables import LinksTable
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import HandlerExchange
+    from sley_core.topology import Topology
+
+
+@dataclass(frozen=True)
+class ToldExchange:
+    """What a handler said, for the ranks of any stage like the one that was asked. ranks: from the first of the stage on."""
+
+    one: HandlerExchange
+    handler: int
+    uses: tuple[Use, ...]
+    ranks: tuple[int, ...]
+    tie: tuple[str, tuple[int, ...]] | None
+
+    def on(self, first_rank: int, links: LinksTable) -> GradientExchange:
+        """Returns it on the stage whose first rank is `first_rank`."""
+        one, members = self.one, tuple(first_rank + rank for rank in self.ranks)
+        cost = collective(one.kind, one.num_bytes, members, links)
+        if self.tie is not None:
+            name, stages = self.tie
+            key: Hashable = one.axis, name
+            return GradientExchange(cost, one.starts, self.uses, self.handler, f"tie {one.axis}", stages, key)
+        lane = "weights" if one.starts == "updated" else f"{one.kind} {one.axis}"
+        return GradientExchange(cost, one.starts, self.uses, self.handler, lane)
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """Of one stage: what its ranks exchange, in the order of handlers, and the bytes that norm and update move."""
+
+    exchanges: tuple[ToldExchange, ...]
+    update_bytes: float
+
+
+def stage_facts(plan: Plan, topology: Topology, stage: Stage, layers: Sequence[PricedLayer]) -> list[StageFacts]:
+    """Returns the facts of every stage. Stages with the same kinds of layers, and no tie, are alike: one is assembled.
+
+    stage: of any rank. layers: of the whole model, in order. Raises UntoldError for a handler that does not tell what it
+    exchanges, PlanError "estimate-seconds" for an optimizer that cannot be tried, and all that `assemble` raises.
+    """
+    keys = {layer.name: layer.key for layer in layers}
+    tied = {number for stages in stage.ties for number in stages}
+    num_states = _num_states(plan)
+    known: dict[Hashable, StageFacts] = {}
+    found = []
+    for number in range(topology.pp):
+        held = tuple(tuple(keys[layer.name] for layer in part) for owner, part in stage.stages if owner == number)
+        kind = held, number if number in tied else None
+        if kind not in known:
+            known[kind] = _facts(plan, topology, number, num_states)
+        found.append(known[kind])
+    return found
+
+
+def _facts(plan: Plan, topology: Topology, number: int, num_states: int) -> StageFacts:
+    first = number * topology.ranks_per_stage
+    with World.fake(first, topology.world) as world, assemble(plan, world) as run:
+        told = tuple(
+            _told(run.parts, run.stepper, one, at)
+            for at, handler in enumerate(run.stepper.handlers)
+            for one in _asked(handler.exchanges())
+            if run.groups[one.axis].size > 1
+        )
+        return StageFacts(told, _update_bytes(plan, run.parts, num_states))
+
+
+class UntoldError(Exception):
+    """A handler does not tell what it exchanges."""
+
+
+def _asked(exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
+    if exchanges is None:
+        raise UntoldError
+    return exchanges
+
+
+def _told(parts: Parts, stepper: Stepper, one: HandlerExchange, handler: int) -> ToldExchange:
+    places = {
+        layer.name: (chunk, at)
+        for chunk, layers in enumerate(stepper.executor.chunks)
+        for at, layer in enumerate(layers)
+    }
+    uses = tuple(sorted({places[name] for entry in one.entries for name in entry.layers}))
+    ranks = parts.groups[one.axis].ranks
+    tie = None
+    if one.axis.startswith(TIE):
+        tie = one.entries[0].name, tuple(sorted(parts.topology.coordinates(rank).stage for rank in ranks))
+    return ToldExchange(one, handler, uses, tuple(rank - parts.world.rank for rank in ranks), tie)
+
+
+def _update_bytes(plan: Plan, parts: Parts, num_states: int) -> float:
+    """Returns the bytes that norm and update move: the gradient twice, weight and states there and back, a working copy."""
+    gradient = DTYPES[plan.precision.gradients].itemsize
+    working, stepped = dtypes(plan)
+    copy = working.itemsize if stepped != working else 0
+    own = sum(parts.store.part(entry).numel() for entry in parts.book.trainable)
+    whole = sum(entry.numel for entry in parts.book.trainable)
+    return whole * gradient + own * (gradient + stepped.itemsize * (2 + 2 * num_states) + copy)
+
+
+def _num_states(plan: Plan) -> int:
+    """Returns how many tensors like the weight the plan's optimizer keeps: counted after a step of one small weight."""
+    weight = nn.Parameter(torch.zeros(4, 4))
+    try:
+        optimizer: Any = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    except Exception as error:
+        message = f"`{plan.optimizer.name}` cannot be tried on one small weight: {type(error).__name__}: {error}"
+        raise PlanError("estimate-seconds", message, path=("optimizer",)) from error
+    kept = (value for value in optimizer.state[weight].values() if torch.is_tensor(value))
+    return sum(1 for value in kept if value.shape == weight.shape)
