@@ -20,7 +20,7 @@ for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 4, "hidden": 128, "heads": 4},
+    model={"use": "core.llama", "num_layers": 4, "hidden": 256, "heads": 4},
     data__sequence=64,
     precision={"compute": "fp32"},
 )

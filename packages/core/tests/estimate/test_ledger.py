@@ -8,9 +8,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
-from sley_core.estimate.bytes.ledger import Ledger, Place
+from sley_core.estimate.bytes.ledger import Ledger, StepPlace
 
-NOWHERE = Place(1, "F0.0", "")
+NOWHERE = StepPlace(1, "F0.0", "")
 
 
 @pytest.fixture

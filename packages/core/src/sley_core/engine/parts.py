@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
     from sley_core.comm.world import World
     from sley_core.engine.book import ParameterBook
-    from sley_core.engine.foretold import Foretold
+    from sley_core.engine.boundary import Description
     from sley_core.engine.pools import Pools
     from sley_core.engine.step_numbers import StepNumbers
     from sley_core.engine.store import GradientStore
@@ -33,7 +33,7 @@ class Parts:
     where the working weights lie. waits: what must have come before a layer's weights are used. queue: weight gradients that
     a split backward defers. numbers: takes what plugins add to each step's row. pool: `pool(name)` is the run's memory pool
     of that name. events: moments of a step, for those that are no gradient handlers. foretold: in a fake world that takes
-    steps, what a chunk of another stage would announce to this one; None elsewhere.
+    steps, what a chunk of another stage (stage, chunk) would announce to this one; None elsewhere.
     """
 
     run: RunTable
@@ -52,4 +52,4 @@ class Parts:
     numbers: StepNumbers
     pool: Pools
     events: StepEvents = field(default_factory=StepEvents)
-    foretold: Foretold | None = None
+    foretold: Callable[[int, int], Description] | None = None

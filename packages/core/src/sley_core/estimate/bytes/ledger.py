@@ -15,7 +15,7 @@ ALIGNMENT = 64
 """Where torch lets memory on a host begin."""
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Where a step was. step: from 1; 0 before the first. entry: of its list, as F0.1. layer: the one that was called last."""
 
     step: int
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class Piece:
+class MemoryPiece:
     """The memory of one storage, from `born` to `died`, which are numbers of events; `died` is None while it is there.
 
     place, ended: where the step was then. owner: the part of the run that had it between two steps; "" if none has. A storage
@@ -33,9 +33,9 @@ class Piece:
 
     num_bytes: int
     born: int
-    place: Place
+    place: StepPlace
     died: int | None = None
-    ended: Place | None = None
+    ended: StepPlace | None = None
     owner: str = ""
 
 
@@ -46,12 +46,12 @@ class Ledger:
     bytes that are there. num_events: so far.
     """
 
-    def __init__(self, where: Callable[[], Place]) -> None:
+    def __init__(self, where: Callable[[], StepPlace]) -> None:
         self.where = where
-        self.pieces: list[Piece] = []
+        self.pieces: list[MemoryPiece] = []
         self.now = 0
         self.num_events = 0
-        self._live: dict[int, Piece] = {}
+        self._live: dict[int, MemoryPiece] = {}
         self._addresses: dict[int, tuple[int, int]] = {}
         self._next_address = ALIGNMENT
         self._asked: dict[int, int] = {}
@@ -103,7 +103,7 @@ class Ledger:
             self._free(key)
         if num_bytes:
             self.num_events += 1
-            self._live[key] = made = Piece(num_bytes, self.num_events, self.where())
+            self._live[key] = made = MemoryPiece(num_bytes, self.num_events, self.where())
             self.pieces.append(made)
             self.now += num_bytes
 
@@ -119,7 +119,7 @@ class Ledger:
             self._addresses[key] = first, num_bytes
         return first
 
-    def piece_of(self, tensor: Tensor) -> Piece | None:
+    def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
         """Returns the memory that `tensor` has now; None where it has none, or was never seen."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
@@ -127,13 +127,13 @@ class Ledger:
         """Returns the most bytes that were there at once, and the number of the last event that brought as many."""
         return max(((total, at) for at, total, _ in self._totals()), default=(0, 0))
 
-    def alive_at(self, event: int) -> list[Piece]:
+    def alive_at(self, event: int) -> list[MemoryPiece]:
         """Returns the pieces that were there right after an event."""
         return [one for one in self.pieces if one.born <= event and (one.died is None or one.died > event)]
 
-    def place_at(self, event: int) -> Place:
+    def place_at(self, event: int) -> StepPlace:
         """Returns where the step was at an event that brought memory."""
-        return next((one.place for one in self.pieces if one.born == event), Place(0, "", ""))
+        return next((one.place for one in self.pieces if one.born == event), StepPlace(0, "", ""))
 
     def curve(self, step: int) -> list[tuple[str, int]]:
         """Returns the entries of step `step` in which memory came or went, in order, each with the most bytes in it."""
@@ -147,7 +147,7 @@ class Ledger:
                 found.append((place.entry, total))
         return found
 
-    def _totals(self) -> Iterator[tuple[int, int, Place]]:
+    def _totals(self) -> Iterator[tuple[int, int, StepPlace]]:
         """Yields every event's number, the bytes after it, and where the step was."""
         events = [(one.born, one.num_bytes, one.place) for one in self.pieces]
         events += [(one.died, -one.num_bytes, one.ended) for one in self.pieces if one.died and one.ended]

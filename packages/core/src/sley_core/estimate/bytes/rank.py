@@ -25,7 +25,7 @@ from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
-from sley_core.estimate.bytes.ledger import Ledger, Piece, Place
+from sley_core.estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
 from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.memory.state import PARTS
 
@@ -66,7 +66,7 @@ class RankBytes:
     states: Mapping[str, int]
     batch: int
     peak: int
-    place: Place
+    place: StepPlace
     alive: Mapping[str, int]
     curve: Sequence[Moment]
     num_micros: int
@@ -128,12 +128,12 @@ class _Standing:
         """From now on `place` tells where `run` is."""
         self._run = run
 
-    def place(self) -> Place:
+    def place(self) -> StepPlace:
         """Returns the present place."""
         if self._run is None:
-            return Place(0, "the start of the run", "")
+            return StepPlace(0, "the start of the run", "")
         standing = self._run.groups.progress.standing
-        return Place(standing.step, str(standing.pending), standing.layer)
+        return StepPlace(standing.step, str(standing.pending), standing.layer)
 
 
 def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int) -> RankBytes:
@@ -164,7 +164,7 @@ def _own(run: Run, ledger: Ledger) -> None:
                 piece.owner = piece.owner or part
 
 
-def _kind(piece: Piece) -> str:
+def _kind(piece: MemoryPiece) -> str:
     """Returns whose a piece is that no part of the run keeps: it is of activations if it outlives the entry that made it."""
     if piece.ended is not None and piece.ended[:2] == piece.place[:2]:
         return "at work"
