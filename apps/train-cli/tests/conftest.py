@@ -5,29 +5,21 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
 import sys
-import threading
-import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
-from typing import IO
 
 import pytest
 
-from sley_core.testing.forked import ForkedProgram
-from sley_core.testing.processes import MARK, Process, assert_none_left, descendants, processes_with
 from sley_core.testing.ranks import Ranks
 from train_cli.main import main
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs that tests start would ignore it, as they should
+sys.path.insert(0, str(Path(__file__).parent / "own"))
 
-LIMIT_S = 60.0
-"""How long a program may take on a machine that is busy with other tests."""
+from started_program import TORCHRUN, Program, Result
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs that tests start would ignore it, as they should
 
 MODEL = """\
 [model]
@@ -71,15 +63,6 @@ lr = 1e-3
 [parallel]
 dp = 2
 """
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a command ended and what it wrote."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
@@ -149,105 +132,26 @@ def together(ranks: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-class Program:
-    """A program that runs beside the test. Its lines are read as they come; none of its processes outlives the test."""
-
-    process: subprocess.Popen[str] | ForkedProgram
-
-    def __init__(self, command: list[str], folder: Path, environ: dict[str, str], *, fresh: bool) -> None:
-        """Starts `command`: unless `fresh`, `python -m module ...` is forked from a process that has imported torch."""
-        self._mark = uuid.uuid4().hex
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **environ, MARK: self._mark}
-        if command[:2] == [sys.executable, "-m"] and not fresh:
-            self.process = ForkedProgram(command[2], command[3:], cwd=folder, env=env)
-        else:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        self._arrived = threading.Condition()
-        self._lines: dict[str, list[str]] = {"out": [], "err": []}
-        self._readers = [self._read("out", self.process.stdout), self._read("err", self.process.stderr)]
-
-    @property
-    def out(self) -> str:
-        return "".join(self._lines["out"])
-
-    @property
-    def err(self) -> str:
-        return "".join(self._lines["err"])
-
-    def wait_for(self, text: str) -> None:
-        """Returns when `text` stands on stderr; fails if the program ends first or the limit passes."""
-        with self._arrived:
-            found = self._arrived.wait_for(lambda: text in self.err or self.process.poll() is not None, LIMIT_S)
-        assert found, f"no {text!r} within {LIMIT_S} s\n{self.err}"
-        assert text in self.err, f"ended with {self.process.returncode} before {text!r}\n{self.out}\n{self.err}"
-
-    def finish(self, limit_s: float = LIMIT_S) -> Result:
-        """Waits for its end; fails after `limit_s`, or if a process is left."""
-        code = self.process.wait(limit_s)
-        for reader in self._readers:
-            reader.join(limit_s)
-        assert_none_left(lambda: processes_with(MARK, self._mark), within_s=5)
-        return Result(code, self.out, self.err)
-
-    def ranks(self) -> list[Process]:
-        """The ranks that it started, in order of rank."""
-        return sorted(descendants(self.process.pid), key=lambda process: process.pid)
-
-    def close(self) -> None:
-        left = [process.pid for process in processes_with(MARK, self._mark)]
-        for pid in left if self.process.poll() is not None else (self.process.pid, *left):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
-
-    def _read(self, name: str, stream: IO[str] | None) -> threading.Thread:
-        assert stream is not None
-
-        def read() -> None:
-            for line in stream:
-                with self._arrived:
-                    self._lines[name].append(line)
-                    self._arrived.notify_all()
-            # The stream ends a moment before the process does.
-            for _ in range(100):
-                if self.process.poll() is not None:
-                    break
-                time.sleep(0.05)
-            with self._arrived:
-                self._arrived.notify_all()
-
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        return thread
-
-
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Program]]:
-    """`start("run", path)` starts `python -m train_cli run path` in the folder, forked, as are the ranks that it starts.
+    """`start("run", path)` starts `python -m train_cli run path` in the folder, forked; the ranks that it starts are not.
 
-    launcher: what goes before `-m train_cli`. fresh: as a user's shell starts it, each process with an interpreter of its own.
-    changes: what follows a `--set` each; other names are variables of its environment.
+    launcher: what goes before `-m train_cli`. torchrun: its options, for two ranks that it starts. fresh: as a user's shell
+    starts it, with an interpreter of its own. changes: what follows a `--set` each; other names are variables of its
+    environment.
     """
     programs: list[Program] = []
 
     def begin(
         *arguments: object,
         launcher: tuple[str, ...] = (sys.executable,),
+        torchrun: tuple[str, ...] | None = None,
         fresh: bool = False,
         changes: Iterable[str] = (),
         **environ: str,
     ) -> Program:
+        if torchrun is not None:
+            launcher = (*TORCHRUN, *torchrun)
         command = [*launcher, "-m", "train_cli", *(str(argument) for argument in (*arguments, *sets(changes)))]
         programs.append(Program(command, folder, environ, fresh=fresh))
         return programs[-1]

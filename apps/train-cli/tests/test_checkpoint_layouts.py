@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
+from sley_core.checkpoint import read
 from sley_core.testing.plans import Tables, changed, small_plan
 from sley_core.testing.resumed import Stretch, assert_goes_on, assert_same_stretch, stretch
+from sley_core.weight_files.read import WeightFiles
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -52,6 +57,29 @@ LAYOUTS: dict[str, tuple[int, Tables]] = {
 
 def plan(layout: str, **changes: Any) -> Tables:
     return changed(PLAN, **LAYOUTS[layout][1], **changes)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", ["sharded 2", "wp 2"])
+def test_torch_puts_the_pieces_of_a_layout_together(texts: Path, tmp_path: Path, ranks: Any, layout: str) -> None:
+    """Its reader and its consolidation, of tensors that are cut in the middle of rows, or padded in memory.
+
+    Of numbers without dims, as an optimizer's count of steps, the consolidation of torch 2.13 writes zeros.
+    """
+    world = LAYOUTS[layout][0]
+    ranks(world)(stretch, plan(layout), 1, folder=texts, save=tmp_path / "saved")
+    wanted = read(tmp_path / "saved")
+    assert any(len(facts.pieces) > 1 for facts in wanted.index.tensors.values()), "or else nothing would be shown"
+    state = {name: torch.zeros_like(wanted[name]) for name in wanted}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "saved")), no_dist=True)
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    (tmp_path / "whole").mkdir()
+    files = {name: 1 + number % 2 for number, name in enumerate(wanted)}
+    consolidate_safetensors_files(str(tmp_path / "saved"), str(tmp_path / "whole"), files)
+    found = WeightFiles(tmp_path / "whole")
+    assert set(found.names) == set(wanted)
+    assert all(torch.equal(found.tensor(name), wanted[name]) for name in wanted if wanted.facts(name).shape)
 
 
 def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from acting_model import doing
 
 from sley_core.reports.fault_report import FOLDER, FaultReport, LaunchReport, write, write_launch
 
@@ -28,35 +28,15 @@ GRACE_S = 10.0
 
 LIMIT = ("--set", f"limits.collective_timeout_s={LIMIT_S}")
 
-MODEL = """
-    import os, signal, time
+AT_THE_THIRD_STEP = """
     from pathlib import Path
-    from torch import nn
-
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(256, 256)
-            self.calls = 0
-
-        def forward(self, tokens):
-            if self.training:
-                self.calls += 1
-                rank, again = int(os.environ.get("RANK", 0)), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                if self.calls == 5 and rank == 1 and again == "0":
-                    time.sleep(1)  # until the test has seen both ranks
-                    Path("when").write_text(str(time.time()))
-                    {action}
-                if self.calls == 1 and rank == 0 and again == "1":
-                    Path("again").write_text(str(time.time()))
-            return self.embed(tokens)
-
-    def layers():
-        return [("only", Tiny())]
+    if self.calls == 5 and rank == 1 and again == "0":
+        time.sleep(1)  # until the test has seen both ranks
+        Path("when").write_text(str(time.time()))
+        {action}
+    if self.calls == 1 and rank == 0 and again == "1":
+        Path("again").write_text(str(time.time()))
 """
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
-LOOPBACK = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
 
 
 def shared_memory() -> set[str]:
@@ -65,6 +45,10 @@ def shared_memory() -> set[str]:
 
 def of_processes(names: set[str], pids: list[int]) -> set[str]:
     return {name for name in names if set(map(int, re.findall(r"\d+", name))) & set(pids)}
+
+
+def doing_once(action: str) -> str:
+    return doing(AT_THE_THIRD_STEP.format(action=action))
 
 
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -87,7 +71,7 @@ BUSY = "time.sleep(3600)"
 def test_doctor_names_the_rank_and_nothing_is_left(
     start: Start, own_model: Own, cli: Cli, folder: Path, action: str, kind: str, told: str
 ) -> None:
-    program = start("run", own_model(MODEL.format(action=action)), *LIMIT)
+    program = start("run", own_model(doing_once(action)), *LIMIT)
     program.wait_for("per rank ")
     pids = [rank.pid for rank in program.ranks()]
     result = program.finish(90)  # which fails if a process is left
@@ -126,7 +110,7 @@ def test_one_process_reports_too(own_model: Own, cli: Cli) -> None:
 
 
 def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder: Path) -> None:
-    result = start("run", own_model(MODEL.format(action="time.sleep(3)")), *LIMIT).finish(60)
+    result = start("run", own_model(doing_once("time.sleep(3)")), *LIMIT).finish(60)
     assert result.code == 0, result.err
     assert not (folder / "runs" / "small" / FOLDER).exists()
     assert cli("doctor", "runs/small").out == "no rank has reported a failure in `runs/small`\n"
@@ -137,8 +121,8 @@ def test_torchrun_starts_the_ranks_again_at_once_and_both_attempts_are_told_apar
     start: Start, own_model: Own, cli: Cli, folder: Path
 ) -> None:
     """The ranks of the second attempt do not read the addresses of the first in the agent's store."""
-    launcher = (*TORCHRUN, "--max-restarts", "1", "--monitor-interval", "0.1", *LOOPBACK)
-    result = start("run", own_model(MODEL.format(action=RAISED)), *LIMIT, launcher=launcher).finish(100)
+    options = ("--max-restarts", "1", "--monitor-interval", "0.1")
+    result = start("run", own_model(doing_once(RAISED)), *LIMIT, torchrun=options).finish(100)
     assert result.code == 0, result.err
     seconds = float((folder / "again").read_text("utf-8")) - float((folder / "when").read_text("utf-8"))
     print(f"first step of the second attempt after {seconds:.1f} s")
@@ -152,7 +136,7 @@ def test_torchrun_starts_the_ranks_again_at_once_and_both_attempts_are_told_apar
 def test_a_run_that_is_asked_to_end_says_where_it_was_if_it_cannot(
     start: Start, own_model: Own, cli: Cli, folder: Path
 ) -> None:
-    program = start("run", own_model(MODEL.format(action=BUSY)), "--set", "limits.collective_timeout_s=600")
+    program = start("run", own_model(doing_once(BUSY)), "--set", "limits.collective_timeout_s=600")
     program.wait_for("step 2/")
     while not (folder / "when").exists():
         time.sleep(0.05)
@@ -167,7 +151,7 @@ def test_reports_are_of_the_last_run_and_do_not_keep_the_next_from_its_folder(
     start: Start, own_model: Own, cli: Cli, folder: Path
 ) -> None:
     made = folder / "runs" / "small"
-    path = own_model(MODEL.format(action="pass"))
+    path = own_model(doing_once("pass"))
     write(made, FaultReport(0, 2, "error", 1.0, "collective-failed", "it failed"))
     (made / "plan.toml").write_text('source_folder = "."', "utf-8")
     assert start("run", path).finish(60).code == 0

@@ -1,7 +1,8 @@
 """One thing goes wrong on one rank, and `doctor` finds what; nothing goes wrong, and it says nothing.
 
-Drawn by a printed seed: what goes wrong, in which layout, on which rank, at which exchange or action. A fault is found where
-the verdict names the exchange that was hit, or the rank and the layer.
+Drawn by a printed seed: what goes wrong, in which layout, on which rank, at which exchange or action; each kind on the first
+stage, on one in the middle and on the last, and others anywhere. A fault is found where the verdict names the exchange that was
+hit, or the rank and the layer.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from sley_core.reports.fault_report import read
-from train_cli.doctor.verdict import Verdict, verdict
+from train_cli.doctor.verdict import Verdict, evidence, verdict
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -53,6 +54,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "pp 2": (2, "parallel = { pp = 2, dp = 1 }\n" + PIPE, ("send", "action")),
     "pp 4": (4, "parallel = { pp = 4, dp = 1 }\n" + PIPE, ("send", "action")),
     "pp 2 x dp 2": (4, "parallel = { pp = 2, dp = 2 }\n" + PIPE + BUCKETS, ("send", "sum", "action")),
+    "pp 3 x dp 2": (6, "parallel = { pp = 3, dp = 2 }\n" + PIPE + BUCKETS, ("send", "sum", "action")),
     "wp 2": (
         2,
         "parallel = { dp = 2, wp = 2, cross_memory_attach = false }\n" + SHARDS,
@@ -62,10 +64,25 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 """Ranks, tables, and what can go wrong."""
 
+STAGES = {"pp 4": 4, "pp 2 x dp 2": 2, "pp 3 x dp 2": 3}
+"""How many stages the layouts have on which faults are placed by stage."""
+
 OF_EXCHANGES = ("skipped", "extra", "wrong size", "wrong group", "slow")
 OF_ACTIONS = ("slow", "stuck", "stopped", "killed", "raised")
 CLEAN = frozenset({"slow", "none"})
 NAMED = {"stuck": "busy", "stopped": "stopped", "killed": "killed", "raised": "error"}
+
+
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "skipped": (("skipped",), ("send", "sum")),
+    "extra": (("extra",), ("send", "sum")),
+    "wrong group": (("wrong group",), ("send", "sum")),
+    "wrong size": (("wrong size",), ("send", "sum")),
+    "slow": (("slow",), ("send", "sum", "action")),
+    "stopped": (("stopped",), ("action",)),
+    "crash": (("killed", "raised"), ("action",)),
+}
+"""What goes wrong on each stage: which kinds of faults that may be, and of what."""
 
 
 class Fault(NamedTuple):
@@ -89,6 +106,24 @@ def drawn(draw: random.Random) -> Fault:
         if kind == "wrong group" and of in ("gather", "reduce"):
             continue
         return Fault(layout, kind, of, rank, draw.randrange(3, 12))
+
+
+def drawn_at(draw: random.Random, what: str, place: str) -> Fault:
+    """A fault of `KINDS` on the first stage, on one in the middle, or on the last."""
+    kinds, of_kinds = KINDS[what]
+    of = draw.choice(of_kinds)
+    layout = draw.choice([one for one, pp in STAGES.items() if of in LAYOUTS[one][2] and (pp > 2 or place != "middle")])
+    pp, of_stage = STAGES[layout], LAYOUTS[layout][0] // STAGES[layout]
+    stage = {"first": 0, "middle": draw.randrange(1, max(2, pp - 1)), "last": pp - 1}[place]
+    rank = stage * of_stage + draw.randrange(of_stage)
+    # A stage may have as many sums as there are steps, and no more.
+    return Fault(layout, draw.choice(kinds), of, rank, draw.randrange(3, 1 + NUM_STEPS if of == "sum" else 12))
+
+
+def campaign(draw: random.Random, num: int) -> list[Fault]:
+    """Faults of each kind on each stage, and others anywhere; `num` in all."""
+    placed = [drawn_at(draw, what, place) for what in KINDS for place in ("first", "middle", "last")]
+    return (placed + [drawn(draw) for _ in range(num - len(placed))])[:num]
 
 
 def plan_of(folder: Path, layout: str) -> Path:
@@ -133,6 +168,7 @@ def run(start: Callable[..., Any], folder: Path, fault: Fault) -> tuple[str, Ver
     found = read(folder / "runs" / "small")
     if fault.kind in CLEAN:
         assert (result.code, found) == (0, []), (fault, result.err)
+        assert fault.kind == "none" or (folder / "hit.json").exists(), f"{fault} did not happen"
         return "clean", None, seconds
     assert result.code == 1, f"{fault}\n{result.err}"
     assert (folder / "hit.json").exists(), f"{fault}\n{result.err}"
@@ -145,16 +181,27 @@ def run(start: Callable[..., Any], folder: Path, fault: Fault) -> tuple[str, Ver
 def check_all(start: Callable[..., Any], folder: Path, faults: list[Fault]) -> None:
     """Runs all, prints what was told of what, and fails if one was missed."""
     matrix: Counter[tuple[str, str]] = Counter()
+    num_found: Counter[str] = Counter()
     missed = []
     for fault in faults:
         came, seen, seconds = run(start, folder, fault)
         matrix[fault.kind, seen.kind if seen is not None else "nothing"] += 1
+        num_found[fault.kind] += not came.startswith("missed")
         print(f"{fault}: {came}, {seconds:.1f} s; {seen.cause if seen else 'nothing said'}", flush=True)
         if came.startswith("missed"):
+            print(*evidence(read(folder / "runs" / "small")[-1].ranks), sep="\n")
             missed.append((fault, came, seen))
-    for (kind, told), times in sorted(matrix.items()):
-        print(f"{kind:<12} told as {told:<12} {times}")
+    _print(matrix, num_found)
     assert not missed, missed
+
+
+def _print(matrix: Counter[tuple[str, str]], num_found: Counter[str]) -> None:
+    """Prints how often each kind of fault, by row, was told as what, by column, and how many were found where they were."""
+    told = sorted({column for _, column in matrix})
+    print(" " * 12, *(f"{one:>11}" for one in told), "     found")
+    for kind in sorted({row for row, _ in matrix}):
+        total = sum(matrix[kind, one] for one in told)
+        print(f"{kind:<12}", *(f"{matrix[kind, one] or '':>11}" for one in told), f"{num_found[kind]:>5} of {total}")
 
 
 GIVEN = [
@@ -182,10 +229,9 @@ def test_any_fault_is_found(start: Callable[..., Any], own: Path) -> None:
     seed = int(os.environ.get("SLEY_TEST_SEED") or random.SystemRandom().randrange(10**6))
     num = int(os.environ.get("SLEY_TEST_FAULTS") or 30)
     print(f"seed {seed}")
-    draw = random.Random(seed)
-    check_all(start, own, [drawn(draw) for _ in range(num)])
+    check_all(start, own, campaign(random.Random(seed), num))
 
 
 @pytest.mark.campaign
 def test_nothing_is_found_where_nothing_is_wrong(start: Callable[..., Any], own: Path) -> None:
-    check_all(start, own, [Fault(layout, "none", "action", 0, 1) for layout in LAYOUTS for _ in range(4)][:30])
+    check_all(start, own, [Fault(layout, "none", "action", 0, 1) for layout in islice(cycle(LAYOUTS), 30)])

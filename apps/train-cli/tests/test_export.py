@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -93,6 +94,10 @@ def test_several_files_have_an_index_of_exactly_their_tensors(cli: Any, trained:
     assert index["weight_map"] == {name: file for file, values in files.items() for name in values}
     every = [value for values in files.values() for value in values.values()]
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in every)
+    state = {name: torch.zeros_like(value) for values in files.values() for name, value in values.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder / "hf")), no_dist=True)
+    assert all(torch.equal(state[name], value) for values in files.values() for name, value in values.items())
     with torch.no_grad():
         torch.testing.assert_close(theirs(folder / "hf")(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from acting_model import doing
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -110,6 +110,9 @@ def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
             ).code
             == 0
         )
+        noted = (folder / "runs/small/origin.json").read_text("utf-8")
+        assert cli("run", plan, "--resume", own / "step-00000099", changes=ALONE).code != 0
+        assert (folder / "runs/small/origin.json").read_text("utf-8") == noted, "a path that is none changes nothing"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     saves = 'checkpoint={every_steps=3, keep=1, mode="sync"}'
     again = cli(
@@ -168,34 +171,10 @@ def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on(
     assert [row["step"] for row in rows(folder)] == list(range(1, done + 3))
 
 
-DIES_ONCE = """
-    import os
-    import torch
-    from torch import nn
-
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(256, 256)
-            self.calls = 0
-
-        def forward(self, tokens):
-            self.calls += self.training
-            if self.calls > 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                os.kill(os.getpid(), 9)
-            return self.embed(tokens)
-
-    def layers():
-        return [Tiny()]
-"""
-
-
 def test_torchrun_starts_a_run_again_and_it_goes_on_by_itself(start: Start, own_model: Any, folder: Path) -> None:
-    path = own_model(DIES_ONCE)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
-    torchrun = (*torchrun, "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "--max-restarts", "1")
+    path = own_model(doing("self.calls > 6 and rank == 1 and again == '0' and os.kill(os.getpid(), signal.SIGKILL)"))
     changes = ["run.steps=8", 'checkpoint={every_steps=1, mode="sync"}']
-    result = start("run", path, launcher=torchrun, changes=changes).finish(120)
+    result = start("run", path, torchrun=("--max-restarts", "1"), changes=changes).finish(120)
     assert result.code == 0, result.err
     assert "going on after step" in result.err
     assert [row["step"] for row in rows(folder)] == list(range(1, 9))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ pytestmark = pytest.mark.timeout(180)
 Cli = Callable[..., Any]
 Start = Callable[..., Any]
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
-LOOPBACK = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
 
 ON_RANK_ONE = """
     import os
@@ -116,7 +113,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
 
 
 def test_under_torchrun(start: Start, plan: Path, folder: Path) -> None:
-    result = start("run", plan, launcher=TORCHRUN + LOOPBACK).finish()
+    result = start("run", plan, torchrun=()).finish()
     assert result.code == 0, result.err
     assert result.err.count("finished: 4 steps") == 1
     assert_is_complete(folder / "runs" / "small", plan)
@@ -124,7 +121,7 @@ def test_under_torchrun(start: Start, plan: Path, folder: Path) -> None:
 
 def test_a_bad_plan_under_torchrun_is_told_once(start: Start, plan: Path, folder: Path) -> None:
     plan.write_text(plan.read_text("utf-8").replace("steps = 4", "steps = true"), "utf-8")
-    result = start("run", "plan.toml", launcher=TORCHRUN + LOOPBACK).finish()
+    result = start("run", "plan.toml", torchrun=()).finish()
     assert result.code != 0
     # Once by us; torchrun then shows what its first failing rank left for it.
     told = [

@@ -110,15 +110,14 @@ def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> N
 @pytest.mark.parametrize(
     ("changes", "size", "says"),
     [
-        ({"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}, 2, "wp = 2"),
-        ({"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd"}]}, 2, "`dp.powersgd` does not tell"),
+        ({"offload": [{"use": "memory.optimizer_states"}]}, 1, "seconds of offload"),
         ({"parallel": {"dp": 4}}, 4, r"no `\[links.other_host\]`"),
         ({"precision": {"compute": "bf16"}}, 1, r"no `\[device.matmul.bf16\]`"),
     ],
 )
 def test_what_is_not_known_is_refused(changes: dict[str, Any], size: int, says: str) -> None:
-    if "weights" in changes:
-        pytest.importorskip("sley_isp")
+    if "offload" in changes:
+        pytest.importorskip("sley_memory")
     with pytest.raises(PlanError, match=says):
         seconds(plan_of(**changes), size)
 

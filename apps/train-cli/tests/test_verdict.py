@@ -171,3 +171,29 @@ def test_words() -> None:
     )
     assert "waited 4.0 s in the all-reduce of a over stage[0, 1] (number 1 of `stage main`, 64 bytes)" in line
     assert line.endswith("...")
+
+
+def crossing(operation: str, number: int, queue: str, peer: int, what: str) -> SeenExchange:
+    given = {"operation": operation, "queue": queue, "peer": peer}
+    return exchange(number, f"what {what} (chunk 0)", (0, 2, 4), "pp", **given)
+
+
+def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
+    """Three stages of two replicas. Rank 2 has left out the step's last message; rank 0 waits for it, and rank 1 for rank 0."""
+    last = crossing("send", 6, "pp up 1>2", 4, "stage 1 sends to stage 2, forward, its output of micro-batch 2")
+    missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 takes from stage 1, forward, its output of micro-batch 3")
+    middle = crossing(
+        "receive", 5, "pp down 2>1", 4, "stage 1 takes from stage 2, backward, a gradient of micro-batch 3"
+    )
+    first = crossing(
+        "receive", 5, "pp down 1>0", 2, "stage 0 takes from stage 1, backward, a gradient of micro-batch 3"
+    )
+    bucket = exchange(1, "the bucket of embed.weight")
+    told = found(
+        report(0, first, wait=first),
+        report(1, bucket, wait=bucket),
+        report(2, last, middle, wait=middle),
+        report(4, missing, wait=missing),
+    )
+    assert {one.what for one in told.exchanges} == {missing.what, middle.what}
+    assert told.ranks == (), told

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from acting_model import FIRST_LINE, doing
 
 from sley_core.testing.processes import assert_none_left, processes_with
 from train_cli import rank
@@ -27,34 +28,6 @@ pytestmark = pytest.mark.timeout(180)
 Cli = Callable[..., Any]
 Start = Callable[..., Any]
 Own = Callable[[str], Path]
-
-MODEL = """
-    import os, signal, subprocess, time, resource
-    from torch import nn
-
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(256, 256)
-            self.calls = 0
-
-        def forward(self, tokens):
-            if self.training:
-                self.calls += 1
-                rank, again = int(os.environ.get("RANK", 0)), os.environ.get("TORCHELASTIC_RESTART_COUNT")
-                {action}
-            return self.embed(tokens)
-
-    def layers():
-        return [Tiny()]
-"""
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
-LOOPBACK = ("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
-
-
-def doing(action: str) -> str:
-    return MODEL.format(action=action)
 
 
 def errors(err: str) -> list[str]:
@@ -84,7 +57,7 @@ def test_ranks_that_hang_are_named_and_not_those_that_wait(start: Start, own_mod
     assert result.code == 1
     (told,) = errors(result.err)
     assert "error[rank-hung]: rank 1 of 3 did not answer: it is stopped" in told
-    assert f"rank 2 of 3 did not answer: it was at {folder / 'own.py'}:15" in told
+    assert f"rank 2 of 3 did not answer: it was at {folder / 'own.py'}:{FIRST_LINE}" in told
     assert "rank 0 waited for it: " in told
 
 
@@ -137,8 +110,7 @@ def test_the_culprit_is_named_in_every_layout(
 
 def test_torchrun_may_start_a_run_again_and_no_rank_outlives_it(start: Start, own_model: Own, folder: Path) -> None:
     action = "again == '0' and rank == 1 and self.calls == 7 and os.kill(os.getpid(), signal.SIGKILL)"
-    launcher = (*TORCHRUN, "--max-restarts", "1", *LOOPBACK)
-    program = start("run", own_model(doing(action)), "--set", "run.steps=100000", launcher=launcher)
+    program = start("run", own_model(doing(action)), "--set", "run.steps=100000", torchrun=("--max-restarts", "1"))
     program.wait_for("step 30/")
     rows = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(row)["step"] for row in rows[:4]] == [1, 2, 3, 4], "those of the second attempt alone"
@@ -149,7 +121,7 @@ def test_torchrun_may_start_a_run_again_and_no_rank_outlives_it(start: Start, ow
 
 def test_torchrun_s_root_cause_is_the_rank_that_failed_first(start: Start, own_model: Own) -> None:
     action = "rank == 1 and self.calls == 3 and [][1]"
-    result = start("run", own_model(doing(action)), launcher=(*TORCHRUN, *LOOPBACK)).finish()
+    result = start("run", own_model(doing(action)), torchrun=()).finish()
     assert result.code == 1
     root = result.err[result.err.index("Root Cause") :]
     assert re.search(r"rank +: 1 ", root), root

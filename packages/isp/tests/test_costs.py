@@ -86,6 +86,8 @@ def allocated(tables: dict[str, Any], folder: Any, out: Path) -> tuple[list[int]
 def test_a_step_allocates_nothing_as_large_as_a_gradient(ranks, sharded, texts, own, tmp_path):
     """By bytes, in four micro-batches: no placeholder, no product beside the buffers, no sum twice."""
     model = {"factory": "isp_parts:experts", "options": {"number": 3, "width": 50}}
-    for sizes, number in ranks(2, 60)(allocated, sharded(2, model=model, **FOREIGN, **SHORT), texts, tmp_path):
+    for sizes, number in ranks(2, 60, fresh=True)(
+        allocated, sharded(2, model=model, **FOREIGN, **SHORT), texts, tmp_path
+    ):
         assert number == 3
         assert sizes == []

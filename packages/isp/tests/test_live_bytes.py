@@ -47,7 +47,7 @@ def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, at
     }
     plans = [sharded(2, weights={"reductions": bound, "pool": "isp.fresh"}, **changes) for bound in (4, 6)]
     whole = (4 * 64 * 64 + 3 * 64 * 704) * 8
-    for (few, few_counted), (many, many_counted) in ranks(2)(live, plans, texts, tmp_path):
+    for (few, few_counted), (many, many_counted) in ranks(2, fresh=True)(live, plans, texts, tmp_path):
         counted = many_counted - few_counted
         print(
             f"{many - few} bytes alive for two more gradients of blocks, {counted} counted, {2 * whole} without scratch"

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+
 import pytest
 import torch
 from parking import cycle, running, sha, steps
@@ -9,7 +15,9 @@ from parking import cycle, running, sha, steps
 from sley_core.errors import RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
+from sley_core.testing import ranks as testing_ranks
 from sley_core.testing.plans import changed, small_plan
+from sley_core.testing.ranks import RankError
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -141,6 +149,38 @@ def waits_alone(folder):
 
 def test_a_rank_whose_peers_do_something_else_does_not_wait_for_ever(ranks, texts):
     assert set(ranks(2, 60)(waits_alone, texts)) <= {"ranks-differ", "collective-failed"}
+
+
+def closes_alone(folder, to):
+    """Rank 1 is killed while everything is away; what rank 0 is told as it closes, what its weights are, and after how long."""
+    tables = {**REPLICAS, "offload": SHARED, "limits": {"collective_timeout_s": 10}}
+    with ExitStack() as stack:
+        run = stack.enter_context(running(tables, folder))
+        run.step()
+        parameter = run.book["blocks.1.attention_norm.weight"].parameter
+        run.memory.offload()
+        if run.world.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.warns(RuntimeWarning) as told:
+            stack.close()
+    seconds = time.monotonic() - began
+    found = [sorted(str(one.message) for one in told), parameter.isnan().all().item(), seconds]
+    to.write_text(json.dumps(found), "utf-8")
+
+
+def test_a_run_that_closes_without_its_peers_says_what_is_lost_and_has_no_numbers_there(
+    ranks, texts, tmp_path, monkeypatch
+):
+    """Half of what it had was on the host of the rank that was killed: no weight is a number, and nobody waits."""
+    monkeypatch.setattr(testing_ranks, "GRACE_S", 30.0)
+    with pytest.raises(RankError, match="SIGKILL"):
+        ranks(2)(closes_alone, texts, tmp_path / "found")
+    told, is_nan, seconds = json.loads((tmp_path / "found").read_text("utf-8"))
+    lost = "the run closed while its {} were away, and its ranks did not all answer: they are lost"
+    assert told == [lost.format(part) for part in ("buffers", "weights")], "what a program has after a run"
+    assert is_nan
+    assert seconds < 20
 
 
 def test_states_that_come_and_go_in_every_step_are_not_shared(texts):

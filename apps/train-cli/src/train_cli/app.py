@@ -20,6 +20,7 @@ COMMANDS = {
     "sample": "Let a run's model go on with a text.",
     "eval": "Print the held-out loss of a run's weights.",
     "estimate": "Say how much memory each stage needs.",
+    "search": "Find the fastest layouts that fit.",
     "export": "Write a run's weights for other programs.",
     "new": "Write a plugin package to start from.",
     "calibrate": "Measure this machine, for estimates of seconds.",

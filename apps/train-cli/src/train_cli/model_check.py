@@ -11,6 +11,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.draft import DTYPES, draft_model
 from sley_core.engine.boundary_check import check_boundaries
+from sley_core.engine.canonical.cost import cost_note
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.steps import is_blank
@@ -51,6 +52,15 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         except SleyError as error:
             raise plan.located(error) from error.__cause__
     return notes
+
+
+def canonical_cost(plan: Plan, world: int) -> str:
+    """Returns what canonical sums take on rank 0 of `world` ranks, or why that is not known, as where the data are missing."""
+    try:
+        with World.fake(0, world) as fake, assemble(plan, fake) as run:
+            return cost_note(run.parts, plan.num_micros(plan.topology(world)))
+    except SleyError as error:
+        return f"what canonical sums take is not known: {error.diagnostics[0].message}"
 
 
 def check_initialised(model: Model) -> None:

@@ -38,13 +38,13 @@ def _complete_key(incomplete: str) -> Iterator[str]:
 
 def remedy(option: str, known: Iterable[str]) -> str:
     """Returns advice for the unknown `option`, such as a similar one in `known` or a key of the plan; may be empty."""
-    from sley_core.plan.words import HABITS, NOT_BUILT
+    from sley_core.plan.words import ELSEWHERE, HABITS
 
     if close := get_close_matches(option, known, n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
     word = option.lstrip("-").replace("-", "_")
-    if word in NOT_BUILT:
-        return NOT_BUILT[word]
+    if word in ELSEWHERE:
+        return ELSEWHERE[word]
     key = HABITS.get(word, word)
     keys = (found.removesuffix("=") for found in (*_complete_key(""), "optimizer.lr="))
     found = next((name for name in keys if name.endswith(f".{key}")), None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from sley_core.plan.factory import cause
 from train_cli.run_folder import ORIGIN, run_folder
 
 if TYPE_CHECKING:
-    from sley_core.checkpoint.choosing import Origin
+    from sley_core.checkpoint.choosing import RunOrigin
     from sley_core.checkpoint.loading import Restored
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
@@ -49,33 +51,49 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     if resume is None:
         return []
     is_first = run.world.rank == 0
-    begins = resume != AUTO and not is_again()
-    if begins and is_first:
-        (folder / ORIGIN).unlink(missing_ok=True)
-    origin = _origin(folder, resume) if is_first and not begins else None
-    found = run.load_checkpoint(resume if begins else AUTO, origin)
+    if resume == AUTO or is_again():
+        found = run.load_checkpoint(AUTO, _origin(folder, resume) if is_first else None)
+    else:
+        with _without_origin(folder) if is_first else nullcontext():
+            found = run.load_checkpoint(resume)
     if found is None:
         return ["no checkpoint yet: it begins at the first step"]
-    if is_first and found.origin is not None:
-        noted = {"path": found.origin.path, "before": sorted(found.origin.before or ())}
+    if is_first and resume != AUTO and found.origin is not None:
+        noted = {"given": resume, "path": found.origin.path, "before": sorted(found.origin.before or ())}
         write_whole(folder / ORIGIN, json.dumps(noted))
     return list(_lines(run, found))
 
 
-def _origin(folder: Path, resume: str) -> Origin | None:
+@contextmanager
+def _without_origin(folder: Path) -> Iterator[None]:
+    """Takes away where the run in `folder` began; it is back if what is done meanwhile fails, as for a path that is none."""
+    path = folder / ORIGIN
+    before = path.read_text("utf-8") if path.exists() else None
+    path.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception:
+        if before is not None:
+            write_whole(path, before)
+        raise
+
+
+def _origin(folder: Path, resume: str) -> RunOrigin | None:
     """Returns where the run in `folder` began, if it began at a checkpoint. resume: as the user has given it."""
-    from sley_core.checkpoint.choosing import Origin
+    from sley_core.checkpoint.choosing import RunOrigin
 
     path = folder / ORIGIN
     try:
         noted = json.loads(path.read_text("utf-8"))
-        return Origin(noted["path"], frozenset(noted["before"]))
+        if resume in (AUTO, noted["given"]):
+            return RunOrigin(noted["path"], frozenset(noted["before"]))
     except FileNotFoundError:
-        # It was ended before it had loaded what the user has named, and so before it could save anything.
-        return None if resume == AUTO else Origin(resume, None)
+        pass
     except (ValueError, KeyError, TypeError) as error:
         hint = "name the checkpoint to go on from"
         raise RunError("origin", f"`{path}` does not say where the run began: {cause(error)}", hint=hint) from error
+    # It was ended before it had loaded what the user has named, and so before it could save anything.
+    return None if resume == AUTO else RunOrigin(resume, None)
 
 
 def totals(run: Run, folder: Path, resume: str | None) -> RunTotals:

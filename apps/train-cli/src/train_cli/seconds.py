@@ -49,6 +49,9 @@ def seconds_lines(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
         waits = ", ".join(f"{seconds:.4g} s for {lane}" for lane, seconds in sorted(step.exposed_s(stage).items()))
         idle = f"idle {step.idle(stage):.1%}" + (f" (waits {waits})" if waits else "")
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}"
+    if not found.layers:
+        yield f"  operators of slices of sequences, computed; {machine.device.name} of the machine file"
+        return
     measured = sum(layer.is_measured for layer in found.layers)
     source = "measured on it" if measured == len(found.layers) else "computed from their operators"
     if 0 < measured < len(found.layers):

@@ -27,14 +27,17 @@ PLAN = small_plan(
     precision={"compute": "fp64"},
     checkpoint={"every_steps": 1, "keep": 2},
 )
+OF_A_RANK = "ranks/"
+"""How the names begin under which checkpoints have what parts of one rank keep."""
+
 EACH = [{"use": "core.each"}]
-TIES = {"use": "pp.shared_modules"}
+PIPELINE = {"use": "pp.one_f_one_b"}
 LAYOUTS: dict[str, tuple[int, Tables]] = {
     "one": (1, {}),
     "dp 2": (2, {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]}),
     "dp 4": (4, {"parallel": {"dp": 4}, "gradient_handlers": EACH}),
-    "pp 2": (2, {"parallel": {"pp": 2}, "gradient_handlers": EACH}),
-    "pp 2 x dp 2": (4, {"parallel": {"pp": 2, "dp": 2}, "gradient_handlers": EACH}),
+    "pp 2": (2, {"parallel": {"pp": 2}, "pipeline": PIPELINE, "gradient_handlers": EACH}),
+    "pp 2 x dp 2": (4, {"parallel": {"pp": 2, "dp": 2}, "pipeline": PIPELINE, "gradient_handlers": EACH}),
     "wp 2": (2, {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}}),
     "wp 2 x sp 2": (
         2,
@@ -85,15 +88,18 @@ def lives(folder: Path, draw: random.Random, layouts: list[str], num_kills: int,
 def assert_same(wanted: End, found: End, *, bits: bool) -> None:
     """Rows of all steps once and in order; weights and optimizer states of the last checkpoint."""
     assert [row["step"] for row in found.rows] == [row["step"] for row in wanted.rows]
-    assert wanted.tensors.keys() == found.tensors.keys()
     if bits:
+        assert wanted.tensors.keys() == found.tensors.keys()
         assert found.rows == wanted.rows
         assert all(torch.equal(wanted.tensors[name], found.tensors[name]) for name in wanted.tensors)
         return
     for one, other in zip(wanted.rows, found.rows, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-10)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-10)
-    for name, tensor in wanted.tensors.items():
+    # what a rank keeps for itself, such as the order of its buckets, another layout has not
+    shared = {name: tensor for name, tensor in wanted.tensors.items() if not name.startswith(OF_A_RANK)}
+    assert shared.keys() == {name for name in found.tensors if not name.startswith(OF_A_RANK)}
+    for name, tensor in shared.items():
         error = torch.linalg.vector_norm(found.tensors[name] - tensor) / torch.linalg.vector_norm(tensor)
         assert error < 1e-10 or torch.equal(found.tensors[name], tensor), (name, float(error))
 

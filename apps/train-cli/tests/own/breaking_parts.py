@@ -49,10 +49,19 @@ class Block(nn.Module):
         return hidden + torch.relu(self.inner(self.norm(hidden)))
 
 
+class Head(nn.Linear):
+    """So that every stage has a layer in which something can go wrong."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training and fault.is_due("action"):
+            fault.act("head")
+        return super().forward(hidden)
+
+
 def layers() -> list[tuple[str, nn.Module]]:
     fault.prepare()
     blocks: list[tuple[str, nn.Module]] = [(f"blocks.{place}", Block(place)) for place in range(4)]
-    return [("embed", Embed(256, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, 256))]
+    return [("embed", Embed(256, HIDDEN)), *blocks, ("head", Head(HIDDEN, 256))]
 
 
 class Fault:
@@ -60,6 +69,7 @@ class Fault:
 
     def __init__(self) -> None:
         told = json.loads(os.environ.get(VARIABLE, "{}"))
+        self.kept: Any = None
         is_own = bool(told) and int(os.environ.get("RANK", "-1")) == told["rank"]
         self.kind, self.of, self.left = (told["kind"], told["of"], told["number"]) if is_own else ("", "", 0)
 
@@ -107,7 +117,7 @@ class Fault:
                     return Done()
                 case "extra":
                     again = _copied(args)
-                    plain(transport, *again, what=f"{what}, again", **options)
+                    self.kept = again, plain(transport, *again, what=f"{what}, again", **options)
                 case "wrong size":
                     return plain(transport, *_shorter(args), what=what, **options)
                 case "wrong group":
@@ -132,7 +142,9 @@ class Fault:
                 case "skipped":
                     return Pending()
                 case "extra":
-                    plain(tensor.clone(), group, lane, peer, what=f"{what}, again")
+                    kept = tensor.clone()
+                    # Without its handle, a message may never leave.
+                    self.kept = kept, plain(kept, group, lane, peer, what=f"{what}, again")
                 case "wrong size":
                     return plain(tensor.reshape(-1)[: tensor.numel() // 2].clone(), group, lane, peer, what=what)
                 case "wrong group":

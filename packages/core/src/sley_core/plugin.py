@@ -24,6 +24,7 @@ from sley_core.optim.config import (
     WarmupStableDecayConfig,
 )
 from sley_core.records import (
+    AS_IT_IS,
     ActivationPolicyRecord,
     DatasetRecord,
     GradientHandlerRecord,
@@ -84,7 +85,12 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
     home = "sley_core.engine"
     return [
         GradientHandlerRecord(
-            name="each", config=EachConfig, build=f"{home}.each:Each", role="reducer", canonical=True
+            name="each",
+            config=EachConfig,
+            build=f"{home}.each:Each",
+            role="reducer",
+            canonical=True,
+            variants=AS_IT_IS,
         ),
         GradientHandlerRecord(
             name="gradient_norms",
@@ -100,8 +106,8 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 def sley_activation_policies() -> list[ActivationPolicyRecord]:
     home = "sley_core.engine.activations"
     return [
-        ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{home}:keep"),
-        ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{home}:recompute"),
+        ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{home}:keep", variants=AS_IT_IS),
+        ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{home}:recompute", variants=AS_IT_IS),
     ]
 
 

@@ -7,7 +7,7 @@ therefore costs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -17,6 +17,9 @@ from sley_core.table import Table
 Role = Literal["reducer", "tie", "transform", "observer"]
 Scope = Literal["elementwise", "per_matrix", "global"]
 
+AS_IT_IS: tuple[Mapping[str, Any], ...] = ({},)
+"""The `variants` of a record that a search tries with its defaults alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -25,12 +28,15 @@ class Record:
     name: unique among the plugin's records of the same hook.
     config: the pydantic model of its table, without the key `use`.
     build: `"module:attribute"`; what it is called with stands in the hook's docstring.
+    variants: the tables, without `use`, with which `train-cli search` tries it where a plan leaves the choice open; `({},)` is
+        one with its defaults. Without any it is taken only where the plan names it.
     """
 
     name: str
     config: type[Table]
     build: str
     summary: str = ""
+    variants: tuple[Mapping[str, Any], ...] = ()
 
     def load(self) -> Any:
         """The object that `build` names; imports its module.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.checkpoint.checkpoints import Checkpoints
-    from sley_core.checkpoint.choosing import Origin
+    from sley_core.checkpoint.choosing import RunOrigin
     from sley_core.checkpoint.loading import Restored
     from sley_core.engine.load import LoadedWeights, WeightLoader
     from sley_core.engine.parts import Parts
@@ -206,7 +206,7 @@ class Run(AbstractContextManager["Run"]):
         self._settle()
         return self._checkpoints.save(path, self.num_steps_done)
 
-    def load_checkpoint(self, path: str | Path, origin: Origin | None = None) -> Restored | None:
+    def load_checkpoint(self, path: str | Path, origin: RunOrigin | None = None) -> Restored | None:
         """Goes on where a checkpoint was written, in this layout or another: weights, masters, optimizer states, buffers, loss
         scale, position in the data, steps done. All ranks call it, between two steps.
 

@@ -141,6 +141,14 @@ def test_it_demands_what_core_demands(schema: dict[str, Any], text: str, table: 
     assert not accepts(schema, {**tables, table: {}, "model": {}}, schema)
 
 
+def test_sizes_may_be_left_out_beside_weights_alone(schema: dict[str, Any], text: str) -> None:
+    tables = tomli.loads(text)
+    tables["model"] = {"use": "core.llama", "weights": "there"}
+    assert accepts(schema, tables, schema)
+    tables["model"] = {"use": "core.llama", "num_layers": 2, "hidden": 16}
+    assert not accepts(schema, tables, schema)
+
+
 def metrics_of(schema: dict[str, Any]) -> list[str]:
     return [choice["properties"]["use"]["const"] for choice in schema["properties"]["metrics"]["items"]["oneOf"]]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import GradientHandlerRecord, Problem, ProcessGroupRecord
+from sley_core.records import AS_IT_IS, GradientHandlerRecord, Problem, ProcessGroupRecord
 from sley_dp.config import BucketedConfig, PowerSGDConfig, ShardedConfig
 from sley_dp.shard_groups import check_one_copy, check_shards, shard_groups
 
@@ -24,6 +24,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             role="reducer",
             canonical=True,
             tolerance_of=lambda config: config.tolerance,
+            variants=AS_IT_IS,
             summary="Flat buckets, reduced while the backward runs.",
         ),
         GradientHandlerRecord(
@@ -33,6 +34,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             role="reducer",
             result="shard",
             canonical=True,
+            variants=AS_IT_IS,
             summary="Flat buckets, of which each rank steps a part: optimizer states and masters are shared (ZeRO-1).",
         ),
         GradientHandlerRecord(

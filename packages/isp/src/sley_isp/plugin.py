@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
+from sley_core.records import AS_IT_IS, MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
 from sley_isp.canonical import check_order
 from sley_isp.config import AllToAllConfig, CommunicatorConfig, FreshConfig, SlotsConfig
 from sley_isp.launch.check import check_launch
@@ -25,6 +25,7 @@ def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
             canonical=True,
+            variants=({}, {"reduce": "step"}),
             summary="Linears and embeddings, sharded; gathered ahead, gradients reduced during the backward.",
         )
     ]
@@ -37,6 +38,7 @@ def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
             name="all_to_all",
             config=AllToAllConfig,
             build="sley_isp.sequence.all_to_all:AllToAllAttention",
+            variants=AS_IT_IS,
             summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
         )
     ]

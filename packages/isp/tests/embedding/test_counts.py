@@ -141,7 +141,7 @@ def test_less_memory_than_with_a_gathered_table(ranks, sharded, texts, tmp_path)
     sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
     options = {"head": "vocabulary", "pool": "isp.fresh"}
     gather, hidden = (
-        max(ranks(2)(peak, sharded(2, weights=options | {"embedding": kind}, **sizes), texts, tmp_path))
+        max(ranks(2, fresh=True)(peak, sharded(2, weights=options | {"embedding": kind}, **sizes), texts, tmp_path))
         for kind in ("gather", "hidden")
     )
     table = 8192 * 16 * 4

@@ -45,9 +45,9 @@ def live_bytes(lengths, folder):
 def test_two_ranks_hold_almost_twice_the_sequence(ranks, tmp_path, monkeypatch):
     """At least 1.8 times the length in the bytes that one rank needs, where activations are at least 80 % of them."""
     monkeypatch.syspath_prepend(OWN)
-    ((budget, activations),) = ranks(1)(live_bytes, [LENGTH], tmp_path)[0]
+    ((budget, activations),) = ranks(1, fresh=True)(live_bytes, [LENGTH], tmp_path)[0]
     assert activations >= ACTIVATIONS * budget, (activations, budget)
     longer = int(GROWTH * LENGTH) // 8 * 8 + 8
-    for ((peak, _),) in ranks(2)(live_bytes, [longer], tmp_path):
+    for ((peak, _),) in ranks(2, fresh=True)(live_bytes, [longer], tmp_path):
         print(f"{LENGTH} positions on one rank: {budget} bytes; {longer} on two: {peak}, {peak / budget:.3f} of it")
         assert peak <= budget, (peak, budget)

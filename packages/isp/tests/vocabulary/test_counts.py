@@ -85,7 +85,11 @@ def test_less_memory_than_with_a_gathered_head(ranks, sharded, texts, tmp_path):
     """Beside what both hold: no gathered weight, no full-size gradient of it, and logits once instead of twice."""
     sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
     gather, shared = (
-        max(ranks(2)(peak, sharded(2, weights={"head": head, "pool": "isp.fresh"}, **sizes), texts, tmp_path))
+        max(
+            ranks(2, fresh=True)(
+                peak, sharded(2, weights={"head": head, "pool": "isp.fresh"}, **sizes), texts, tmp_path
+            )
+        )
         for head in ("gather", "vocabulary")
     )
     weight = 8192 * 16 * 4

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import (
@@ -14,7 +17,7 @@ from sley_core.records import (
 from sley_pp import config
 
 
-def _schedule(name: str, table: type[Table], summary: str) -> ScheduleRecord:
+def _schedule(name: str, table: type[Table], summary: str, *variants: Mapping[str, Any]) -> ScheduleRecord:
     return ScheduleRecord(
         name=name,
         config=table,
@@ -23,6 +26,7 @@ def _schedule(name: str, table: type[Table], summary: str) -> ScheduleRecord:
         partition="pp.balanced",
         ties="pp.shared_modules",
         summary=summary,
+        variants=variants,
     )
 
 
@@ -33,22 +37,27 @@ def sley_schedules() -> list[ScheduleRecord]:
             "one_f_one_b",
             config.OneFOneBConfig,
             "One forward, one backward; holds at most as many micro-batches as there are stages.",
+            {},
         ),
         _schedule("gpipe", config.GPipeConfig, "All forwards, then all backwards."),
         _schedule(
             "interleaved",
             config.InterleavedConfig,
             "1F1B over several parts of the model per stage; a smaller bubble, more transfers.",
+            {"chunks": 2},
+            {"chunks": 4},
         ),
         _schedule(
             "zero_bubble_h1",
             config.ZeroBubbleH1Config,
             "1F1B with weight gradients in its bubble: a third of it is left.",
+            {},
         ),
         _schedule(
             "zero_bubble_v",
             config.ZeroBubbleVConfig,
             "Two parts of the model per stage in a V, weight gradients in the bubble: almost none is left.",
+            {},
         ),
         _schedule("csv", config.CsvConfig, "A schedule from a file, in the form of torch.distributed.pipelining."),
     ]

@@ -1,16 +1,20 @@
-"""`train-cli export`: a run's final weights, as other programs read them."""
+"""`train-cli export`: weights of a run, at its end or in a checkpoint, as other programs read them."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sley_core.errors import UsageError
 from sley_core.export.run_weights import weights_of_run
 from train_cli.console import say
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+    from sley_core.weight_files.read import Tensors
 
 
 class ExportFormat(StrEnum):
@@ -21,7 +25,12 @@ class ExportFormat(StrEnum):
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended: runs/NAME.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="The folder of a run that has ended, runs/NAME; or a checkpoint, by its folder or URL."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that does not exist yet, or is empty.")],
     form: Annotated[
         ExportFormat,
@@ -34,8 +43,8 @@ def export(
         int, typer.Option("--max-file-mb", metavar="N", min=1, help="The size of a file of weights at most.")
     ] = 5000,
 ) -> None:
-    """Write a run's final weights for other programs, one tensor in memory at a time."""
-    plan, source = weights_of_run(run)
+    """Write a run's final weights, or those of a checkpoint, for other programs, one tensor in memory at a time."""
+    plan, source = _source(run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
     to = out.absolute()
@@ -56,3 +65,17 @@ def export(
             )
     many = "1 file" if len(files) == 1 else f"{len(files)} files"
     say(f"{len(source.names)} tensors in {many}: {out}")
+
+
+def _source(run: str) -> tuple[Plan, Tensors]:
+    """Returns the plan and the weights of a checkpoint, which it tells of, or of a run."""
+    from sley_core.export.checkpoint_weights import weights_of_checkpoint
+
+    found = weights_of_checkpoint(run)
+    if found is None:
+        return weights_of_run(Path(run))
+    plan, source = found
+    say(
+        f"after step {source.found.step} of {plan.run.steps} of the run {plan.run.name!r}, from {source.found.folder.text}"
+    )
+    return plan, source

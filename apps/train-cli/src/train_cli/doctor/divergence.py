@@ -189,8 +189,9 @@ def _not_started(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     found = sorted(_lates(by_rank), key=lambda one: one[:2])
     if not found:
         return None
-    # What fewest have come to: in what all wait for at last, those wait too that only follow.
-    first = found[0]
+    # What fewest have come to: in what all wait for at last, those wait too that only follow. Whoever waits for ranks that wait
+    # for messages of each other follows too.
+    first = (_circle_of_messages(found) or found)[0]
     if len(first.late) > first.started and _is_usual(first, by_rank):
         # It would have come for all: the rank is ahead, because it has left out what the others wait for.
         first = next((one for one in found if one.late == (first.rank,)), first)
@@ -207,6 +208,18 @@ def _not_started(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     return Divergence("not started", (), both, told)
 
 
+def _circle_of_messages(found: Sequence[_Late]) -> list[_Late]:
+    """Returns those among `found` that are messages of ranks that wait for each other; none if there is no such circle."""
+    waits = {one.rank: one for one in found if one.exchange.peer is not None}
+    for start in waits:
+        circle = [start]
+        while (awaited := waits[circle[-1]].late[0]) in waits and awaited not in circle:
+            circle.append(awaited)
+        if awaited == start:
+            return [waits[rank] for rank in sorted(circle)]
+    return []
+
+
 def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
     for rank, report in by_rank.items():
         if report.wait is not None:
@@ -215,7 +228,8 @@ def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
                 one for one in late_for(report.wait, by_rank) if one in by_rank and by_rank[one].wait is not None
             ]
             if waiting:
-                members = sum(one in by_rank for one in exchange.ranks)
+                # A message has two ends, whatever the group: they differ, and nobody says who is wrong.
+                members = 2 if exchange.peer is not None else sum(one in by_rank for one in exchange.ranks)
                 yield _Late(members - len(waiting), rank, exchange, tuple(waiting))
 
 

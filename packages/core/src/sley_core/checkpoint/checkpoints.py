@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.checkpoint.background import Background
-from sley_core.checkpoint.choosing import Origin, Wanted
+from sley_core.checkpoint.choosing import RunOrigin, Wanted
 from sley_core.checkpoint.loading import CheckpointLoader, Restored
 from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.checkpoint.saving import Destination, Preparation, absolute
@@ -163,7 +163,7 @@ class Checkpoints:
         self.counts["failed"] += 1
         self.notes.append(f"{failed}; the run goes on without it")
 
-    def load(self, path: str | Path, origin: Origin | None) -> tuple[Restored | None, int]:
+    def load(self, path: str | Path, origin: RunOrigin | None) -> tuple[Restored | None, int]:
         """Loads the checkpoint at `path`, or the newest whole one of several there. All ranks call it.
 
         path: "auto" for the run's own folder. origin: see `Wanted`. Returns what was loaded, and the steps done; None if there

@@ -23,7 +23,7 @@ PassedOver = tuple[str, list[Damage]]
 """A damaged checkpoint, and what of it is."""
 
 
-class Origin(NamedTuple):
+class RunOrigin(NamedTuple):
     """Where a run began that began at a checkpoint. path: of that one. before: names of the run's own checkpoints that were
     there by then, None for all that are there now; they are of another try, and the run does not go on from them.
     """
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
 
     path: str | Path | None
     own: str | None
-    origin: Origin | None
+    origin: RunOrigin | None
 
 
 class Choice(NamedTuple):
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 
     found: Checkpoint | None
     passed_over: list[PassedOver]
-    origin: Origin | None
+    origin: RunOrigin | None
 
 
 def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Choice:
@@ -62,7 +62,7 @@ def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Choice:
     paths, begun, before, problem = gather_objects(said, control, what="which checkpoints there are")[0]
     if problem:
         raise RunError("checkpoint-load", problem)
-    origin = Origin(begun, frozenset(before)) if begun else None
+    origin = RunOrigin(begun, frozenset(before)) if begun else None
     passed_over: list[PassedOver] = []
     for path in paths:
         candidate = TimedFolder(open_folder(path), reads)
@@ -75,7 +75,7 @@ def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Choice:
                 raise RunError("checkpoint-load", f"rank {rank} could not load the checkpoint: {stalled}")
         if index is not None and not found:
             _check_one([token for _, token, _ in everyone], candidate)
-            chosen = origin if wanted.path is None else Origin(candidate.text, frozenset(before))
+            chosen = origin if wanted.path is None else RunOrigin(candidate.text, frozenset(before))
             return Choice(Checkpoint(candidate, index), passed_over, chosen)
         passed_over.append((candidate.text, found))
     if passed_over:

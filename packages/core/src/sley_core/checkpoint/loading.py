@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from sley_core.checkpoint.choosing import SHOWN, Origin, PassedOver, Wanted, choose
+from sley_core.checkpoint.choosing import SHOWN, PassedOver, RunOrigin, Wanted, choose
 from sley_core.checkpoint.index import BUFFERS, WEIGHTS
 from sley_core.checkpoint.restore import Restoring, mismatches
 from sley_core.checkpoint.run_tensors import RunTensors, restore_generators
@@ -31,7 +31,7 @@ class Restored(NamedTuple):
     step: int
     passed_over: list[PassedOver]
     notes: list[str]
-    origin: Origin | None
+    origin: RunOrigin | None
 
 
 class CheckpointLoader:

@@ -5,6 +5,7 @@ torch.distributed renames functions between versions; what changed is hidden her
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from sley_core.comm.groups import Group
 from sley_core.comm.guard import Turn, guarded, message_turn, turn_of
 from sley_core.comm.texts import gather_values
+from sley_core.comm.transport.silent import told
 from sley_core.topology import DEFAULT_LANE
 
 Op = Literal["sum", "max", "min"]
@@ -51,21 +53,38 @@ class Pending:
         return self._work is None or bool(self._work.is_completed())
 
 
+class SilentPending(Pending):
+    """A collective of a fake world, which is over; `waits` is called where the rank would wait for it."""
+
+    __slots__ = ("_waits",)
+
+    def __init__(self, waits: Callable[[], None]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def wait(self) -> None:
+        self._waits()
+
+
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pending:
     """Starts the reduction of `tensor` (contiguous, any floating or integer dtype) in place over `group`.
 
     what: what the tensor is, for the error of a wait that fails.
     """
-    if group.size == 1 or group.is_silent:
+    if group.size == 1:
         return Pending()
+    if group.is_silent:
+        return SilentPending(told(group, "sum", DEFAULT_LANE, tensor.nbytes))
     turn = turn_of("all-reduce", group, what, num_bytes=tensor.nbytes)
     return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
 
 
 def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
     """Starts a broadcast of `tensor` in place from the first rank of `group`."""
-    if group.size == 1 or group.is_silent:
+    if group.size == 1:
         return Pending()
+    if group.is_silent:
+        return SilentPending(told(group, "gather", DEFAULT_LANE, tensor.nbytes))
     turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
     first = group.ranks[0]
     return Pending(guarded(lambda: dist.broadcast(tensor, src=first, group=group.lane(), async_op=True), turn), turn)
@@ -78,8 +97,9 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     """
     if group.size == 1:
         output.copy_(tensor)
-    if group.size == 1 or group.is_silent:
         return Pending()
+    if group.is_silent:
+        return SilentPending(told(group, "swap", lane, tensor.nbytes))
     turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
     work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
@@ -89,8 +109,9 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
     """Starts gathering the ranks' `tensor`, in the order of `group`, along dim 0 of `output`; both are contiguous."""
     if group.size == 1:
         output.copy_(tensor)
-    if group.size == 1 or group.is_silent:
         return Pending()
+    if group.is_silent:
+        return SilentPending(told(group, "gather", lane, output.nbytes))
     turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
     work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
     from sley_core.comm.guard import Turn
+    from sley_core.protocols import Collective
 
 SHARE_OF_LIMIT, MOST_S = 1 / 8, 5.0
 """For how long a rank that has waited in vain waits for what the others say: a share of the limit of its waits, and seconds."""
@@ -24,13 +27,15 @@ class Standing:
     """Where a rank is in its list.
 
     step: the optimizer step, from 1; 0 before the first. finished, pending: the last entry of the list that is over, and the
-    one that is under way, as `str` shows them. layer: the one that was called last.
+    one that is under way, as `str` shows them. layer: the one that was called last. follow: called with each entry as it
+    begins.
     """
 
     step: int = 0
     finished: object = ""
     pending: object = "the start of the run"
     layer: str = ""
+    follow: Callable[[object], None] | None = None
 
     def begin(self, step: int) -> None:
         """Notes that optimizer step `step`, from 1, begins."""
@@ -40,6 +45,16 @@ class Standing:
     def comes(self, entry: object) -> None:
         """Notes that the entry before is over, and `entry` begins."""
         self.finished, self.pending = self.pending, entry
+        if self.follow is not None:
+            self.follow(entry)
+
+
+class Listener(Protocol):
+    """Is told what a rank of a fake world would exchange, and when it would wait for that."""
+
+    def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+        """Notes that an exchange of `num_bytes` begins; returns what notes that this rank waits for it, at the first call."""
+        ...
 
 
 class Wait(NamedTuple):
@@ -62,6 +77,7 @@ class Progress:
     A queue is what the members of a group start in one order: the exchanges of one lane, or the messages from one rank to
     another. numbers: how many exchanges of each queue this rank has started. recent: the last `KEPT` of each. store: in which
     ranks tell each other; None until there is one. timeout_s: the limit of waits. standing: where the rank is in its list.
+    listener: in a fake world, who is told what would be exchanged.
 
     An exchange takes 20 us and more; what is noted of it here is a tuple in a list and the time, under 1 us.
     """
@@ -71,6 +87,7 @@ class Progress:
     store: Store | None = None
     timeout_s: float = 0.0
     standing: Standing = field(default_factory=Standing)
+    listener: Listener | None = None
     _turn: Turn | None = None
     _since: float = 0.0
     _failure: tuple[float, str, int | None] | None = None

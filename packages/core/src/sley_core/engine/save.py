@@ -10,7 +10,6 @@ One weight is whole at a time, and no rank holds a file in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -23,14 +22,14 @@ from sley_core.engine.shards import AXIS, REDUCE_GROUP, wholes
 from sley_core.errors import RunError, SleyError
 from sley_core.weight_files.write import (
     Spec,
-    TensorFile,
+    TensorFiles,
     begin,
+    complete,
     discard,
     file_names,
-    finish,
     split,
     unfinished,
-    write_index,
+    unwritten,
 )
 
 if TYPE_CHECKING:
@@ -81,8 +80,10 @@ class WeightSaver:
             sources = list(self._sources(precision))
             if self._parts.world.rank == 0:
                 begin(folder)
-        except (SleyError, OSError) as error:
-            failed = _said(error)
+        except SleyError as error:
+            failed = error.diagnostics[0].message
+        except OSError as error:
+            failed = unwritten(error, folder)
         own = [source.spec for source in sources] if self._writes else []
         files = self._shared(split(own, max_file_bytes), failed, folder)
         mine = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
@@ -125,32 +126,24 @@ class WeightSaver:
     @torch.no_grad()
     def _write(self, sources: list[_Source], mine: dict[str, str], precision: Precision, folder: Path) -> str:
         """Writes this rank's files; returns what failed, in words. After a failure it still takes part in every exchange."""
-        specs: dict[str, list[Spec]] = {}
+        files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
-            specs.setdefault(mine[source.spec.name], []).append(source.spec)
-        failed, file, current = "", None, ""
-        for source in sources:
-            value = self._whole(source, precision)
-            if value is None or failed:
-                continue
-            try:
-                if mine[source.spec.name] != current:
-                    if file is not None:
-                        file.close()
-                    current = mine[source.spec.name]
-                    file = TensorFile(unfinished(folder) / current, specs[current])
-                assert file is not None, source
-                file.add(source.spec.name, value)
-            except OSError as error:
-                failed = _said(error)
-        if file is not None:
+            files.setdefault(mine[source.spec.name], []).append(source.spec)
+        failed = ""
+        with TensorFiles(unfinished(folder), files) as written:
+            for source in sources:
+                value = self._whole(source, precision)
+                if value is None or failed:
+                    continue
+                try:
+                    written.add(source.spec.name, value)
+                except OSError as error:
+                    failed = unwritten(error, folder)
             try:
                 if not failed:
-                    file.close()
+                    written.close()
             except OSError as error:
-                failed = _said(error)
-            with suppress(OSError):
-                file.drop()
+                failed = unwritten(error, folder)
         return failed
 
     def _whole(self, source: _Source, precision: Precision) -> Tensor | None:
@@ -193,19 +186,11 @@ def _kept_buffers(layer: Layer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _complete(folder: Path, files: dict[str, list[Spec]]) -> str:
-    """Writes the index and gives the folder its name; returns what failed, in words."""
+    """Gives the folder its name when all files are there; returns what failed, in words."""
+    if missing := [name for name in files if not (unfinished(folder) / name).is_file()]:
+        return f"`{missing[0]}` was written to a folder that rank 0 does not see"
     try:
-        if missing := [name for name in files if not (unfinished(folder) / name).is_file()]:
-            return f"`{missing[0]}` was written to a folder that rank 0 does not see"
-        if len(files) > 1:
-            write_index(unfinished(folder), files)
-        finish(folder)
+        complete(folder, files)
     except OSError as error:
-        return _said(error)
+        return unwritten(error, folder)
     return ""
-
-
-def _said(error: SleyError | OSError) -> str:
-    if isinstance(error, SleyError):
-        return error.diagnostics[0].message
-    return f"cannot write `{error.filename or 'a file'}`: {error.strerror or error}"

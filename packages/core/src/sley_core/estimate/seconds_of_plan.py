@@ -24,7 +24,7 @@ from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
 from sley_core.estimate.seconds.step import StepWork
-from sley_core.estimate.stage_facts import stage_facts
+from sley_core.estimate.stage_facts import UntoldError, stage_facts
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
@@ -48,11 +48,19 @@ class PlanSeconds:
 def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     """Returns the seconds of a step of `plan` on `size` ranks of `machine`, once optimizer states and orders are there.
 
-    Needs neither devices nor peers. Raises PlanError for all that the plan's checks find, and "estimate-seconds" for what
-    this estimate does not know: shards of weights, slices of sequences, offload, and handlers that do not tell what they
-    exchange.
+    Where handlers tell what they exchange, and nothing else is exchanged but messages between stages, the lists say all of it.
+    Else one rank of each stage takes steps without values, which takes longer. Needs neither devices nor peers. Raises
+    PlanError for all that the plan's checks find, and "estimate-seconds" for copies to the host, which are not known.
     """
     _refuse_unknown(plan)
+    try:
+        return _told_by_lists(plan, size, machine) if _is_in_the_lists(plan) else _recorded(plan, size, machine)
+    except UntoldError:
+        return _recorded(plan, size, machine)
+
+
+def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
+    """Returns the seconds of a plan from its lists and what its handlers tell. Raises UntoldError if one does not."""
     topology = plan.topology(size)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
@@ -79,20 +87,41 @@ def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds
 
 
 def _refuse_unknown(plan: Plan) -> None:
-    """Raises PlanError "estimate-seconds" for what runs beside the lists in a way that is not simulated."""
-    hint = "its bytes can be estimated: leave `--machine` out"
-    for key, size in (("wp", plan.parallel.wp), ("sp", plan.parallel.sp)):
-        if size > 1:
-            message = (
-                f"the seconds of `{key} = {size}` cannot be estimated yet: its exchanges are not known before a run"
-            )
-            raise PlanError.many([plan.diagnostic("estimate-seconds", message, ("parallel", key), hint)])
-    if plan.offload:
+    """Raises PlanError "estimate-seconds" for what runs beside the lists in a way that is not simulated: copies to the host."""
+    where = ("offload",) if plan.offload else ("activations", "use") if plan.activations.name == "memory.host" else None
+    if where is not None:
         message = "the seconds of offload cannot be estimated yet: its copies are not known before a run"
-        raise PlanError.many([plan.diagnostic("estimate-seconds", message, ("offload",), hint)])
-    if plan.parallel.reduction == "canonical":
-        message = "the seconds of canonical sums cannot be estimated yet"
-        raise PlanError.many([plan.diagnostic("estimate-seconds", message, ("parallel", "reduction"), hint)])
+        hint = "its bytes can be estimated: `train-cli estimate`"
+        raise PlanError.many([plan.diagnostic("estimate-seconds", message, where, hint)])
+
+
+def _is_in_the_lists(plan: Plan) -> bool:
+    """Returns whether all exchanges of a step are those between stages, and those that gradient handlers tell."""
+    sizes = plan.parallel
+    return sizes.wp == sizes.sp == 1 and sizes.reduction == "fast"
+
+
+def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
+    """Returns the seconds of a plan from its own steps on tensors without values."""
+    from sley_core.estimate.recorded.of_plan import Measured, records_of, seconds_of_records
+
+    records = records_of(plan, size)
+    layers: list[PricedLayer] = []
+    measured: Measured = {}
+    if plan.parallel.sp == 1:  # layers of slices were not timed
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+        model = draft_model(plan, dataset.info)
+        layers = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
+        by_name = {one.name: one for one in layers}
+        measured = {
+            (stage, chunk): [by_name[name].seconds for name in names]
+            for stage, one in enumerate(records)
+            for chunk, names in enumerate(one.layers)
+            if all(by_name[name].is_measured for name in names)
+        }
+    num_micros = plan.num_micros(plan.topology(size))
+    step = seconds_of_records(records, num_micros, machine, measured)
+    return PlanSeconds(step, layers, num_micros, ())
 
 
 def _by_position(layers: Sequence[PricedLayer], stage: Stage) -> list[Sequence[PricedLayer]]:

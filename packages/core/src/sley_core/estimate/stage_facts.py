@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from sley_core.protocols import HandlerExchange
     from sley_core.topology import Topology
 
-PATH = ("gradient_handlers",)
+
+class UntoldError(Exception):
+    """A handler does not tell what it exchanges."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class StageFacts:
 def stage_facts(plan: Plan, topology: Topology, stage: Stage, layers: Sequence[PricedLayer]) -> list[StageFacts]:
     """Returns the facts of every stage. Stages with the same kinds of layers, and no tie, are alike: one is assembled.
 
-    stage: of any rank. layers: of the whole model, in order. Raises PlanError "estimate-seconds" for a handler that does not
-    tell what it exchanges, or an optimizer that cannot be tried, and all that `assemble` raises.
+    stage: of any rank. layers: of the whole model, in order. Raises UntoldError for a handler that does not tell what it
+    exchanges, PlanError "estimate-seconds" for an optimizer that cannot be tried, and all that `assemble` raises.
     """
     keys = {layer.name: layer.key for layer in layers}
     tied = {number for stages in stage.ties for number in stages}
@@ -85,17 +87,16 @@ def _facts(plan: Plan, topology: Topology, number: int, num_states: int) -> Stag
     with World.fake(first, topology.world) as world, assemble(plan, world) as run:
         told = tuple(
             _told(run.parts, run.stepper, one, at)
-            for at, (component, handler) in enumerate(zip(plan.gradient_handlers, run.stepper.handlers, strict=True))
-            for one in _asked(component.name, handler.exchanges())
+            for at, handler in enumerate(run.stepper.handlers)
+            for one in _asked(handler.exchanges())
             if run.groups[one.axis].size > 1
         )
         return StageFacts(told, _update_bytes(plan, run.parts, num_states))
 
 
-def _asked(name: str, exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
+def _asked(exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
     if exchanges is None:
-        message = f"`{name}` does not tell what it exchanges, so the seconds of a step cannot be estimated"
-        raise PlanError("estimate-seconds", message, path=PATH, hint="`GradientHandler.exchanges` tells it")
+        raise UntoldError
     return exchanges
 
 

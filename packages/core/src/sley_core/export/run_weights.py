@@ -31,5 +31,6 @@ def weights_of_run(folder: Path) -> tuple[Plan, Tensors]:
             if plan.run.final_weights == "none"
             else "it has not ended, or failed"
         )
-        raise UsageError("no-weights", f"the run in `{folder}` has left no weights", hint=why)
+        hint = f"{why}; a checkpoint of it can be exported by its own folder"
+        raise UsageError("no-weights", f"the run in `{folder}` has left no weights", hint=hint)
     return plan, WeightFiles(folder / WEIGHTS)

@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.errors import RunError
-from sley_core.weight_files.write import (
-    Spec,
-    TensorFile,
-    begin,
-    discard,
-    file_names,
-    finish,
-    split,
-    write_index,
-)
+from sley_core.weight_files.write import Spec, TensorFiles, begin, complete, discard, file_names, split, unwritten
 
 if TYPE_CHECKING:
     from sley_core.weight_files.read import Tensors
@@ -41,23 +32,16 @@ def write_tensors(
     files = dict(zip(file_names(len(lists)), lists, strict=True))
     try:
         scratch = begin(out, ours=())
-        for name, inside in files.items():
-            file = TensorFile(scratch / name, inside)
-            try:
-                for spec in inside:
-                    file.add(spec.name, source.tensor(origin[spec.name]))
-                file.close()
-            finally:
-                file.drop()
-        if len(files) > 1:
-            write_index(scratch, files)
+        with TensorFiles(scratch, files) as written:
+            for spec in specs:
+                written.add(spec.name, source.tensor(origin[spec.name]))
+            written.close()
         if more is not None:
             more(scratch)
-        finish(out)
+        complete(out, files)
     except BaseException as error:  # Ctrl-C too
         discard(out)
         if isinstance(error, OSError):
-            message = f"cannot write `{error.filename or out}`: {error.strerror or error}"
-            raise RunError("weight-files", message) from None
+            raise RunError("weight-files", unwritten(error, out)) from None
         raise
     return list(files)

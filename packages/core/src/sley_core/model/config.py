@@ -57,7 +57,12 @@ class RopeScaling(Table):
         return high
 
 
-class LlamaConfig(ModelConfig):
+def _sizes_or_weights(schema: dict[str, Any]) -> None:
+    """Says in the JSON Schema that sizes may be left out beside `weights`."""
+    schema["anyOf"] = [{"required": ["weights"]}, {"required": schema.pop("required")}]
+
+
+class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; Qwen2 and Qwen3 by options.
 
     Keys that `weights` decides may be left out beside it, and must agree with it otherwise.

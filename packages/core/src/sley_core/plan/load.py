@@ -60,3 +60,12 @@ def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
             here = here.setdefault(part, {}) if isinstance(here, dict) else here[part]
         here[path[-1]] = plain(value)
     return resolve(replace(plan.document, tables=tables), plan.loader, values)
+
+
+def with_tables(plan: Plan, tables: Mapping[str, Any]) -> Plan:
+    """Returns a plan with whole tables changed; None removes one. Checked like any other, with the plugins that are loaded
+    already. The changed tables have no place in a file.
+    """
+    kept = {key: value for key, value in plan.document.tables.items() if key not in tables}
+    given = {key: plain(value) for key, value in tables.items() if value is not None}
+    return resolve(replace(plan.document, tables={**kept, **given}), plan.loader)

@@ -35,7 +35,7 @@ HABITS = {
 
 
 _SAVED = "`[checkpoint]` says when a run saves itself, and `train-cli run PLAN --resume auto` goes on from there"
-NOT_BUILT = dict.fromkeys(
+ELSEWHERE = dict.fromkeys(
     (
         "resume",
         "resume_from",
@@ -52,7 +52,7 @@ NOT_BUILT = dict.fromkeys(
     ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
     "a run is as long as `run.steps` says, and says how many epochs that is",
 )
-"""What others have and a plan does not, yet or on purpose: why, in words."""
+"""What others write in a plan or beside it and Sley has otherwise: how, in words."""
 
 
 def takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -103,7 +103,7 @@ def shown(value: Any) -> str:
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
     """Returns why `wrong` does not exist if that is known, "did you mean ...?" if a choice is close, else `otherwise`."""
     known = list(choices)
-    if (why := NOT_BUILT.get(wrong.lower().replace("-", "_"))) and wrong not in known:
+    if (why := ELSEWHERE.get(wrong.lower().replace("-", "_"))) and wrong not in known:
         return why
     habit = HABITS.get(wrong.lower())
     close = [habit] if habit in known else get_close_matches(wrong, known, n=1)

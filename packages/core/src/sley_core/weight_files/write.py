@@ -1,6 +1,6 @@
 """Safetensors files written tensor by tensor, with their index, in a folder that is there completely or not at all.
 
-    begin(folder) ──> TensorFile: header ── add ── add ... ── close, each file by one process ──> write_index ──> finish
+    begin(folder) ──> TensorFiles: header ── add ── add ... ── close, each file by one process ──> complete
 
 The library writes a file from all of its tensors at once; here a file is as long as its header says before the first of them is
 gathered, so that one tensor is in memory at a time.
@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -97,6 +98,38 @@ class TensorFile:
         self._file.close()
 
 
+class TensorFiles(AbstractContextManager["TensorFiles"]):
+    """New files in `folder`, by name, of the tensors that each is to have; one is open at a time. Raises OSError.
+
+    Tensors are added in the order of `files`. What is not closed when the block is left is not complete.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
+        self._folder = folder
+        self._files = files
+        self._of = {spec.name: name for name, specs in files.items() for spec in specs}
+        self._open: tuple[str, TensorFile] | None = None
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Writes the next tensor, which ends the file before where another one begins."""
+        file = self._of[name]
+        if self._open is None or self._open[0] != file:
+            self.close()
+            self._open = file, TensorFile(self._folder / file, self._files[file])
+        self._open[1].add(name, value)
+
+    def close(self) -> None:
+        """Waits until the last file is on the disk."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            with suppress(OSError):
+                self._open[1].drop()
+
+
 def split(specs: Iterable[Spec], max_bytes: int) -> list[list[Spec]]:
     """Returns the tensors of each file, in their order; a file has more than `max_bytes` only if it has one tensor."""
     files: list[list[Spec]] = []
@@ -117,7 +150,7 @@ def file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def write_index(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
+def _write_index(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
     """Writes the index of several files: the file of each tensor, and the bytes of all of them."""
     total = sum(spec.num_bytes for specs in files.values() for spec in specs)
     weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
@@ -140,7 +173,7 @@ def unfinished(folder: Path) -> Path:
 def begin(folder: Path, ours: Iterable[str] = ("model*.safetensors", INDEX)) -> Path:
     """Makes the empty folder `unfinished(folder)`, and returns it.
 
-    Raises RunError "weights-folder" if `folder` is there with files other than `ours`, which `finish` would remove.
+    Raises RunError "weights-folder" if `folder` is there with files other than `ours`, which `complete` would remove.
     """
     if folder.exists() or folder.is_symlink():
         strange = not folder.is_dir() or folder.is_symlink()
@@ -155,7 +188,19 @@ def begin(folder: Path, ours: Iterable[str] = ("model*.safetensors", INDEX)) -> 
     return scratch
 
 
-def finish(folder: Path) -> None:
+def complete(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
+    """Writes the index of `files`, if they are several, and gives `folder` its name, for good. Raises OSError."""
+    if len(files) > 1:
+        _write_index(unfinished(folder), files)
+    _finish(folder)
+
+
+def unwritten(error: OSError, folder: Path) -> str:
+    """Returns what could not be written, and why, in words."""
+    return f"cannot write `{error.filename or folder}`: {error.strerror or error}"
+
+
+def _finish(folder: Path) -> None:
     """Puts `unfinished(folder)` in the place of `folder`; what was there before is kept until the new files are."""
     before = folder.with_name(f".{folder.name}.before")
     shutil.rmtree(before, ignore_errors=True)

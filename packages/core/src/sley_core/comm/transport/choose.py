@@ -61,7 +61,7 @@ def silent_transports(
     attaches: whether that would use cross-memory attach, as it does where all its ranks are on one host.
     """
     if device.type != "cpu":
-        return {name: Silent(members) for name in lanes}
+        return {name: Silent(members, name) for name in lanes}
     if attaches:
-        return {name: Silent(members, scratch=scratch) for name in lanes}
-    return {name: Silent(members, Direct(members, name, lane).num_scratch_rows) for name, lane in lanes.items()}
+        return {name: Silent(members, name, scratch=scratch) for name in lanes}
+    return {name: Silent(members, name, Direct(members, name, lane).num_scratch_rows) for name, lane in lanes.items()}

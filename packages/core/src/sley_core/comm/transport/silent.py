@@ -13,6 +13,7 @@ from torch import Tensor
 from sley_core.comm.members import Members
 from sley_core.comm.transport.alone import Done
 from sley_core.comm.transport.protocol import Transport, Work
+from sley_core.protocols import Collective
 
 
 def no_rows(num_rows: int) -> int:
@@ -24,18 +25,44 @@ def nothing(own: Tensor) -> None:
     """Takes no memory of its own while `own` is summed."""
 
 
+def told(members: Members, kind: Collective, lane: str, num_bytes: int) -> Callable[[], None]:
+    """Tells who listens to this rank that an exchange begins; returns what tells that the rank waits for it."""
+    listener = members.progress.listener
+    return nobody_listens if listener is None else listener.began(kind, members.axis, lane, num_bytes)
+
+
+def nobody_listens() -> None:
+    """Tells nobody that the rank waits."""
+
+
+class Silenced(Done):
+    """An exchange that is over; `waits` is called where the rank would wait for it."""
+
+    def __init__(self, waits: Callable[[], None]) -> None:
+        self._waits = waits
+
+    def wait(self) -> None:
+        self._waits()
+
+    def wait_sent(self) -> None:
+        self._waits()
+
+
 class Silent(Transport):
-    """In place of a transport that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes memory by
-    `scratch(own)` while it sums `own`.
+    """In place of the transport of `lane` that needs `scratch_rows(n)` rows of its callers for a shard of n, and that takes
+    memory by `scratch(own)` while it sums `own`.
     """
 
     def __init__(
         self,
         members: Members,
+        lane: str,
         scratch_rows: Callable[[int], int] = no_rows,
         scratch: Callable[[Tensor], object] = nothing,
     ) -> None:
+        self._members = members
         self._size = members.size
+        self._lane = lane
         self._scratch_rows = scratch_rows
         self._scratch = scratch
 
@@ -43,19 +70,22 @@ class Silent(Transport):
         return self._scratch_rows(num_rows)
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
-        return Done()
+        return self._told("gather", wholes)
 
     def reduce_scatter(
         self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
     ) -> Work:
         for whole in wholes:
             self._scratch(whole[: whole.shape[0] // self._size])
-        return Done()
+        return self._told("reduce", wholes)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
-        return Done()
+        return self._told("swap", [sent])
 
     def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
         flat = tensor.view(-1)
         self._scratch(flat[: -(-flat.numel() // self._size)])
-        return Done()
+        return self._told("sum", [tensor])
+
+    def _told(self, kind: Collective, tensors: Sequence[Tensor]) -> Work:
+        return Silenced(told(self._members, kind, self._lane, sum(tensor.nbytes for tensor in tensors)))

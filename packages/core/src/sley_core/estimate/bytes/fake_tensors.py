@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -21,12 +21,14 @@ MOST_NUMBERS = 1 << 20
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
     """Within it new tensors are fake; outside of it too, operations on fake ones come here. All memory goes into `ledger`.
 
-    An operation whose result depends on values raises torch's DataDependentOutputException, or the like.
+    listener: is told of each operation, with its arguments and its result. An operation whose result depends on values raises
+    torch's DataDependentOutputException, or the like.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.ledger = ledger
+        self.listener: Callable[[Any, Any, Any, Any], None] | None = None
         self._depth = 0
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,6 +43,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
             self._depth -= 1
         if not self._depth:  # what torch decomposes on the way is one operation
             self._see(found)
+            if self.listener is not None:
+                self.listener(func, args, kwargs or {}, found)
         return found
 
     def _see(self, found: Any) -> None:

@@ -7,7 +7,8 @@ fake world ──> assemble ──> first step ──> second ──> third: the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,24 +76,34 @@ def rank_bytes(plan: Plan, rank: int, size: int) -> RankBytes:
 
     Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
+    with fake_run(plan, rank, size) as (run, ledger, _):
+        of_micros = plan.num_micros(run.topology)
+        taken = fewest_micros(run.stepper.lists, of_micros)
+        batch = micro_batch(plan, run.dataset)
+        for _ in range(STEPS):
+            take_step(run, [batch] * taken)
+            _own(run, ledger)
+        held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
+        return _told(run, ledger, held, taken, of_micros)
+
+
+@contextmanager
+def fake_run(plan: Plan, rank: int, size: int) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
+    """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
+
+    Raises PlanError for all that the plan's checks find.
+    """
     standing = _Standing()
     ledger = Ledger(standing.place)
     tensors = FakeTensors(ledger)
     device = FakeDevice(torch.device("cpu"), tensors=tensors)
     with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world) as run:
         standing.follow(run)
-        of_micros = plan.num_micros(run.topology)
-        taken = fewest_micros(run.stepper.lists, of_micros)
-        batch = micro_batch(plan, run.dataset)
-        for _ in range(STEPS):
-            _step(run, [batch] * taken)
-            _own(run, ledger)
-        held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        return _told(run, ledger, held, taken, of_micros)
+        yield run, ledger, tensors
 
 
-def _step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
-    """Takes a step. Raises RunError `estimate-layer` where it needs the values of a tensor."""
+def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
+    """Takes a step of a fake run. Raises RunError `estimate-layer` where it needs the values of a tensor."""
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:

@@ -47,7 +47,7 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
             )
             for layer, key in zip(model.layers, keys, strict=True)
         ]
-    works = _works(plan, model, fields, keys)
+    works = layer_works(plan, model, fields, keys)
     found = []
     for layer, key, work in zip(model.layers, keys, works, strict=True):
         table = measured.get(key)
@@ -56,8 +56,11 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
     return found
 
 
-def _works(plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str]) -> list[LayerWork]:
-    """Traces each distinct layer once, on what the layer before it hands on."""
+def layer_works(plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str]) -> list[LayerWork]:
+    """Returns the work of each layer; each distinct one is traced once, on what the layer before it hands on.
+
+    keys: as `layer_keys` gives them. Raises PlanError "estimate-layer" as `trace` does.
+    """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     working, gradients = dtypes(plan)[0], DTYPES[plan.precision.gradients]
     known: dict[tuple[str, object], tuple[LayerWork, Value]] = {}

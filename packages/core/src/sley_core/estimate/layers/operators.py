@@ -24,7 +24,8 @@ class Operator:
 class LayerWork:
     """The operators of one layer and one micro-batch, by phase, in the order in which they run.
 
-    num_parameters: elements that are trained. output_bytes: of what the layer hands on.
+    num_parameters: elements that are trained. output_bytes: of what the layer hands on. kept_bytes: of what waits for the
+    backward, its input included.
     """
 
     forward: tuple[Operator, ...]
@@ -34,6 +35,7 @@ class LayerWork:
     weight_gradient: tuple[Operator, ...]
     num_parameters: int
     output_bytes: int
+    kept_bytes: int
 
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
         """Returns the operators of one phase."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -19,19 +19,23 @@ NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", t
 
 FREE = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
-    aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_,
+    aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_, aten.promote_types, aten._local_scalar_dense,
 }  # fmt: skip
 """Operators that move nothing and are no views to torch."""
+
+QUESTIONS = ("prim", "profiler")
+"""Namespaces of what is asked of tensors, and of marks in profiles."""
 
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
 """Operators that read of their first input no more than they write."""
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes the operators that run within it, under the phase that `phase` has then."""
+    """Notes the operators that run within it, under the phase that `phase` has then; and what autograd saves, by `keep`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.kept: dict[int, torch.UntypedStorage] = {}
         self.phase: PhaseName = "forward"
         self._found: dict[PhaseName, list[Operator]] = {}
         self.last = ""
@@ -39,6 +43,18 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
         """Returns what was noted under `phase`."""
         return tuple(self._found.get(phase, ()))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Notes that a tensor waits for the backward, and returns it: for `saved_tensors_hooks`."""
+        if not isinstance(tensor, nn.Parameter) and not (tensor._is_view() and isinstance(tensor._base, nn.Parameter)):
+            storage = tensor.untyped_storage()
+            self.kept[storage._cdata] = storage
+        return tensor
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what was kept, each storage once."""
+        return sum(storage.nbytes() for storage in self.kept.values())
 
     def note(self, operator: Operator) -> None:
         """Notes an operator that torch does not see as one."""
@@ -50,13 +66,17 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         kwargs = dict(kwargs or {})
         self.last = str(func)
         result = func(*args, **kwargs)
-        packet = func._overloadpacket
-        if not (getattr(func, "is_view", False) or packet in FREE or func is aten.detach.default):
-            self.note(_operator(func, packet, args, kwargs, result))
+        found = operator_of(func, args, kwargs, result)
+        if found is not None:
+            self.note(found)
         return result
 
 
-def _operator(func: Any, packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator:
+def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Operator | None:
+    """Returns what a call of torch's operator `func` multiplies and moves; None for one that does neither, such as a view."""
+    packet = func._overloadpacket
+    if func.namespace in QUESTIONS or packet in FREE or getattr(func, "is_view", False) or func is aten.detach.default:
+        return None
     given = _tensors((args, kwargs))
     made = _tensors(result)
     if packet in LOOK_UPS:

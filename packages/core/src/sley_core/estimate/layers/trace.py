@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import is_plain_linear, queued_products
@@ -68,6 +70,7 @@ def trace(
         weight_gradient=split.of("weight_gradient"),
         num_parameters=sum(parameter.numel() for parameter in trained),
         output_bytes=sum(map(moved_bytes, tensors)),
+        kept_bytes=whole.kept_bytes,
     )
     return work, (description, [tensor.detach() for tensor in tensors])
 
@@ -91,7 +94,11 @@ def _run(
     try:
         halves = queued_products(layer.module, queue, gradients) if split else nullcontext()
         with halves, FusedKernels(recorder), recorder:
-            output = policy.call(layer.name, partial(_called, layer, recorder), args, named, MICRO)
+            for tensor in tree_leaves(args):
+                if isinstance(tensor, Tensor):
+                    recorder.keep(tensor)
+            with saved_tensors_hooks(recorder.keep, _as_it_is):
+                output = policy.call(layer.name, partial(_called, layer, recorder), args, named, MICRO)
             made = loss.loss(output, fields) if loss is not None else None
             _backward(held, output, made, recorder, queue, split=split)
     except (SleyError, AssertionError):
@@ -104,6 +111,10 @@ def _run(
         if parameter.requires_grad and name not in queued:
             recorder.note(_accumulation(parameter, gradients))
     return recorder, output
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _called(layer: Layer, recorder: OperatorRecorder, *args: Any, **named: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Seconds from steps that were taken without values: what they say agrees with the lists, and covers what these do not tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sley_core.actions.action import Action, Kind
+from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.estimate.recorded.expand import expanded
+from sley_core.estimate.recorded.record import record
+from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Worked
+from sley_core.estimate.seconds_of_plan import _recorded, estimate_seconds
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
+
+for plugin in ("sley_dp", "sley_isp", "sley_pp"):
+    pytest.importorskip(plugin)
+
+FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
+SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
+
+
+def machine(link: dict[str, float] = FAST):
+    matmul = {"fp64": {"flops_per_s": 1e10}, "fp32": {"flops_per_s": 1e10}}
+    device = {"name": "even", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 1e-6, "matmul": matmul}
+    return machine_from_dict({"format": 1, "device": device, "links": {"ranks_per_host": 8, "same_host": link}})
+
+
+def plan_of(**changes: Any):
+    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+    return plan_from_dict(small_plan(data=data, **changes))
+
+
+BUCKETS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]}
+STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 12, "micro_size": 1}}
+
+
+@pytest.mark.parametrize("changes", [BUCKETS, STAGES], ids=["dp", "pp"])
+def test_lists_and_recorded_steps_say_the_same(changes: dict[str, Any]) -> None:
+    plan = plan_of(**changes)
+    listed = estimate_seconds(plan, 2, machine()).step.seconds
+    assert _recorded(plan, 2, machine()).step.seconds == pytest.approx(listed, rel=0.05)
+
+
+SHARDS = {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
+SLICES = {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
+RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "start_step": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lane"),
+    [(SHARDS, "gather"), (SLICES, "swap"), ({"precision": {"compute": "fp32"}, **RANKS}, "sum")],
+    ids=["wp", "sp", "powersgd"],
+)
+def test_what_lists_do_not_tell_is_recorded_and_a_slow_link_is_waited_for(changes: dict[str, Any], lane: str) -> None:
+    plan = plan_of(**changes)
+    fast, slow = (estimate_seconds(plan, 2, machine(link)).step for link in (FAST, SLOW))
+    assert slow.seconds > 1.2 * fast.seconds
+    assert slow.exposed_s(0)[lane] > fast.exposed_s(0).get(lane, 0.0)
+
+
+def test_a_gather_ahead_is_begun_before_the_layer_in_front_of_it_computes() -> None:
+    step = record(plan_of(**SHARDS), 0, 2).step
+    words = next(words for action, words in step.actions if action.kind is Kind.FORWARD)
+    gathers = [at for at, word in enumerate(words) if isinstance(word, Began) and word.kind == "gather"]
+    waits = [at for at, word in enumerate(words) if isinstance(word, Awaited)]
+    assert gathers[1] < waits[0] < waits[1], words
+    assert any(isinstance(word, Worked) for word in words[gathers[1] : waits[1]])
+
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+def work(number: int) -> Worked:
+    return Worked((Operator("add", number),))
+
+
+def test_a_longer_step_keeps_what_each_action_waits_for() -> None:
+    """Each forward waits for the gather that the one before it began, and begins that of the next."""
+    actions = []
+    for micro in range(3):
+        words = (Awaited(micro), work(1), Began(micro + 1, "gather", "wp", "gather", 8))
+        actions += [(Action(F, 0, micro), words), (Action(B, 0, micro), (work(2),))]
+    step = RecordedStep((Began(0, "gather", "wp", "gather", 8),), actions, (Awaited(3), work(3)))
+    longer = [Action(kind, 0, micro) for micro in range(6) for kind in (F, B)]
+    found = expanded(step, longer)
+    assert [action for action, _ in found.actions] == longer
+    begun = [word.number for word in found.words if isinstance(word, Began)]
+    assert len(begun) == len(set(begun)) == 7
+    assert [word.number for word in found.words if isinstance(word, Awaited)] == begun
+    assert sum(isinstance(word, Worked) for word in found.words) == 13

@@ -1,0 +1,95 @@
+"""From a recorded step of few micro-batches, one of many: each action does what the one in its place did. No torch in here.
+
+Its place is what comes before and after it, and whether it is the first or the last of its chunk that handlers or gathers
+look at. Where no action stood in just that place, one of the same kind and chunk is taken, the last of those that were
+recorded. What an action waits for keeps its distance in the queue: the gather before the last stays the one before the last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import count
+
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind
+from sley_core.errors import PlanError
+from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Word, Words
+
+
+def expanded(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
+    """Returns `step` as a step of the compute actions `actions`, in their order. Pure.
+
+    Raises PlanError "estimate-seconds" for an action of a kind or chunk that was not recorded.
+    """
+    if list(actions) == [action for action, _ in step.actions]:
+        return step
+    known: dict[Hashable, Words] = {}
+    recorded = [action for action, _ in step.actions]
+    for (_, words), places in zip(step.actions, _places(recorded), strict=True):
+        for place in places:
+            known[place] = words
+    copied = _Copies(step)
+    opening = copied.of(step.opening)
+    made = []
+    for action, places in zip(actions, _places(actions), strict=True):
+        words = next((known[place] for place in places if place in known), None)
+        if words is None:
+            raise PlanError("estimate-seconds", f"no action like {action} was recorded")
+        made.append((action, copied.of(words)))
+    return RecordedStep(opening, made, copied.of(step.closing), step.carried)
+
+
+def _places(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
+    """Yields for each action the names of its place, the most exact one first."""
+    last = {action.chunk: at for at, action in enumerate(actions) if action.kind in GRADIENT_KINDS}
+    first: dict[tuple[Kind, int], int] = {}
+    for at, action in enumerate(actions):
+        first.setdefault((action.kind, action.chunk), at)
+    kinds = [None, *((action.kind, action.chunk) for action in actions), None]
+    for at, action in enumerate(actions):
+        own = action.kind, action.chunk
+        ends = first[own] == at, last.get(action.chunk) == at
+        yield [(own, ends, kinds[at], kinds[at + 2]), (own, ends, kinds[at + 2]), (own, ends), own]
+
+
+class _Copies:
+    """Copies words, so that every exchange has a number of its own and waits keep their distance in its queue."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self._queues: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self._numbers = count(1 + max((word.number for word in step.words if isinstance(word, Began)), default=0))
+        self._distances = _distances(step)
+        for one in step.carried:
+            self._queues[one.queue].append(one.number)
+
+    def of(self, words: Words) -> Words:
+        """Returns the words, with numbers as they are in the longer step."""
+        return tuple(self._of(word) for word in words)
+
+    def _of(self, word: Word) -> Word:
+        if isinstance(word, Began):
+            number = next(self._numbers)
+            self._queues[word.queue].append(number)
+            return Began(number, word.kind, word.axis, word.lane, word.num_bytes)
+        if isinstance(word, Awaited):
+            queue, distance = self._distances[id(word)]
+            return Awaited(self._queues[queue][-distance])
+        return word
+
+
+def _distances(step: RecordedStep) -> dict[int, tuple[tuple[str, str], int]]:
+    """Returns, for each wait, the queue of what it waits for, and how far that is from the queue's end: 1 for the last."""
+    queues: dict[tuple[str, str], list[int]] = defaultdict(list)
+    where: dict[int, tuple[str, str]] = {}
+    found = {}
+    for one in step.carried:
+        queues[one.queue].append(one.number)
+        where[one.number] = one.queue
+    for word in step.words:
+        if isinstance(word, Began):
+            queues[word.queue].append(word.number)
+            where[word.number] = word.queue
+        elif isinstance(word, Awaited):
+            queue = queues[where[word.number]]
+            found[id(word)] = where[word.number], len(queue) - queue.index(word.number)
+    return found

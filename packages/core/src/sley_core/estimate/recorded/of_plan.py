@@ -1,0 +1,104 @@
+"""How long a step of a plan takes on a machine, before it runs: from steps that one rank of each stage takes without values.
+
+plan ──> a fake run of one rank per stage ──> recorded steps ──┐
+     ──> schedule ──> lists of all stages, lowered ────────────┼──> programs ──> simulated step
+machine file ──> seconds of operators, exchanges, messages ────┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sley_core.actions.action import Action, Kind
+from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.recorded.programs import Prices, recorded_programs
+from sley_core.estimate.recorded.record import RankRecord, record
+from sley_core.estimate.recorded.words import Began, Worked
+from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
+from sley_core.estimate.seconds.links import Cost, collective, message
+from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
+
+if TYPE_CHECKING:
+    from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.plan.plan import Plan
+
+Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
+"""Measured seconds of each layer, by stage and chunk."""
+
+
+def records_of(plan: Plan, size: int) -> list[RankRecord]:
+    """Returns a recorded step of the first rank of each stage of a world of `size`. Needs neither devices nor peers.
+
+    Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
+    """
+    topology = plan.topology(size)
+    return [record(plan, stage * topology.ranks_per_stage, size) for stage in range(topology.pp)]
+
+
+def seconds_of_records(
+    records: Sequence[RankRecord], num_micros: int, machine: MachineFile, measured: Measured | None = None
+) -> StepSeconds:
+    """Returns the step of `num_micros` micro-batches that recorded steps, one of each stage in order, make on `machine`.
+
+    Raises PlanError "machine-matmul" and "machine-links" for what the machine file does not say.
+    """
+    lists = records[0].lists
+    prices = _Prices(records, machine, measured or {})
+    programs = recorded_programs(
+        {number: one.step for number, one in enumerate(records)},
+        lists.of_all_stages(num_micros),
+        lists.placement,
+        Prices(prices.operators, prices.exchange, prices.members, prices.message, machine.device.step_s),
+    )
+    return simulate_programs(programs)
+
+
+class _Prices:
+    """What a recorded step takes on `machine`. Where a chunk's layers were all measured, its operators share what these took,
+    in proportion to what they would take by themselves.
+    """
+
+    def __init__(self, records: Sequence[RankRecord], machine: MachineFile, measured: Measured) -> None:
+        self.records = records
+        self.machine = machine
+        self.factors = {
+            (stage, chunk, kind): self._measured(layers, kind) / computed
+            for (stage, chunk), layers in measured.items()
+            for kind, computed in self._computed(stage, chunk).items()
+            if computed
+        }
+
+    def operators(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
+        """Returns the seconds of operators on a stage, in `action` or outside of any."""
+        seconds = seconds_of(operators, self.machine.device)
+        return seconds if action is None else seconds * self.factors.get((stage, action.chunk, action.kind), 1.0)
+
+    def exchange(self, began: Began, stage: int) -> Cost:
+        """Returns the cost of an exchange that a stage's rank began."""
+        return collective(began.kind, began.num_bytes, self.records[stage].groups[began.axis], self.machine.links)
+
+    def members(self, axis: str, stage: int) -> tuple[int, ...]:
+        """Returns the stages whose ranks are in the group of `axis` that this stage's rank is in."""
+        own = self.records[stage]
+        return tuple(sorted({own.topology.coordinates(rank).stage for rank in own.groups[axis]}))
+
+    def message(self, position: int) -> Cost:
+        """Returns the cost of the value that position `position` of the model hands to the next one."""
+        placement, size = self.records[0].lists.placement, self.records[0].topology.ranks_per_stage
+        sender, receiver = placement.holder(position).stage, placement.holder(position + 1).stage
+        num_bytes = self.records[0].messages[position]
+        return message(num_bytes, sender * size, receiver * size, self.machine.links)
+
+    def _measured(self, layers: Sequence[LayerSeconds], kind: Kind) -> float:
+        return sum(layer.of(kind) for layer in layers)
+
+    def _computed(self, stage: int, chunk: int) -> dict[Kind, float]:
+        """Returns the seconds of the operators of each kind of action on a chunk, on average."""
+        found: dict[Kind, list[float]] = defaultdict(list)
+        for action, words in self.records[stage].step.actions:
+            if action.chunk == chunk:
+                worked = [word.operators for word in words if isinstance(word, Worked)]
+                found[action.kind].append(sum(seconds_of(some, self.machine.device) for some in worked))
+        return {kind: sum(some) / len(some) for kind, some in found.items()}

@@ -1,0 +1,122 @@
+"""Programs for the simulator from recorded steps, one of each stage: what was written down, with what it takes on a machine.
+
+Messages between stages come from the lists themselves; all other exchanges are those that the rank began, in its own order. A
+rank stands for all of its stage: what it exchanges with them starts when it starts it, since they do the same at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of, direction_of
+from sley_core.actions.machine import Delivery, taken
+from sley_core.actions.placement import Placement
+from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.recorded.expand import expanded
+from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Words, Worked
+from sley_core.estimate.seconds.links import Cost
+from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Program
+from sley_core.estimate.seconds.program import Word as ProgramWord
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What things take. operators: seconds of some that follow each other, on a stage within an action or outside (None).
+
+    exchange: cost of an exchange of a stage. members: the stages that meet in its group. message: cost of the value between
+    position i and i + 1. step_s: seconds of every step that belong to nothing else.
+    """
+
+    operators: Callable[[Sequence[Operator], int, Action | None], float]
+    exchange: Callable[[Began, int], Cost]
+    members: Callable[[str, int], tuple[int, ...]]
+    message: Callable[[int], Cost]
+    step_s: float = 0.0
+
+
+def recorded_programs(
+    steps: Mapping[int, RecordedStep], lists: Sequence[Lowered], placement: Placement, prices: Prices
+) -> list[Program]:
+    """Returns one program per stage. steps: by stage, of any number of micro-batches. Pure.
+
+    Raises PlanError "estimate-seconds" as `expanded` does.
+    """
+    return [
+        list(_Stage(stage, expanded(steps[stage], _computing(entries)), entries, placement, prices).program())
+        for stage, entries in enumerate(lists)
+    ]
+
+
+def _computing(entries: Lowered) -> list[Action]:
+    return [action for action in actions_of(entries) if action.kind is not Kind.CHUNK_DONE]
+
+
+class _Stage:
+    def __init__(self, stage: int, step: RecordedStep, entries: Lowered, placement: Placement, prices: Prices) -> None:
+        self.stage = stage
+        self.step = step
+        self.entries = entries
+        self.placement = placement
+        self.prices = prices
+        self.begun: dict[int, Exchange] = {}
+        self.meetings: Counter[str] = Counter()
+        awaited = {word.number for word in step.words if isinstance(word, Awaited)}
+        # what nobody waits for in this step, the next one waits for: it stands at the beginning of a step, not at its end
+        self.left = {word.number for word in step.words if isinstance(word, Began)} - awaited
+
+    def program(self) -> Iterator[ProgramWord]:
+        for one in self.step.carried:
+            yield self._begin(one)
+        yield from self._words(self.step.opening, None)
+        done = iter(self.step.actions)
+        for entry in self.entries:
+            if isinstance(entry, Transfer):
+                yield Begin(self._message(entry))
+            elif entry.kind is not Kind.CHUNK_DONE:
+                action, words = next(done)
+                assert action == entry, (action, entry)
+                yield from self._needs(action)
+                yield from self._words(words, action)
+        yield from self._words(self.step.closing, None)
+        if self.prices.step_s:
+            yield Compute(self.prices.step_s)
+
+    def _needs(self, action: Action) -> Iterator[ProgramWord]:
+        needed = taken(action, self.placement.position(self.stage, action.chunk), self.placement)
+        if needed is not None and self.placement.holder(needed.origin).stage != self.stage:
+            yield Await(needed)
+
+    def _words(self, words: Words, action: Action | None) -> Iterator[ProgramWord]:
+        for word in words:
+            if isinstance(word, Worked):
+                yield Compute(self.prices.operators(word.operators, self.stage, action), action)
+            elif isinstance(word, Began):
+                if word.number not in self.left:
+                    yield self._begin(word)
+            else:
+                yield Await(self.begun[word.number].key)
+
+    def _begin(self, one: Began) -> Begin:
+        members = self.prices.members(one.axis, self.stage)
+        key: Hashable = ("exchange", self.stage, one.number)
+        if len(members) > 1:  # all of them come to the exchanges of such a group in one order
+            key = one.axis, self.meetings[one.axis]
+            self.meetings[one.axis] += 1
+        ports = [(way, member) for member in members for way in ("sends", "receives")]
+        cost = self.prices.exchange(one, self.stage)
+        exchange = Exchange(key, f"{one.kind} {one.axis}.{one.lane}", members, *cost, links=tuple(ports))
+        self.begun[one.number] = exchange
+        return Begin(exchange)
+
+    def _message(self, entry: Transfer) -> Exchange:
+        """The transfer, equal at both of its ends."""
+        if entry.op == "send":
+            position, sender, receiver = self.placement.position(entry.peer, entry.peer_chunk), self.stage, entry.peer
+        else:
+            position, sender, receiver = self.placement.position(self.stage, entry.chunk), entry.peer, self.stage
+        delivery = Delivery(entry.flow, position, entry.micro)
+        cost = self.prices.message(min(delivery.position, delivery.origin))
+        lane = f"{direction_of(sender, receiver)} {sender}>{receiver}"
+        return Exchange(delivery, lane, (sender, receiver), *cost, links=(("sends", sender), ("receives", receiver)))

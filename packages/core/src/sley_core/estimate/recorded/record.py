@@ -1,0 +1,160 @@
+"""Takes steps on tensors without values and writes the last of them down: operators, exchanges, waits, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sley_core.actions.action import Action, Kind, Transfer
+from sley_core.engine.on_meta import micro_batch
+from sley_core.estimate.bytes.micros import fewest_micros
+from sley_core.estimate.bytes.rank import fake_run, take_step
+from sley_core.estimate.layers.fused import FusedKernels
+from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.layers.recorder import operator_of
+from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Word, Worked
+
+if TYPE_CHECKING:
+    from sley_core.engine.lists import Lists
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import Collective
+    from sley_core.run import Run
+    from sley_core.topology import Topology
+
+STEPS = 3
+"""Optimizer states come in the first; orders of gradients and of gathers are those that it showed from the second on."""
+
+MESSAGES = "pp"
+"""The axis whose messages the lists have already."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A recorded step, and what of the run it takes to read it.
+
+    groups: the global ranks of each of this rank's groups, by axis. lists: of all stages, for any number of micro-batches.
+    messages: bytes of what each position of the model but the last hands on. layers: names of those of each chunk.
+    """
+
+    step: RecordedStep
+    topology: Topology
+    groups: Mapping[str, tuple[int, ...]]
+    lists: Lists
+    messages: Sequence[int]
+    layers: Sequence[Sequence[str]]
+
+
+def record(plan: Plan, rank: int, size: int) -> RankRecord:
+    """Returns a steady step of rank `rank` of `size`, of as few micro-batches as show all that a longer one does.
+
+    Needs neither devices nor peers. Raises as `rank_bytes` does.
+    """
+    with fake_run(plan, rank, size) as (run, _, tensors):
+        taken = fewest_micros(run.stepper.lists, plan.num_micros(run.topology))
+        batch = [micro_batch(plan, run.dataset)] * taken
+        recorder = StepRecorder()
+        run.groups.progress.listener = recorder
+        for _ in range(STEPS - 1):
+            take_step(run, batch)
+        recorder.start(run)
+        tensors.listener = recorder.ran
+        with FusedKernels(recorder):
+            take_step(run, batch)
+        tensors.listener = None
+        layers = [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks]
+        groups = {axis: group.ranks for axis, group in run.groups.items()}
+        return RankRecord(recorder.step(), run.topology, groups, run.stepper.lists, _messages(run), layers)
+
+
+def _messages(run: Run) -> list[int]:
+    placement, foretold = run.stepper.lists.placement, run.parts.foretold
+    if foretold is None:
+        return []
+    holders = [placement.holder(position) for position in range(placement.num_positions - 1)]
+    leaves = [[leaf for leaf in foretold(*holder).leaves if leaf.same_as is None] for holder in holders]
+    return [sum(leaf.num_bytes for leaf in some) for some in leaves]
+
+
+class StepRecorder:
+    """Writes down what a rank does, from `start` on. It hears exchanges before that too, since a step may wait for such of the
+    one before.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[int, Began] = {}
+        self._awaited: set[int] = set()
+        self._first = 0
+        self._is_writing = False
+        self._entry: object = None
+        self._operators: list[Operator] = []
+        self._opening: list[Word] = []
+        self._closing: list[Word] = []
+        self._actions: list[tuple[Action, list[Word]]] = []
+        self._words = self._opening
+
+    def start(self, run: Run) -> None:
+        """Begins to write."""
+        self._first = len(self._all)
+        self._is_writing = True
+        run.groups.progress.standing.follow = self.entered
+
+    def entered(self, entry: object) -> None:
+        """Notes that another entry of the step begins: an action, a transfer, or words for what comes after the list."""
+        self._end_work()
+        self._entry = entry
+        if isinstance(entry, Action):
+            if entry.kind is not Kind.CHUNK_DONE:  # what starts there belongs to the action that was the chunk's last
+                self._actions.append((entry, []))
+            self._words = self._actions[-1][1]
+        elif not isinstance(entry, Transfer) and self._actions:
+            self._words = self._closing
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes an operator."""
+        if isinstance(self._entry, Transfer):
+            return
+        found = operator_of(func, args, kwargs, result)
+        if found is not None:
+            self.note(found)
+
+    def note(self, operator: Operator) -> None:
+        """Notes an operator that torch does not see as one."""
+        self._operators.append(operator)
+
+    def began(self, kind: Collective, axis: str, lane: str, num_bytes: int) -> Callable[[], None]:
+        """Notes an exchange, as `Listener`."""
+        if axis == MESSAGES:
+            return lambda: None
+        began = Began(len(self._all), kind, axis, lane, num_bytes)
+        self._all[began.number] = began
+        if self._is_writing:
+            self._end_work()
+            self._words.append(began)
+        return lambda: self._waits(began.number)
+
+    def step(self) -> RecordedStep:
+        """Returns what was written."""
+        self._end_work()
+        self._is_writing = False
+        words = [*self._opening, *(word for _, some in self._actions for word in some), *self._closing]
+        carried = [word.number for word in words if isinstance(word, Awaited) and word.number < self._first]
+        return RecordedStep(
+            tuple(self._opening),
+            [(action, tuple(some)) for action, some in self._actions],
+            tuple(self._closing),
+            [self._all[number] for number in carried],
+        )
+
+    def _waits(self, number: int) -> None:
+        if number in self._awaited:
+            return
+        self._awaited.add(number)
+        if self._is_writing:
+            self._end_work()
+            self._words.append(Awaited(number))
+
+    def _end_work(self) -> None:
+        if self._operators:
+            self._words.append(Worked(tuple(self._operators)))
+            self._operators = []

@@ -1,0 +1,71 @@
+"""What a rank did in one step, in order: the notes from which a program for the simulator is made. No torch in here.
+
+opening      what comes before the first action
+F0.0         Worked, Began(gather of the next layer), Worked, Awaited(gather), Worked ...
+B0.0         ... Worked, Began(reduction), Worked
+closing      what handlers finish, norm, update, and the gathers that the next step waits for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sley_core.actions.action import Action
+from sley_core.estimate.layers.operators import Operator
+from sley_core.protocols import Collective
+
+
+@dataclass(frozen=True)
+class Worked:
+    """The rank ran `operators`, one after the other."""
+
+    operators: tuple[Operator, ...]
+
+
+@dataclass(frozen=True)
+class Began:
+    """The rank began an exchange of `num_bytes` (of the whole tensors) over its group of `axis`, on a lane of that.
+
+    number: counts the exchanges of a run from 0.
+    """
+
+    number: int
+    kind: Collective
+    axis: str
+    lane: str
+    num_bytes: int
+
+    @property
+    def queue(self) -> tuple[str, str]:
+        """Group and lane: exchanges of one queue come one after the other."""
+        return self.axis, self.lane
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """The rank waited for the exchange `number`, the first time."""
+
+    number: int
+
+
+Word = Worked | Began | Awaited
+Words = tuple[Word, ...]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one rank. actions: the compute actions of its list, in order, each with what was done in it.
+
+    carried: exchanges that the step before had begun and this one waited for, as that step noted them.
+    """
+
+    opening: Words
+    actions: Sequence[tuple[Action, Words]]
+    closing: Words
+    carried: Sequence[Began] = ()
+
+    @property
+    def words(self) -> list[Word]:
+        """All words, in order."""
+        return [*self.opening, *(word for _, words in self.actions for word in words), *self.closing]

@@ -1,0 +1,176 @@
+"""Every layout that a plan could have in a world of so many ranks: sizes, micro-batches, and what fills its tables.
+
+A layout is a change of the plan's tables, no more; `Candidate.plan` makes it, and whoever takes it checks it as any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, get_args
+
+from sley_core.errors import UsageError
+from sley_core.plan.load import with_tables
+from sley_core.plan.plan import Plan
+from sley_core.records import GradientHandlerRecord, ScheduleRecord
+from sley_core.search.choices import Choice, Choices
+
+Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "offload", "reducer"]
+"""What differs from layout to layout; `dp` follows."""
+
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+MOST_SLICES = 64
+"""The most ranks that share a sequence; attention has no more heads than that, as a rule."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many ranks each axis has, and how many samples a micro-batch."""
+
+    pp: int
+    sp: int
+    wp: int
+    micro_size: int
+
+    def micros(self, plan: Plan, world: int) -> int:
+        """Returns the micro-batches of a rank in a step of `plan`."""
+        return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One candidate. schedule: None without stages. weights, attention: None where these axes have one rank. reducer: None
+    where no two ranks hold the same weight.
+    """
+
+    sizes: Sizes
+    schedule: Choice | None
+    activations: Choice
+    reducer: Choice | None
+    offload: tuple[Choice, ...]
+    weights: Choice | None
+    attention: Choice | None
+
+    def plan(self, plan: Plan, world: int) -> Plan:
+        """Returns `plan` in this layout, in a world of `world` ranks. Raises PlanError as any plan does that does not fit."""
+        sizes = self.sizes
+        tables: dict[str, Any] = {
+            "parallel": _own_table(plan, "parallel")
+            | {"dp": world // (sizes.pp * sizes.sp), "pp": sizes.pp, "sp": sizes.sp, "wp": sizes.wp},
+            "batch": _own_table(plan, "batch") | {"micro_size": sizes.micro_size},
+            "activations": self.activations.table,
+            "gradient_handlers": self._handlers(plan),
+            "offload": [one.table for one in self.offload] or None,
+            "pipeline": self.schedule.table if self.schedule else None,
+            "weights": self.weights.table if self.weights else None,
+            "sequence": self.attention.table if self.attention else None,
+        }
+        if self.schedule is None:
+            tables |= {"link": None, "partition": None, "timeline": None}
+        elif plan.partition is not None and plan.partition.name == "pp.explicit" and self._moves_cuts(plan):
+            tables["partition"] = None  # lengths that were written for other parts
+        return with_tables(plan, tables)
+
+    def _moves_cuts(self, plan: Plan) -> bool:
+        own = plan.pipeline.name if plan.pipeline else None
+        return plan.parallel.pp != self.sizes.pp or self.schedule is None or self.schedule.name != own
+
+    def _handlers(self, plan: Plan) -> list[dict[str, Any]]:
+        """Returns the list of gradient handlers: this reducer, ties where there are stages, and the plan's own others."""
+        given = _own_table(plan, "gradient_handlers", [])
+        others = [
+            table
+            for component, table in zip(plan.gradient_handlers, given, strict=False)
+            if not (isinstance(component.record, GradientHandlerRecord) and component.record.role in ("reducer", "tie"))
+        ]
+        reducers = [self.reducer.table] if self.reducer else []
+        return [*reducers, *self._ties(plan), *others]
+
+    def _ties(self, plan: Plan) -> list[dict[str, Any]]:
+        if self.schedule is None:
+            return []
+        record = plan.loader.record("schedules", self.schedule.name)
+        named = record.ties if isinstance(record, ScheduleRecord) else None
+        return [{"use": named}] if named else []
+
+    def __str__(self) -> str:
+        sizes = self.sizes
+        words = [f"pp {sizes.pp}, sp {sizes.sp}, wp {sizes.wp}, micro_size {sizes.micro_size}"]
+        chosen = (self.schedule, self.activations, self.reducer, *self.offload)
+        return "; ".join([*words, *(str(one) for one in chosen if one is not None)])
+
+
+def layouts(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Candidate]:
+    """Yields every layout of `plan` in a world of `world` ranks; sizes that do not divide are left out.
+
+    keep: axes on which the plan's own value stays. Raises UsageError "no-axis" for one that there is not.
+    """
+    for axis in keep:
+        if axis not in AXES:
+            raise UsageError("no-axis", f"there is no axis `{axis}`", hint=f"the axes are {', '.join(AXES)}")
+    for sizes in all_sizes(plan, world, choices, keep):
+        yield from of_sizes(plan, world, sizes, choices, keep)
+
+
+def all_sizes(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Sizes]:
+    """Yields every division of `world` ranks and of the plan's batch that is whole."""
+    own = plan.parallel
+    stages = [own.pp] if "pp" in keep else divisors(world) if choices.schedules else [1]
+    slices = [own.sp] if "sp" in keep else divisors(world, MOST_SLICES) if choices.attention else [1]
+    shards = [own.wp] if "wp" in keep else divisors(world) if choices.weights else [1]
+    for pp, sp, wp in product(stages, slices, shards):
+        if world % (pp * sp) or world % (pp * wp):
+            continue
+        dp = world // (pp * sp)
+        if plan.batch.global_size % dp:
+            continue
+        rows = plan.batch.global_size // dp
+        for micro_size in [plan.batch.micro_size] if "micro_size" in keep else powers_of_two(rows):
+            if rows % micro_size == 0:
+                yield Sizes(pp, sp, wp, micro_size)
+
+
+def of_sizes(
+    plan: Plan, world: int, sizes: Sizes, choices: Choices, keep: Collection[Axis] = ()
+) -> Iterator[Candidate]:
+    """Yields every layout with these sizes."""
+    replicas = world // (sizes.pp * sizes.wp)
+    per_stage = world // sizes.pp
+    schedules: tuple[Choice | None, ...] = _kept(choices.schedules, "schedule" in keep and plan.pipeline is not None)
+    weights: tuple[Choice | None, ...] = choices.weights
+    reducers: tuple[Choice | None, ...] = _kept(choices.reducers, "reducer" in keep)
+    for schedule, policy, reducer, offload, gathers in product(
+        schedules if sizes.pp > 1 else (None,),
+        _kept(choices.policies, "activations" in keep),
+        reducers if per_stage > 1 or replicas > 1 else (None,),
+        choices.offload[:1] if "offload" in keep else choices.offload,
+        weights if sizes.wp > 1 else (None,),
+    ):
+        attention = choices.attention[0] if sizes.sp > 1 else None
+        yield Candidate(sizes, schedule, policy, reducer, offload, gathers, attention)
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Returns the divisors of `number` in ascending order, none above `most`."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    both = sorted({*small, *(number // divisor for divisor in small)})
+    return [divisor for divisor in both if most is None or divisor <= most]
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Returns 1, 2, 4, ... up to `most`."""
+    return [1 << bits for bits in range(most.bit_length()) if 1 << bits <= most]
+
+
+def _kept(offered: tuple[Choice, ...], is_kept: bool) -> tuple[Choice, ...]:
+    return offered[:1] if is_kept else offered
+
+
+def _own_table(plan: Plan, key: str, default: Any = None) -> Any:
+    """Returns a copy of a table as the plan was given it; `default`, or an empty table, if it has none."""
+    found = plan.document.tables.get(key)
+    if found is None:
+        return {} if default is None else default
+    return dict(found) if isinstance(found, dict) else list(found)
