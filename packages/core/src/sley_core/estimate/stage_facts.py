@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
 
 
+class UntoldError(Exception):
+    """A handler does not tell what it exchanges."""
+
+
 @dataclass(frozen=True)
 class ToldExchange:
     """What a handler said, for the ranks of any stage like the one that was asked. ranks: from the first of the stage on."""
@@ -88,10 +92,6 @@ def _facts(plan: Plan, topology: Topology, number: int, num_states: int) -> Stag
             if run.groups[one.axis].size > 1
         )
         return StageFacts(told, _update_bytes(plan, run.parts, num_states))
-
-
-class UntoldError(Exception):
-    """A handler does not tell what it exchanges."""
 
 
 def _asked(exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:

@@ -32,10 +32,10 @@ def expanded(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
     opening = copied.of(step.opening)
     made = []
     for action, places in zip(actions, _places(actions), strict=True):
-        words = next((known[place] for place in places if place in known), None)
-        if words is None:
+        found = [known[place] for place in places if place in known]
+        if not found:
             raise PlanError("estimate-seconds", f"no action like {action} was recorded")
-        made.append((action, copied.of(words)))
+        made.append((action, copied.of(found[0])))
     return RecordedStep(opening, made, copied.of(step.closing), step.carried)
 
 
