@@ -1,20 +1,26 @@
-"""Makes relative paths of a base start where the base lies, before its table is validated in the folder of the plan."""
+"""Validates a table in the folder of the plan; paths that a base says start where the base lies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from sley_core.errors import KeyPath
 from sley_core.plan.document import Document
 from sley_core.table import Table
 
+AnyTable = TypeVar("AnyTable", bound=Table)
 
-def with_paths(model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document) -> dict[str, Any]:
-    """Returns the keys of a table at `path`; paths that a file of another folder says are absolute."""
-    if not document.bases:
-        return dict(given)
+
+def validated(model: type[AnyTable], given: Mapping[str, Any], path: KeyPath, document: Document) -> AnyTable:
+    """Returns `given`, the table at `path`, as a `model`. Raises pydantic's ValidationError."""
+    keys = _with_paths(model, given, path, document) if document.bases else given
+    return model.model_validate(keys, context={"folder": document.folder})
+
+
+def _with_paths(model: type[Table], given: Mapping[str, Any], path: KeyPath, document: Document) -> dict[str, Any]:
+    """Returns the keys of a table; paths that a file of another folder says are absolute."""
     found = dict(given)
     for key, value in given.items():
         info = model.model_fields.get(key)

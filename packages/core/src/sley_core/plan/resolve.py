@@ -21,7 +21,7 @@ from sley_core.plan.faults import faults, unknown_key
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.origins import origins
 from sley_core.plan.own_names import NameFault, OwnNames
-from sley_core.plan.paths import with_paths
+from sley_core.plan.paths import validated
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import Reference, references
 from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
@@ -125,8 +125,7 @@ class _Resolver:
             message = f"`{spec.key}` must be an array of tables, not {shown(given)}"
             self._problem("wrong-type", message, (spec.key,), f"write [[{spec.key}]] above each of them")
             return ()
-        found: list[Component | None] = []
-        before = len(self.problems)
+        found, before = list[Component | None](), len(self.problems)
         for number, item in enumerate(given):
             if len(self.problems) - before >= MOST_PROBLEMS:
                 message = f"{len(given) - number:,} more of `{spec.key}` were not looked at"
@@ -270,9 +269,7 @@ class _Resolver:
             self._problem("wrong-type", f"`{path[0]}` must be a table, not {shown(given)}", path)
             return None
         try:
-            return model.model_validate(
-                with_paths(model, given, path, self.document), context={"folder": self.document.folder}
-            )
+            return validated(model, given, path, self.document)
         except ValidationError as error:
             self.problems += faults(error, model, given, path, self.document, owner)
             return None
