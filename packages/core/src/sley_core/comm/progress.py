@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
     from sley_core.comm.guard import Turn
-    from sley_core.protocols import Collective
+    from sley_core.comm.verbs import Collective
 
 SHARE_OF_LIMIT, MOST_S = 1 / 8, 5.0
 """For how long a rank that has waited in vain waits for what the others say: a share of the limit of its waits, and seconds."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from sley_core.comm.verbs import Collective
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -16,10 +18,6 @@ if TYPE_CHECKING:
     from sley_core.engine.book import Entry
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_state import MicroStep, Phase, StepState
-
-
-Collective = Literal["gather", "reduce", "sum", "swap"]
-"""All-gather, reduce-scatter, all-reduce, all-to-all."""
 
 
 @dataclass(frozen=True)

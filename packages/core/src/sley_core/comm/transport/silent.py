@@ -13,7 +13,7 @@ from torch import Tensor
 from sley_core.comm.members import Members
 from sley_core.comm.transport.alone import Done
 from sley_core.comm.transport.protocol import Transport, Work
-from sley_core.protocols import Collective
+from sley_core.comm.verbs import Collective
 
 
 def no_rows(num_rows: int) -> int:
