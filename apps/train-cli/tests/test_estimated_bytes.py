@@ -20,7 +20,7 @@ for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
 
 OWN = Path(__file__).parent / "own"
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 4, "hidden": 256, "heads": 4},
+    model={"use": "core.llama", "num_layers": 4, "hidden": 128, "heads": 4},
     data__sequence=64,
     precision={"compute": "fp32"},
 )
@@ -83,7 +83,7 @@ def own(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("world", "num_plans"),
     [
         (1, 2),
-        (2, 6),
+        pytest.param(2, 6, marks=pytest.mark.campaign),
         pytest.param(1, 20, marks=pytest.mark.campaign),
         pytest.param(2, 80, marks=pytest.mark.campaign),
         pytest.param(4, 80, marks=pytest.mark.campaign),

@@ -48,6 +48,6 @@ class Ends(nn.Module):
         return logits
 
 
-def layers(width: int = 192, depth: int = 3) -> list[tuple[str, nn.Module]]:
+def layers(width: int = 128, depth: int = 3) -> list[tuple[str, nn.Module]]:
     """Returns the layers of the model."""
     return [("embeds", Embeds(width)), *((f"mixes{at}", Mixes(width)) for at in range(depth)), ("ends", Ends(width))]
