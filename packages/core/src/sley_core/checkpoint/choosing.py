@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
     origin: RunOrigin | None
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """What all ranks load. found: None if there is none. passed_over: newer ones that are damaged. origin: of the run."""
 
     found: Checkpoint | None
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
     origin: RunOrigin | None
 
 
-def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Choice:
+def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Chosen:
     """Returns the checkpoint to load. All ranks call it, and share the reading, by `reads`.
 
     Raises RunError on all ranks alike: `checkpoint-damaged` if the only one, or all of several, are, `no-checkpoint`, and
@@ -76,7 +76,7 @@ def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Choice:
         if index is not None and not found:
             _check_one([token for _, token, _ in everyone], candidate)
             chosen = origin if wanted.path is None else RunOrigin(candidate.text, frozenset(before))
-            return Choice(Checkpoint(candidate, index), passed_over, chosen)
+            return Chosen(Checkpoint(candidate, index), passed_over, chosen)
         passed_over.append((candidate.text, found))
     if passed_over:
         path, found = passed_over[0]
@@ -84,7 +84,7 @@ def choose(wanted: Wanted, parts: Parts, reads: TimedReads) -> Choice:
         raise RunError("checkpoint-damaged", message, hint="there is no older one that is whole")
     if wanted.path is not None:
         raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(wanted.path).text}")
-    return Choice(None, [], origin)
+    return Chosen(None, [], origin)
 
 
 def _seen(folder: TimedFolder, rank: int, num_ranks: int) -> tuple[CheckpointIndex | None, list[Any]]:

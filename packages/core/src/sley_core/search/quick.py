@@ -110,10 +110,10 @@ class Quick:
         """Bytes of a parameter that every rank of a stage holds: its working copy and its gradient."""
         return dtypes(self.plan)[0].itemsize + DTYPES[self.plan.precision.gradients].itemsize
 
-    def _step(self, layout: Candidate) -> _Step:
+    def _step(self, layout: Candidate) -> _QuickStep:
         if layout.sizes.wp > 1 or layout.sizes.sp > 1 or layout.offload:
             raise PlanError("estimate-seconds", "shards, slices and offload cannot be told at a glance")
-        return _Step(self, layout, self._cut(layout), self._layers(layout.sizes.micro_size, layout.activations))
+        return _QuickStep(self, layout, self._cut(layout), self._layers(layout.sizes.micro_size, layout.activations))
 
     def _cut(self, layout: Candidate) -> StageCut:
         """Returns how the layout's schedule cuts the model; the same for all layouts with the same stages."""
@@ -147,7 +147,7 @@ class Quick:
         return _once(self._priced, (micro_size, str(policy)), price)
 
 
-class _Step:
+class _QuickStep:
     """One layout's step. layers: the model's."""
 
     def __init__(self, quick: Quick, layout: Candidate, cut: StageCut, layers: Sequence[Priced]) -> None:

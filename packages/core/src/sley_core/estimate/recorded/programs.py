@@ -44,7 +44,7 @@ def recorded_programs(
     Raises PlanError "estimate-seconds" as `expanded` does.
     """
     return [
-        list(_Stage(stage, expanded(steps[stage], _computing(entries)), entries, placement, prices).program())
+        list(_RecordedStage(stage, expanded(steps[stage], _computing(entries)), entries, placement, prices).program())
         for stage, entries in enumerate(lists)
     ]
 
@@ -53,7 +53,7 @@ def _computing(entries: Lowered) -> list[Action]:
     return [action for action in actions_of(entries) if action.kind is not Kind.CHUNK_DONE]
 
 
-class _Stage:
+class _RecordedStage:
     def __init__(self, stage: int, step: RecordedStep, entries: Lowered, placement: Placement, prices: Prices) -> None:
         self.stage = stage
         self.step = step
