@@ -3,11 +3,11 @@
 Plugins write classes with these methods; a class that inherits from a protocol gets its empty methods as defaults.
 """
 
+from sley_core.comm.verbs import Collective
 from sley_core.protocols.exchanges import MemoryPool, SequenceCommunicator, StageLink, WeightCommunicator
 from sley_core.protocols.records import Counts, Keeps, MetricsWriter, Rewinds
 from sley_core.protocols.training import (
     ActivationPolicy,
-    Collective,
     GradientHandler,
     HandlerExchange,
     Loss,
