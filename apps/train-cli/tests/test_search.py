@@ -66,3 +66,17 @@ def test_what_cannot_fit_says_what_the_smallest_layout_needs(searched: Callable[
 def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> None:
     done = searched("--world", "2", "--keep", "tp")
     assert done.code == 2
+
+
+def test_what_cannot_be_told_at_a_glance_is_no_candidate(searched: Callable[..., Any]) -> None:
+    """Copies to the host are not in these seconds, so a policy that makes them would seem to cost nothing."""
+    pytest.importorskip("sley_memory")
+    kept = ("--keep", "pp", "--keep", "micro_size")
+    done = searched("--world", "2", "--top", "20", *kept)
+    assert done.code == 0, done.err
+    assert "memory.selective" in done.out
+    assert "memory.host" not in done.out
+    own = ("--keep", "activations", "--set", 'activations.use="memory.host"')
+    done = searched("--world", "2", *kept, *own)
+    assert done.code == 1
+    assert "cannot be assembled: estimate-seconds" in done.out

@@ -66,7 +66,6 @@ def sley_activation_policies() -> list[ActivationPolicyRecord]:
             name="host",
             config=HostConfig,
             build="sley_memory.host:build",
-            variants=AS_IT_IS,
             summary="What chosen layers save for their backward waits on the host.",
         ),
         ActivationPolicyRecord(

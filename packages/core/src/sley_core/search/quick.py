@@ -111,8 +111,9 @@ class Quick:
         return dtypes(self.plan)[0].itemsize + DTYPES[self.plan.precision.gradients].itemsize
 
     def _step(self, layout: Candidate) -> _QuickStep:
-        if layout.sizes.wp > 1 or layout.sizes.sp > 1 or layout.offload:
-            raise PlanError("estimate-seconds", "shards, slices and offload cannot be told at a glance")
+        copies = layout.offload or layout.activations.name == "memory.host"
+        if layout.sizes.wp > 1 or layout.sizes.sp > 1 or copies:
+            raise PlanError("estimate-seconds", "shards, slices and copies to the host cannot be told at a glance")
         return _QuickStep(self, layout, self._cut(layout), self._layers(layout.sizes.micro_size, layout.activations))
 
     def _cut(self, layout: Candidate) -> StageCut:
