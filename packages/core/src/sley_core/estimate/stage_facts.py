@@ -70,19 +70,19 @@ def stage_facts(plan: Plan, topology: Topology, stage: Stage, layers: Sequence[P
     """
     keys = {layer.name: layer.key for layer in layers}
     tied = {number for stages in stage.ties for number in stages}
-    num_states = _num_states(plan)
+    count = num_states(plan)
     known: dict[Hashable, StageFacts] = {}
     found = []
     for number in range(topology.pp):
         held = tuple(tuple(keys[layer.name] for layer in part) for owner, part in stage.stages if owner == number)
         kind = held, number if number in tied else None
         if kind not in known:
-            known[kind] = _facts(plan, topology, number, num_states)
+            known[kind] = _facts(plan, topology, number, count)
         found.append(known[kind])
     return found
 
 
-def _facts(plan: Plan, topology: Topology, number: int, num_states: int) -> StageFacts:
+def _facts(plan: Plan, topology: Topology, number: int, count: int) -> StageFacts:
     first = number * topology.ranks_per_stage
     with World.fake(first, topology.world) as world, assemble(plan, world) as run:
         told = tuple(
@@ -91,7 +91,7 @@ def _facts(plan: Plan, topology: Topology, number: int, num_states: int) -> Stag
             for one in _asked(handler.exchanges())
             if run.groups[one.axis].size > 1
         )
-        return StageFacts(told, _update_bytes(plan, run.parts, num_states))
+        return StageFacts(told, _update_bytes(plan, run.parts, count))
 
 
 def _asked(exchanges: Sequence[HandlerExchange] | None) -> Sequence[HandlerExchange]:
@@ -114,18 +114,21 @@ def _told(parts: Parts, stepper: Stepper, one: HandlerExchange, handler: int) ->
     return ToldExchange(one, handler, uses, tuple(rank - parts.world.rank for rank in ranks), tie)
 
 
-def _update_bytes(plan: Plan, parts: Parts, num_states: int) -> float:
+def _update_bytes(plan: Plan, parts: Parts, count: int) -> float:
     """Returns the bytes that norm and update move: the gradient twice, weight and states there and back, a working copy."""
     gradient = DTYPES[plan.precision.gradients].itemsize
     working, stepped = dtypes(plan)
     copy = working.itemsize if stepped != working else 0
     own = sum(parts.store.part(entry).numel() for entry in parts.book.trainable)
     whole = sum(entry.numel for entry in parts.book.trainable)
-    return whole * gradient + own * (gradient + stepped.itemsize * (2 + 2 * num_states) + copy)
+    return whole * gradient + own * (gradient + stepped.itemsize * (2 + 2 * count) + copy)
 
 
-def _num_states(plan: Plan) -> int:
-    """Returns how many tensors like the weight the plan's optimizer keeps: counted after a step of one small weight."""
+def num_states(plan: Plan) -> int:
+    """Returns how many tensors like the weight the plan's optimizer keeps: counted after a step of one small weight.
+
+    Raises PlanError "estimate-seconds" for an optimizer that cannot be tried so.
+    """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:
         optimizer: Any = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))

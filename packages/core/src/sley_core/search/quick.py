@@ -16,9 +16,6 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-
 from sley_core.actions.costs import Costs
 from sley_core.actions.peaks import peaks_of
 from sley_core.data.dataset import DataContext
@@ -35,6 +32,8 @@ from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import simulate_step
 from sley_core.estimate.seconds.step import GradientExchange, StepWork
+from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
+from sley_core.estimate.stage_facts import num_states
 from sley_core.plan.check import MOST_FORWARDS
 from sley_core.records import GradientHandlerRecord
 from sley_core.search.best_first import Estimate
@@ -103,7 +102,7 @@ class Quick:
         """Bytes of a parameter that only those hold who step it: its master, and the optimizer's states."""
         working, stepped = dtypes(self.plan)
         master = stepped.itemsize if stepped != working else 0
-        return master + _num_states(self.plan) * stepped.itemsize
+        return master + num_states(self.plan) * stepped.itemsize
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -214,7 +213,7 @@ class _QuickStep:
             messages=[self._message(position) for position in range(self.placement.num_positions - 1)],
             gradients={number: self._exchanges(number) for number in stages},
             update_s={number: self._update_s(number) for number in stages},
-            together=collective("sum", 64, range(self.topology.world), self.machine.links),
+            together=collective("sum", TOTALS_BYTES, range(self.topology.world), self.machine.links),
             after_s=self.machine.device.step_s,
         )
         return simulate_step(self.cut.lists.of_all_stages(micros), self.placement, work).seconds
@@ -275,12 +274,3 @@ def _once(known: dict[Key, Value | SleyError], key: Key, make: Callable[[], Valu
     if isinstance(found, SleyError):
         raise found
     return found
-
-
-def _num_states(plan: Plan) -> int:
-    """Returns how many tensors like the weight the plan's optimizer keeps: counted after a step of one small weight."""
-    weight = nn.Parameter(torch.zeros(4, 4))
-    optimizer: Any = plan.optimizer.build([{"params": [weight]}], torch.device("cpu"))
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    return sum(torch.is_tensor(value) and value.shape == weight.shape for value in optimizer.state[weight].values())

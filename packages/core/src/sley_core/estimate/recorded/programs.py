@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of, direction_of
-from sley_core.actions.machine import Delivery, taken
+from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
+from sley_core.actions.machine import taken
 from sley_core.actions.placement import Placement
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.expand import expanded
@@ -19,6 +19,7 @@ from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Word
 from sley_core.estimate.seconds.links import Cost
 from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Program
 from sley_core.estimate.seconds.program import Word as ProgramWord
+from sley_core.estimate.seconds.step import message_exchange
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _RecordedStage:
         done = iter(self.step.actions)
         for entry in self.entries:
             if isinstance(entry, Transfer):
-                yield Begin(self._message(entry))
+                yield Begin(message_exchange(entry, self.stage, self.placement, self.prices.message))
             elif entry.kind is not Kind.CHUNK_DONE:
                 action, words = next(done)
                 assert action == entry, (action, entry)
@@ -109,14 +110,3 @@ class _RecordedStage:
         exchange = Exchange(key, f"{one.kind} {one.axis}.{one.lane}", members, *cost, links=tuple(ports))
         self.begun[one.number] = exchange
         return Begin(exchange)
-
-    def _message(self, entry: Transfer) -> Exchange:
-        """The transfer, equal at both of its ends."""
-        if entry.op == "send":
-            position, sender, receiver = self.placement.position(entry.peer, entry.peer_chunk), self.stage, entry.peer
-        else:
-            position, sender, receiver = self.placement.position(self.stage, entry.chunk), entry.peer, self.stage
-        delivery = Delivery(entry.flow, position, entry.micro)
-        cost = self.prices.message(min(delivery.position, delivery.origin))
-        lane = f"{direction_of(sender, receiver)} {sender}>{receiver}"
-        return Exchange(delivery, lane, (sender, receiver), *cost, links=(("sends", sender), ("receives", receiver)))

@@ -9,7 +9,7 @@ sums of what several hold, and in the norm at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,7 +82,7 @@ class _Stage:
         yield from self._begin_all("updated", range(len(self.gradients)))
         for step in self.steps:
             if isinstance(step, Transfer):
-                yield Begin(self._message(step))
+                yield Begin(message_exchange(step, self.stage, self.placement, self.work.messages.__getitem__))
             elif step.kind is not Kind.CHUNK_DONE:
                 yield from self._action(step)
         assert not any(self.left.values()), f"gradients of {self.left} never came"
@@ -143,20 +143,24 @@ class _Stage:
                     found.append(number)
         return found
 
-    def _message(self, step: Transfer) -> Exchange:
-        """The transfer, equal at both of its ends."""
-        if step.op == "send":
-            position, sender, receiver = self.placement.position(step.peer, step.peer_chunk), self.stage, step.peer
-        else:
-            position, sender, receiver = self.placement.position(self.stage, step.chunk), step.peer, self.stage
-        delivery = Delivery(step.flow, position, step.micro)
-        cost = self.work.messages[min(delivery.position, delivery.origin)]
-        lane = f"{direction_of(sender, receiver)} {sender}>{receiver}"
-        return Exchange(delivery, lane, (sender, receiver), *cost, links=(("sends", sender), ("receives", receiver)))
-
     def _exchange(self, number: int) -> Exchange:
         one = self.gradients[number]
         members = one.members or (self.stage,)
         key: Hashable = ("gradients", self.stage, number) if one.key is None else one.key
         ports = [(way, member) for member in members for way in ("sends", "receives")]
         return Exchange(key, one.lane, members, *one.cost, links=tuple(ports))
+
+
+def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Callable[[int], Cost]) -> Exchange:
+    """Returns the message of which `entry` is one end, at `stage`; equal at both of its ends.
+
+    cost: of what crosses between position i of the model and i + 1.
+    """
+    if entry.op == "send":
+        position, sender, receiver = placement.position(entry.peer, entry.peer_chunk), stage, entry.peer
+    else:
+        position, sender, receiver = placement.position(stage, entry.chunk), entry.peer, stage
+    delivery = Delivery(entry.flow, position, entry.micro)
+    lane = f"{direction_of(sender, receiver)} {sender}>{receiver}"
+    ports = ("sends", sender), ("receives", receiver)
+    return Exchange(delivery, lane, (sender, receiver), *cost(min(delivery.position, delivery.origin)), links=ports)
