@@ -79,6 +79,14 @@ def test_what_can_be_wrong_with_a_factory(failure: Failure, code: Path) -> None:
     assert "failed: SystemExit: 3" in failure(factory="my_own_parts:ends")
 
 
+def test_a_project_beside_its_environment_is_still_the_users(
+    failure: Failure, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prefix in ("prefix", "base_prefix"):
+        monkeypatch.setattr(sys, prefix, str(code)[:-1])
+    assert f"({code / 'my_own_parts.py'}:5)" in failure(factory="my_own_parts:fails")
+
+
 def test_what_a_run_passes_is_no_option(tables: dict[str, Any], code: Path) -> None:
     table = {"factory": "my_own_parts:data", "options": {"size": 4, "context": 1}}
     with pytest.raises(PlanError, match="`context` is what a run passes itself"):

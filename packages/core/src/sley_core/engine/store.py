@@ -167,10 +167,14 @@ class GradientStore(Contributions):
 
     def chunk_done(self, chunk: int) -> None:
         """Ends the chunk's last gradient action: entries without a contribution become zero, and all are reported ready."""
+        done, are_all_complete = self.state.done, True
         for slot in self._order:
-            if slot.is_open and chunk in slot.chunks and slot.chunks <= self.state.done:
-                slot.complete()
-        if not any(slot.is_open for slot in self._order):
+            if slot.is_open:
+                if chunk in slot.chunks and slot.chunks <= done:
+                    slot.complete()
+                else:
+                    are_all_complete = False
+        if are_all_complete:
             self._learn()
         self._report()
         if self.canonical is not None and self._next == len(self._order):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.errors import KeyPath, PlanError, SleyError
+from sley_core.installed import is_installed
 from sley_core.plan.words import suggestion
 
 
@@ -78,8 +79,8 @@ def cause(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    inside = (sys.prefix, sys.base_prefix, str(Path(__file__).parent), "<")
-    own = [frame for frame in frames if not frame.filename.startswith(inside)]
+    inside = (str(Path(__file__).parent), "<")
+    own = [one for one in frames if not one.filename.startswith(inside) and not is_installed(one.filename)]
     return f"{said} ({own[-1].filename}:{own[-1].lineno})" if own else said
 
 

@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sley_core.installed import is_installed
+
 OURS = ("sley_", "train_cli")
 """How the names of modules begin in which nothing may change."""
 
@@ -192,8 +194,7 @@ def _is_installed(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:
         return not hasattr(module, "__path__")  # built in; what pytest makes up for folders has no file either
-    parts = Path(file).parts
-    return "site-packages" in parts or "dist-packages" in parts or file.startswith((sys.base_prefix, sys.prefix))
+    return is_installed(file)
 
 
 def _flags() -> dict[str, Any]:
