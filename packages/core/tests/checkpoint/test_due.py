@@ -46,14 +46,23 @@ def test_a_run_saves_itself_and_keeps_the_newest(texts, tmp_path, mode):
         assert verify(tmp_path / "checkpoints" / name) == []
 
 
+def settle():
+    """Waits for the save in progress."""
+    for thread in threading.enumerate():
+        if thread.name == "sley-checkpoint":
+            thread.join(30)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
 def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_path, monkeypatch, precision, optimizer):
-    """Writing takes longer than the steps that follow, which change every tensor that is not written yet."""
+    """Writing takes longer than the step that follows, which changes every tensor that is not written yet. The second save copies
+    ahead what the first had to copy.
+    """
     options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
     tables = plan(precision__compute=precision, optimizer=options)
-    stretch(tables, 2, folder=texts, save=tmp_path / "still")
-    wanted = read(tmp_path / "still")
+    for step in (2, 4):
+        stretch(tables, step, folder=texts, save=tmp_path / f"still-{step}")
     written = LocalFolder.write
     stepped = threading.Event()
 
@@ -69,13 +78,17 @@ def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_pat
     monkeypatch.setattr(LocalFolder, "write", slowly)
     tables = changed(tables, checkpoint={"every_steps": 2})
     with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
-        for _ in range(3):
+        for step in range(1, 6):
             run.step()
-        stepped.set()
-    found = read(tmp_path / "checkpoints" / "step-00000002")
-    assert set(found) == set(wanted)
-    for name in wanted:
-        assert found[name].equal(wanted[name]), name
+            if step in (3, 5):
+                stepped.set()
+                settle()
+                stepped.clear()
+    for step in (2, 4):
+        wanted, found = read(tmp_path / f"still-{step}"), read(tmp_path / "checkpoints" / f"step-{step:08}")
+        assert set(found) == set(wanted)
+        for name in wanted:
+            assert found[name].equal(wanted[name]), (step, name)
     assert run.counts["checkpoint"]["copied_bytes"] > 0
 
 

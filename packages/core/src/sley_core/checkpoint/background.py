@@ -7,7 +7,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from sley_core.checkpoint.index import BUFFERS
-from sley_core.checkpoint.live_bytes import LiveBytes, copied
+from sley_core.checkpoint.live_bytes import KeptMemory, LiveBytes, copied
 from sley_core.checkpoint.writing import said
 from sley_core.errors import RunError
 
@@ -26,14 +26,16 @@ class Background:
     """Writes what `writing` has, from when it is made. Weights, masters and optimizer states may change after `secure`; what a
     forward or a handler changes at any time is copied at once.
 
-    failed: why it could not be written, once `wait` has returned; nothing if it is there.
+    memory: for copies aside. copy_ahead: how many bytes to copy aside at once, beside the forward. failed: why it could not be
+    written, once `wait` has returned; nothing if it is there.
     """
 
-    def __init__(self, writing: Writing, device: Device) -> None:
+    def __init__(self, writing: Writing, device: Device, memory: KeptMemory, copy_ahead: int) -> None:
         self.writing = writing
+        self.copy_ahead = copy_ahead
         self.failed = ""
         writing.files = [[_as_it_is(piece) for piece in pieces] for pieces in writing.files]
-        self.live = LiveBytes([piece for pieces in writing.files for piece in pieces], device)
+        self.live = LiveBytes([piece for pieces in writing.files for piece in pieces], device, memory)
         writing.chunks = self.live.chunks
         self._thread = Thread(target=self._run, name="sley-checkpoint", daemon=True)
         self._thread.start()
@@ -60,6 +62,7 @@ class Background:
 
     def _run(self) -> None:
         try:
+            self.live.copy_ahead(self.copy_ahead)
             self.writing.run()
         except RunError as error:
             self.failed = said(error)

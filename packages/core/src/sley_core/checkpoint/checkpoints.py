@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.checkpoint.background import Background
 from sley_core.checkpoint.choosing import RunOrigin, Wanted
+from sley_core.checkpoint.live_bytes import KeptMemory
 from sley_core.checkpoint.loading import CheckpointLoader, Restored
 from sley_core.checkpoint.run_tensors import RunTensors
 from sley_core.checkpoint.saving import Destination, Preparation, absolute
@@ -45,6 +46,8 @@ class Checkpoints:
         self.is_asked = False
         self.counts = dict.fromkeys(COUNTS, 0.0)
         self._background: Background | None = None
+        self._memory = KeptMemory()
+        self._num_copied = 0
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._is_written = False
@@ -94,9 +97,9 @@ class Checkpoints:
                 self.save(None, step)
             else:
                 self.finish()
-                self._background = Background(
-                    self._prepare(Destination(self._folder(), True), step), self.tensors.parts.world.device
-                )
+                writing = self._prepare(Destination(self._folder(), True), step)
+                device = self.tensors.parts.world.device
+                self._background = Background(writing, device, self._memory, self._num_copied)
         except RunError as error:
             if error.diagnostics[0].code != FAILED:
                 raise
@@ -124,7 +127,8 @@ class Checkpoints:
             return
         began = time.perf_counter()
         background.wait()
-        self.counts["copied_bytes"] += background.live.num_copied
+        self._num_copied = background.live.num_copied
+        self.counts["copied_bytes"] += self._num_copied
         try:
             self._done(background.failed)
         except RunError as error:
@@ -141,6 +145,7 @@ class Checkpoints:
             self.counts["saved"] += not background.failed
             if background.failed:
                 self._note(background.failed)
+        self._memory.free()
 
     def _prepare(self, where: Destination, step: int) -> Writing:
         keep = self.plan.checkpoint.keep if self.plan.checkpoint else None

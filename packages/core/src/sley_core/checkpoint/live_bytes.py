@@ -1,12 +1,15 @@
 """The bytes of tensors that go on living: read where they lie while they stay as they are, copied aside before they change.
 
-writer     | a | b | c c ....... | d | e |
-training   forward, backward ... | copies c's rest, d, e | update | next forward ...
+writer     | copies e, d | a | b | c c ....... | d | e |
+training   forward, backward ....... | copies c's rest | update | next forward ...
+
+As many bytes as the save before had to copy, the writer copies first, from the end, beside the forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from threading import Condition
 from typing import TYPE_CHECKING
 
@@ -26,12 +29,12 @@ CHUNK_BYTES = 4 << 20
 
 class LiveBytes:
     """Of `pieces`, each read once, in order, by a thread. What lies on an asynchronous device is on its way to the host from
-    the beginning, beside the device's own work.
+    the beginning, beside the device's own work. memory: for copies aside; of one save at a time.
 
-    num_copied: bytes that `secure` had to copy on the host.
+    num_copied: bytes that were copied aside on the host.
     """
 
-    def __init__(self, pieces: Sequence[TensorPiece], device: Device) -> None:
+    def __init__(self, pieces: Sequence[TensorPiece], device: Device, memory: KeptMemory) -> None:
         self.num_copied = 0
         self._turn = Condition()
         self._is_wanted = False
@@ -43,6 +46,30 @@ class LiveBytes:
         self._event: CopyEvent | None = None
         if device.is_async:
             self._send(pieces, device)
+        living = {
+            key: source
+            for key, source in self._sources.items()
+            if source.device.type == "cpu" and not self._is_host(source)
+        }
+        self._places = memory.places(living)
+
+    def copy_ahead(self, num_bytes: int) -> None:
+        """Copies aside at least `num_bytes`, or all there is, the last pieces first; ends early once `secure` is called."""
+        for key in reversed(list(self._places)):
+            if self.num_copied >= num_bytes:
+                return
+            source, place = self._sources[key], self._places.get(key)
+            if place is None or not source.is_contiguous():
+                continue
+            for start in range(0, source.nbytes, CHUNK_BYTES):
+                with self._turn:
+                    self._turn.wait_for(lambda: not self._is_wanted)
+                    if self._is_secure:
+                        return
+                    end = start + CHUNK_BYTES
+                    _flat(place)[start:end].copy_(_flat(source)[start:end])
+                    if end >= source.nbytes:
+                        self._has_copy(key)
 
     def chunks(self, piece: TensorPiece) -> Iterator[memoryview]:
         """Yields the bytes of `piece`, in order; each is used before the next is asked for.
@@ -54,13 +81,13 @@ class LiveBytes:
         done = 0
         while done < piece.num_bytes:
             with self._turn:
-                while self._is_wanted:
-                    self._turn.wait()
+                self._turn.wait_for(lambda: not self._is_wanted)
                 chunk = self._chunk(piece, done)
             yield chunk  # not in turn: a disk that stalls does not hold up training
             done += len(chunk)
         with self._turn:
             self._sources.pop(id(piece))
+            self._places.pop(id(piece), None)
 
     def _chunk(self, piece: TensorPiece, done: int) -> memoryview:
         """Returns the bytes from `done` on: of a copy, or copied now from what lives."""
@@ -69,8 +96,8 @@ class LiveBytes:
         source = self._sources[id(piece)]
         if not source.is_contiguous():
             source = self._sources[id(piece)] = source.contiguous()
-        chunk = source.reshape(-1).view(torch.uint8)[done : done + CHUNK_BYTES]
-        if self._is_secure or self._is_own(source):
+        chunk = _flat(source)[done : done + CHUNK_BYTES]
+        if id(piece) not in self._places:
             return bytes_of(chunk)
         return bytes_of(self._bounce[: len(chunk)].copy_(chunk))
 
@@ -94,12 +121,16 @@ class LiveBytes:
                 self._turn.notify_all()
 
     def _copy(self) -> None:
-        for key, source in self._sources.items():
-            if source.device.type == "cpu" and not self._is_own(source):
-                self._sources[key] = source.clone() if source.is_contiguous() else source.contiguous()
-                self.num_copied += source.numel() * source.element_size()
+        for key in list(self._places):
+            self._places[key].copy_(self._sources[key])
+            self._has_copy(key)
 
-    def _is_own(self, source: Tensor) -> bool:
+    def _has_copy(self, key: int) -> None:
+        self._sources[key] = self._places.pop(key)
+        self.num_copied += self._sources[key].nbytes
+
+    def _is_host(self, source: Tensor) -> bool:
+        """Returns whether `source` is what came from an asynchronous device: nobody else has it."""
         return self._event is not None and source.untyped_storage().data_ptr() == self._memory.data_ptr()
 
     def _send(self, pieces: Sequence[TensorPiece], device: Device) -> None:
@@ -119,6 +150,40 @@ class LiveBytes:
         self._event = stream.record()
 
 
+class KeptMemory:
+    """Memory of the host for copies, kept from one save to the next: writing to new memory costs a fault for each of its pages,
+    which takes several times as long as the copy.
+    """
+
+    def __init__(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+    def places(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Returns room for a contiguous copy of each of `tensors`, by the same keys; those of the call before are void. Room that
+        is never written to takes no memory.
+        """
+        starts = list(accumulate((_aligned(one.nbytes) for one in tensors.values()), initial=0))
+        if self._data.numel() < starts[-1]:
+            self._data = torch.empty(starts[-1], dtype=torch.uint8)
+        return {
+            key: self._data[start : start + one.nbytes].view(one.dtype).view(one.shape)
+            for (key, one), start in zip(tensors.items(), starts, strict=False)
+        }
+
+    def free(self) -> None:
+        """Gives the memory back, once nothing reads copies any more."""
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+
 def copied(piece: TensorPiece) -> TensorPiece:
     """Returns the piece with a copy of its tensor, which may change at any time."""
     return TensorPiece(piece.name, piece.shape, piece.rectangle, torch.clone(piece.tensor.detach()))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor, a view."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64
