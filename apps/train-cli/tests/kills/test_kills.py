@@ -63,6 +63,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def laid_out(tables: Tables, layout: str) -> tuple[int, Tables]:
+    """Returns how many ranks `layout` has, and the plan `tables` in it; how they sum stays."""
+    world, changes = LAYOUTS[layout]
+    parallel = tables.get("parallel", {}) | changes.get("parallel", {})
+    return world, tables | changes | ({"parallel": parallel} if parallel else {})
+
+
 def lives(folder: Path, draw: random.Random, layouts: list[str], num_kills: int, tables: Tables) -> Iterator[str]:
     """Lets the run live, in each life in one of `layouts`, until it has ended by itself; yields how each life ended.
 
@@ -72,12 +79,12 @@ def lives(folder: Path, draw: random.Random, layouts: list[str], num_kills: int,
     ended = False
     while not ended:
         layout = draw.choice(layouts)
-        world, changes = LAYOUTS[layout]
         mode = draw.choice(["async", "sync"])
         is_time: Any = kill_in_a_save(folder, draw) if draw.random() < 0.5 else kill_anywhere(draw, LONGEST_S)
         if killed == num_kills:
             is_time = lambda _: False  # noqa: E731 - one of three rules
-        with start(folder, changed(tables, checkpoint__mode=mode) | changes, world, number) as life:
+        world, plan = laid_out(changed(tables, checkpoint__mode=mode), layout)
+        with start(folder, plan, world, number) as life:
             was_killed = live(life, draw, is_time)
         number += 1
         killed += was_killed
@@ -85,37 +92,42 @@ def lives(folder: Path, draw: random.Random, layouts: list[str], num_kills: int,
         yield f"life {number} on {layout}, {mode}: {'killed' if was_killed else 'ended'}"
 
 
-def assert_same(wanted: End, found: End, *, bits: bool) -> None:
+def assert_same(wanted: End, found: End, *, bits: bool, layouts: int) -> None:
     """Rows of all steps once and in order; weights and optimizer states of the last checkpoint."""
     assert [row["step"] for row in found.rows] == [row["step"] for row in wanted.rows]
+    # what a rank keeps for itself, such as the order of its buckets, another layout has not
+    shared, also = (
+        {name: tensor for name, tensor in one.tensors.items() if layouts == 1 or not name.startswith(OF_A_RANK)}
+        for one in (wanted, found)
+    )
+    assert shared.keys() == also.keys()
     if bits:
-        assert wanted.tensors.keys() == found.tensors.keys()
         assert found.rows == wanted.rows
-        assert all(torch.equal(wanted.tensors[name], found.tensors[name]) for name in wanted.tensors)
+        assert all(torch.equal(shared[name], also[name]) for name in shared)
         return
     for one, other in zip(wanted.rows, found.rows, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-10)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-10)
-    # what a rank keeps for itself, such as the order of its buckets, another layout has not
-    shared = {name: tensor for name, tensor in wanted.tensors.items() if not name.startswith(OF_A_RANK)}
-    assert shared.keys() == {name for name in found.tensors if not name.startswith(OF_A_RANK)}
     for name, tensor in shared.items():
-        error = torch.linalg.vector_norm(found.tensors[name] - tensor) / torch.linalg.vector_norm(tensor)
-        assert error < 1e-10 or torch.equal(found.tensors[name], tensor), (name, float(error))
+        error = torch.linalg.vector_norm(also[name] - tensor) / torch.linalg.vector_norm(tensor)
+        assert error < 1e-10 or torch.equal(also[name], tensor), (name, float(error))
 
 
-def killed(folder: Path, seed: int, layouts: list[str], num_kills: int) -> list[str]:
-    """Kills a run `num_kills` times, or less if it ends before, and compares; returns how its lives ended."""
+def killed(folder: Path, seed: int, layouts: list[str], num_kills: int, tables: Tables = PLAN) -> list[str]:
+    """Kills a run `num_kills` times, or less if it ends before, and compares; returns how its lives ended.
+
+    Bit for bit where it has one layout, or sums are canonical.
+    """
     print(f"seed {seed}")
     draw = random.Random(seed)
-    world, changes = LAYOUTS[layouts[0]] if len(layouts) == 1 else LAYOUTS["one"]
-    beside = folder / "undisturbed"
-    wanted = undisturbed(beside, changed(PLAN, data__files=_of(folder, PLAN)) | changes, world)
+    world, plan = laid_out(tables, layouts[0] if len(layouts) == 1 else "one")
+    wanted = undisturbed(folder / "undisturbed", changed(plan, data__files=_of(folder, tables)), world)
     told = []
-    for line in lives(folder, draw, layouts, num_kills, PLAN):
+    for line in lives(folder, draw, layouts, num_kills, tables):
         print(line)
         told.append(line)
-    assert_same(wanted, end(folder), bits=len(layouts) == 1)
+    is_canonical = "reduction" in tables.get("parallel", {})
+    assert_same(wanted, end(folder), bits=len(layouts) == 1 or is_canonical, layouts=len(layouts))
     return told
 
 
@@ -147,3 +159,11 @@ def test_six_kills_in_one_layout(folder: Path, layout: str) -> None:
 @pytest.mark.parametrize("seed", range(200, 208))
 def test_six_kills_and_a_layout_drawn_for_each_life(folder: Path, seed: int) -> None:
     killed(folder, seed, list(LAYOUTS), 6)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("seed", range(300, 304))
+def test_canonical_sums_end_with_the_bits_of_one_process_whatever_the_layouts(folder: Path, seed: int) -> None:
+    layouts = [layout for layout in LAYOUTS if "sp" not in layout]
+    killed(folder, seed, layouts, 6, changed(PLAN, parallel={"reduction": "canonical"}))

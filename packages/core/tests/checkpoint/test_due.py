@@ -56,8 +56,9 @@ def settle():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
 def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_path, monkeypatch, precision, optimizer):
-    """Writing takes longer than the step that follows, which changes every tensor that is not written yet. The second save copies
-    ahead what the first had to copy.
+    """Writing takes longer than the step that follows, which changes every tensor that is not written yet.
+
+    The second save copies ahead what the first had to copy.
     """
     options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
     tables = plan(precision__compute=precision, optimizer=options)

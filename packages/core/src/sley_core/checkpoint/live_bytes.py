@@ -159,8 +159,9 @@ class KeptMemory:
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def places(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Returns room for a contiguous copy of each of `tensors`, by the same keys; those of the call before are void. Room that
-        is never written to takes no memory.
+        """Returns room for a contiguous copy of each of `tensors`, by the same keys; those of the call before are void.
+
+        Room that is never written to takes no memory.
         """
         starts = list(accumulate((_aligned(one.nbytes) for one in tensors.values()), initial=0))
         if self._data.numel() < starts[-1]:
