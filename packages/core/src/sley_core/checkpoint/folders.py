@@ -143,11 +143,7 @@ class LocalFolder:
         return (self.path / name).stat().st_size
 
     def crc(self, name: str) -> int:
-        memory, crc, done = memoryview(bytearray(_STEP_BYTES)), 0, 0
-        while got := self.read_into(name, done, memory):
-            crc = crc32(memory[:got], crc)
-            done += got
-        return crc
+        return crc_of(self, name)
 
     def delete(self, name: str) -> None:
         (self.path / name).unlink()
@@ -188,3 +184,12 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def crc_of(folder: ReadableFolder, name: str) -> int:
+    """Reads a file part by part, into memory that is used again, and returns the CRC-32 of its bytes."""
+    memory, crc, done = memoryview(bytearray(_STEP_BYTES)), 0, 0
+    while got := folder.read_into(name, done, memory):
+        crc = crc32(memory[:got], crc)
+        done += got
+    return crc

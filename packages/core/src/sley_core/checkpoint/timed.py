@@ -12,9 +12,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
-from zlib import crc32
 
-from sley_core.checkpoint.folders import ReadableFolder
+from sley_core.checkpoint.folders import ReadableFolder, crc_of
 from sley_core.errors import RunError
 
 _STEP_BYTES = 16 << 20
@@ -100,11 +99,7 @@ class TimedFolder:
         return int(self._call(name, partial(self.folder.num_bytes, name)))
 
     def crc(self, name: str) -> int:
-        memory, crc, done = memoryview(bytearray(_STEP_BYTES)), 0, 0
-        while got := self.read_into(name, done, memory):
-            crc = crc32(memory[:got], crc)
-            done += got
-        return crc
+        return crc_of(self, name)
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
         return bool(self._call(name, partial(self.folder.is_unfinished, name, last_file)))
