@@ -86,10 +86,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style (ruff), and who may import whom (import-linter)."""
+    """Style (ruff), who may import whom (import-linter), and whether docs/errors.md has what the sources say."""
     session.install(*CONSTRAINTS, "ruff", "import-linter")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    session.run("python", ".ci/error_codes.py", "--check")
     sources = os.pathsep.join(package.source for package in PACKAGES)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "imports.toml")
