@@ -34,6 +34,7 @@ from sley_core.run import Run
 from sley_core.table import Table
 from sley_core.testing.bits import differing, trained
 from sley_core.testing.contract_model import SQUARES, Samples, Uneven, contract_plan
+from sley_core.testing.failing import fail_once
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.recorder import collectives
 from sley_core.testing.runs import gradients
@@ -105,7 +106,7 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
             _split_reduce_groups(run)
         for number in range(NUM_STEPS):
             if fail and number in (0, NUM_STEPS - 1):
-                _fail_once(run, num_micros)
+                fail_once(run, num_micros - 1)
             with collectives() as calls:
                 run.step()
             seen.calls.append(list(calls))
@@ -247,24 +248,6 @@ def _split_reduce_groups(run: Run) -> None:
     run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
         handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
-
-
-def _fail_once(run: Run, num_micros: int) -> None:
-    """One step whose last backward raises at the first layer, on all ranks; the data goes back to where it was."""
-    micros = iter(range(num_micros))
-
-    def fail(_: Tensor) -> None:
-        if next(micros) == num_micros - 1:
-            raise ValueError("the contract's failing backward")
-
-    assert run.feed is not None
-    before = run.feed.state()
-    parameter = run.book.trainable[0].parameter
-    hook = parameter.register_hook(fail)  # type: ignore[no-untyped-call]  # torch's
-    with pytest.raises(ValueError, match="the contract's failing backward"):
-        run.step()
-    hook.remove()
-    run.feed.restore(before)
 
 
 def _num_hooks(run: Run) -> int:
