@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,9 +74,7 @@ class TestText(DatasetContract):
     holds_out = True
 
     def write_files(self, folder: Path) -> None:
-        (folder / "a.txt").write_text(
-            "\n\n".join(f"{number}: the sley beats home " * 2 for number in range(12)), "utf-8"
-        )
+        (folder / "a.txt").write_text("\n\n".join(sha256(bytes([at])).hexdigest() for at in range(12)), "utf-8")
 
 
 class TestCosine(LRScheduleContract):
