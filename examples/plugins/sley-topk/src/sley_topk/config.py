@@ -21,5 +21,5 @@ class TopKConfig(Table):
 
 
 def tolerance_of(config: TopKConfig) -> float:
-    """Returns how much of a gradient may be left out, relative: the largest elements have their share of its square, or more."""
+    """Returns how much of a gradient may be left out, relative: the largest have their share of its square, or more."""
     return sqrt(1.0 - config.ratio)

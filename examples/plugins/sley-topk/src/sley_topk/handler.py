@@ -109,7 +109,9 @@ class TopK(GradientHandler):
 
     def _end(self) -> None:
         """Waits for everything that is under way, and forgets it."""
-        for one in (*self._sparse.values(), *self._dense):
-            one.wait()
+        for sparse in self._sparse.values():
+            sparse.wait()
+        for dense in self._dense:
+            dense.wait()
         self._sparse.clear()
         self._dense.clear()
