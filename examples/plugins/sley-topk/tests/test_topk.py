@@ -11,13 +11,11 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_dict
+from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.testing.contract import GradientHandlerContract, observe
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_same_stretch, stretch
 from sley_core.testing.runs import assert_parity, record
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def two_ranks(ratio: float, **changes: Any) -> dict[str, Any]:
@@ -89,3 +87,8 @@ def test_fp16_is_refused(texts: Path) -> None:
 def test_a_share_is_a_share(ratio: float) -> None:
     with pytest.raises(Exception, match="ratio"):
         plan_from_dict(two_ranks(ratio))
+
+
+def test_the_plan_of_this_package_is_valid() -> None:
+    plan = load_plan(Path(__file__).parents[1] / "plan.toml")
+    assert list(check_plan(plan, plan.world())) == []

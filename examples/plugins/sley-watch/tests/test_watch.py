@@ -14,13 +14,11 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_dict
+from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.testing.contract import GradientHandlerContract
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import stretch
 from sley_core.testing.runs import record
-
-pytestmark = pytest.mark.timeout(120)
 
 HERE = Path(__file__).parent
 NOISE: dict[str, Any] = {"use": "watch.noise", "smoothing": 0.5}
@@ -141,3 +139,8 @@ def test_the_writers_have_the_numbers(texts: Path, tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Scalars(name)[0].value == pytest.approx(row[name])
+
+
+def test_the_plan_of_this_package_is_valid() -> None:
+    plan = load_plan(Path(__file__).parents[1] / "plan.toml")
+    assert list(check_plan(plan, plan.world())) == []
