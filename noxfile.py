@@ -139,7 +139,7 @@ def isolated(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def thirdparty(session: nox.Session) -> None:
-    """The example plugins as an outsider has them, in an environment outside the repository: wheels beside those of core and dp.
+    """The example plugins as an outsider has them, in an environment outside the repository: their wheels beside core and dp.
 
     Each has its plan refused before it is installed, trained then, refused again beside another package of its name, and passes
     its tests.
