@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent / ".ci"))
 import pages
 from imports import import_rules
 from packages import PACKAGES, alone_program, assert_licensed, torch_floor
+from thirdparty import Outside, check
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_external_run = True
@@ -109,19 +110,20 @@ def typecheck(session: nox.Session) -> None:
 def isolated(session: nox.Session) -> None:
     """Each package passes its tests with nothing of Sley but core beside it, from wheels that its sdist makes.
 
-    Of a test with parameters, the first case: what a wheel lacks, it lacks for all. With arguments, what these say.
+    Of a test with parameters, the first case: what a wheel lacks, it lacks for all. With arguments, what these say. The example
+    plugins are those of `thirdparty`.
     """
     backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
     session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *backends)
     with tempfile.TemporaryDirectory() as folder:
         wheels: dict[str, Path] = {}
-        for package in PACKAGES:
+        for package in (one for one in PACKAGES if not one.is_example):
             made = Path(folder, package.module)
             build = ("python", "-m", "build", "-q", "--no-isolation")  # an environment for each archive takes minutes
             session.run(*build, "--outdir", str(made), package.folder, silent=True)
             (wheels[package.module],) = made.glob("*.whl")
             assert_licensed(package, made)
-        for package in PACKAGES:
+        for package in (one for one in PACKAGES if not one.is_example):
             session.log(f"{package.distribution}, alone with core")
             session.run("pip", "uninstall", "-q", "-y", *(other.distribution for other in PACKAGES), silent=True)
             both = sorted({str(wheels["sley_core"]), str(wheels[package.module])})
@@ -134,6 +136,20 @@ def isolated(session: nox.Session) -> None:
             chosen = session.posargs or ["-p", "first_cases", package.tests]
             env = FOR_TESTS | {"PYTHONPATH": str(ROOT / ".ci" / "plugins")}
             session.run("python", "-P", "-m", "pytest", *SIDE_BY_SIDE, *chosen, env=env)
+
+
+@nox.session(venv_backend="none", default=False)
+def thirdparty(session: nox.Session) -> None:
+    """The example plugins as an outsider has them, in an environment outside the repository: their wheels beside core and dp.
+
+    Each has its plan refused before it is installed, trained then, refused again beside another package of its name, and passes
+    its tests.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outside = Outside(session, Path(folder), Path("constraints.txt"))
+        for package in PACKAGES:
+            if package.is_example and package.distribution in (session.posargs or [package.distribution]):
+                check(session, outside, package)
 
 
 @nox.session(default=False)

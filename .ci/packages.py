@@ -23,6 +23,7 @@ class Package:
         self.manifest = tomllib.loads(pyproject.read_text("utf-8"))
         self.distribution: str = self.manifest["project"]["name"]
         self.module = next(path.parent.name for path in pyproject.parent.glob("src/*/py.typed"))
+        self.is_example = self.folder.startswith("examples/")
         self.is_plugin = self.folder.startswith(("packages/", "examples/")) and self.module != "sley_core"
 
     def build_requirements(self) -> list[str]:

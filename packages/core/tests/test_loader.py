@@ -97,9 +97,9 @@ def test_a_typo(install: Install) -> None:
     assert found.hint == "did you mean `gamma`?"
 
 
-def test_a_name_like_no_other_lists_the_plugins() -> None:
+def test_a_name_like_no_other_says_what_to_install() -> None:
     found = fault_of("quite_else", Loader(plugins={}))
-    assert found.hint == "the plugins here are `core`"
+    assert found.hint == "install the package that has it, by custom `sley-quite-else`; the plugins here are `core`"
 
 
 @pytest.mark.parametrize(

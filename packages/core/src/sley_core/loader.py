@@ -162,7 +162,10 @@ class Loader:
         if name in FIRST_PARTY:
             message = f"plugin `{name}` is not installed"
             return PluginError("plugin-missing", message, hint=to_install(name))
-        have = f"the plugins here are {', '.join(f'`{one}`' for one in self.names())}"
+        here = ", ".join(f"`{one}`" for one in self.names())
+        have = (
+            f"install the package that has it, by custom `sley-{name.replace('_', '-')}`; the plugins here are {here}"
+        )
         return PluginError(
             "plugin-unknown",
             f"there is no plugin `{name}`",

@@ -11,5 +11,9 @@ import pytest
 @pytest.fixture
 def installed(plugin_folder: Callable[..., None]) -> None:
     plugin_folder(
-        Path(__file__).parent / "own", wave="sley_wave.plugin", broken="broken_links", askew="broken_schedules"
+        Path(__file__).parent / "own",
+        wave="sley_wave.plugin",
+        broken="broken_links",
+        askew="broken_schedules",
+        torn="broken_ties",
     )

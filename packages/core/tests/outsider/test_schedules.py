@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from sley_core.errors import PlanError
+from sley_core.testing.ranks import Ranks
 from sley_core.testing.schedule_contract import ScheduleContract
 
 pytestmark = pytest.mark.usefixtures("installed")
 
-WITHOUT_RANKS = [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_stages" not in name]
+WITHOUT_RANKS = [name for name in vars(ScheduleContract) if name.startswith("test_") and "as_one_process" not in name]
 
 
 class TestHanayo(ScheduleContract):
@@ -59,6 +62,20 @@ def test_the_slowest_schedule_is_a_right_one(test: str) -> None:
 def test_a_broken_schedule_fails(name: str, test: str, words: str) -> None:
     with pytest.raises((AssertionError, PlanError), match=words):
         getattr(named(name), test)()
+
+
+def test_the_right_handler_of_ties_is_one(ranks: Callable[..., Ranks], texts: Path) -> None:
+    contract = named("one_by_one")
+    contract.tables = {"gradient_handlers": [{"use": "wave.ties"}]}  # type: ignore[misc]  # of this one alone
+    contract.test_tied_weights_train_as_one_process(ranks, texts)
+
+
+@pytest.mark.parametrize("name", ["twice", "unsummed"])
+def test_a_wrong_handler_of_ties_fails(ranks: Callable[..., Ranks], texts: Path, name: str) -> None:
+    contract = named("one_by_one")
+    contract.tables = {"gradient_handlers": [{"use": f"torn.{name}"}]}  # type: ignore[misc]  # of this one alone
+    with pytest.raises(AssertionError, match=r"differ by more than 1e-10, the worst first\n  embed"):
+        contract.test_tied_weights_train_as_one_process(ranks, texts)
 
 
 @pytest.mark.parametrize("name", ["blocked", "greedy", "forgetful"])

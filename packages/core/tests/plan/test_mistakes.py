@@ -180,7 +180,8 @@ def test_references_that_lead_nowhere(text: str, loader: Loader) -> None:
     text += '[[scheduler_hooks]]\nuse = "handlers.borrower"\npool = "pools.arna"\nmore = ["nothing.x", "plain"]\n'
     assert messages(text, loader) == [
         "unknown-record 30:8 plugin `pools` (given 0) has no memory pool `arna` | did you mean `pools.arena`?",
-        "plugin-unknown 31:9 there is no plugin `nothing` | the plugins here are `core`, `handlers`, `pools`",
+        "plugin-unknown 31:9 there is no plugin `nothing` | install the package that has it, by custom `sley-nothing`; "
+        "the plugins here are `core`, `handlers`, `pools`",
         "unknown-name 31:22 the plan has no table [pools.plain] | add it with `use`, or name a memory pool as "
         '"plugin.record"',
     ]

@@ -34,6 +34,7 @@ from sley_core.run import Run
 from sley_core.table import Table
 from sley_core.testing.bits import differing, trained
 from sley_core.testing.contract_model import SQUARES, Samples, Uneven, contract_plan
+from sley_core.testing.failing import fail_once
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.recorder import collectives
 from sley_core.testing.runs import gradients
@@ -105,7 +106,7 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
             _split_reduce_groups(run)
         for number in range(NUM_STEPS):
             if fail and number in (0, NUM_STEPS - 1):
-                _fail_once(run, num_micros)
+                fail_once(run, num_micros - 1)
             with collectives() as calls:
                 run.step()
             seen.calls.append(list(calls))
@@ -134,29 +135,29 @@ class GradientHandlerContract:
         tolerance = record.tolerance_with(config)
         assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} lets a reducer pass that sums nothing"
         for wanted, got in zip(expected, found, strict=True):
-            for name in wanted.gradients[0]:
-                due = [gradients[name] for gradients in wanted.gradients]
-                given = [gradients[name] for gradients in got.gradients]
-                if record.role == "transform":
-                    assert [one.shape for one in given] == [one.shape for one in due], name
-                elif tolerance == 0.0:
-                    _assert_equal(name, due, given, within=1e-12)
-                elif name.startswith(ALONE):
-                    _assert_equal(name, due[:1], given[:1], within=1e-12)
-                    _assert_equal(name, due, given, within=100 * LR)
-                else:
-                    _assert_within(name, due, given, tolerance)
+            due, given = wanted.gradients, got.gradients
+            if record.role == "transform":
+                shapes = [[{name: one.shape for name, one in step.items()} for step in steps] for steps in (due, given)]
+                assert shapes[0] == shapes[1], "a transform leaves gradients their shapes"
+            elif tolerance == 0.0:
+                _assert_equal(due, given, within=1e-12)
+            else:
+                left_alone = [name for name in due[0] if name.startswith(ALONE)]
+                _assert_equal(_only(due[:1], left_alone), _only(given[:1], left_alone), within=1e-12)
+                _assert_equal(_only(due, left_alone), _only(given, left_alone), within=100 * LR)
+                for name in due[0].keys() - set(left_alone):
+                    _assert_within(name, [step[name] for step in due], [step[name] for step in given], tolerance)
 
     def test_is_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
         """Two runs give the same bits, and replicas hold the same gradient of what they share."""
         first = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         second = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
-        for one, other in zip(first, second, strict=True):
-            for before, after in zip(one.gradients, other.gradients, strict=True):
-                assert all(torch.equal(before[name], after[name]) for name in before)
-        for mine, theirs in zip(first[0].gradients, first[1].gradients, strict=True):
-            shared = [name for name in mine if not name.startswith(ALONE)]
-            assert all(torch.equal(mine[name], theirs[name]) for name in shared)
+        _assert_same_bits(first, second, "a second run gives other bits")
+        for step, (mine, theirs) in enumerate(zip(first[0].gradients, first[1].gradients, strict=True)):
+            differing = [
+                name for name in mine if not name.startswith(ALONE) and not torch.equal(mine[name], theirs[name])
+            ]
+            assert not differing, f"step {step}: ranks that hold one weight have different gradients of it: {differing}"
 
     def test_ranks_issue_one_sequence_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Every rank issues the same collectives in the same order, and more micro-batches cost no more of them."""
@@ -167,16 +168,14 @@ class GradientHandlerContract:
             for step in range(NUM_STEPS):
                 assert_same_sequence([rank.calls[step] for rank in seen])
         for one, three in zip(few[0].calls, many[0].calls, strict=True):
-            assert [call.op for call in one] == [call.op for call in three]
+            less, more = [call.op for call in one], [call.op for call in three]
+            assert less == more, f"a step of one micro-batch has {len(less)} collectives, and of three {len(more)}"
 
     def test_recovers_from_a_failed_backward(self, ranks_of_two: Ranks) -> None:
         """What a failed step left is forgotten at the next `begin_step`."""
         clean = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         failed = ranks_of_two(observe, self._handlers(), 2, True, self._splits())
-        for one, other in zip(clean, failed, strict=True):
-            for before, after in zip(one.gradients, other.gradients, strict=True):
-                for name, gradient in before.items():
-                    assert torch.equal(gradient, after[name]), name
+        _assert_same_bits(clean, failed, "after a step that failed there are other bits")
 
     def test_keeps_the_order_of_canonical_sums(self, ranks_of_two: Ranks) -> None:
         """One hash with one process, where its record says so; also after a step that failed."""
@@ -187,14 +186,12 @@ class GradientHandlerContract:
         one, two = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
         assert differing([trained(one, 2)], ranks_of_two(trained, two, 2)) == []
         clean, failed = (ranks_of_two(observe, self._handlers(), 1, fail, False, "canonical") for fail in (False, True))
-        for one_rank, other in zip(clean, failed, strict=True):
-            for before, after in zip(one_rank.gradients, other.gradients, strict=True):
-                assert all(torch.equal(gradient, after[name]) for name, gradient in before.items())
+        _assert_same_bits(clean, failed, "after a step that failed canonical sums have other bits")
 
     def test_detach_leaves_nothing(self, ranks_of_two: Ranks) -> None:
         """After `Run.close` no hook of anybody is left on a parameter."""
         for seen in ranks_of_two.once(observe, self._handlers(), 1, False, self._splits()):
-            assert seen.hooks_left == 0
+            assert seen.hooks_left == 0, f"after the run {seen.hooks_left} hooks are left on parameters"
 
     def test_a_reducer_twice_or_missing_is_refused(self) -> None:
         """Core guards the list: what correctness needs is there exactly once."""
@@ -222,9 +219,27 @@ class GradientHandlerContract:
         return component.record, component.config
 
 
-def _assert_equal(name: str, due: list[Tensor], given: list[Tensor], within: float) -> None:
-    for step, (wanted, got) in enumerate(zip(due, given, strict=True)):
-        assert torch.allclose(got, wanted, rtol=within, atol=within), f"{name}, step {step}: {got} is not {wanted}"
+def _assert_same_bits(clean: list[Seen], others: list[Seen], what: str) -> None:
+    for rank, (one, other) in enumerate(zip(clean, others, strict=True)):
+        for step, (before, after) in enumerate(zip(one.gradients, other.gradients, strict=True)):
+            differing = [name for name, gradient in before.items() if not torch.equal(gradient, after[name])]
+            assert not differing, f"{what}: rank {rank}, step {step}: the gradients of {', '.join(differing)}"
+
+
+def _only(steps: list[dict[str, Tensor]], names: list[str]) -> list[dict[str, Tensor]]:
+    return [{name: step[name] for name in names} for step in steps]
+
+
+def _assert_equal(due: list[dict[str, Tensor]], given: list[dict[str, Tensor]], within: float) -> None:
+    for number, (wanted, found) in enumerate(zip(due, given, strict=True)):
+        for name, gradient in wanted.items():
+            is_close = torch.allclose(found[name], gradient, rtol=within, atol=within)
+            error, norm, due_norm = (float(one.norm()) for one in (found[name] - gradient, found[name], gradient))
+            alone = "what this rank has" if name.startswith(ALONE) else "the sum over the reduce group"
+            assert is_close, (
+                f"step {number}: the gradient of {name} is not {alone}: its norm is {norm:.3g}, not "
+                f"{due_norm:.3g}, and that of the difference {error:.3g}"
+            )
 
 
 def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance: float) -> None:
@@ -232,7 +247,9 @@ def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance:
     for num_steps in (1, NUM_STEPS):
         missing = torch.stack(given[:num_steps]).sum(0) - torch.stack(due[:num_steps]).sum(0)
         error = missing.norm() / torch.stack([one.norm() for one in due[:num_steps]]).sum().clamp_min(1e-12)
-        assert error <= tolerance, f"{name}: relative error {error:.3g} after {num_steps} steps"
+        assert error <= tolerance, (
+            f"{name}: relative error {error:.3g} after {num_steps} steps; its record allows {tolerance:.3g}"
+        )
 
 
 def _split_reduce_groups(run: Run) -> None:
@@ -247,24 +264,6 @@ def _split_reduce_groups(run: Run) -> None:
     run.store.lay_out(by_reduce_group)
     for handler in run.stepper.handlers:
         handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
-
-
-def _fail_once(run: Run, num_micros: int) -> None:
-    """One step whose last backward raises at the first layer, on all ranks; the data goes back to where it was."""
-    micros = iter(range(num_micros))
-
-    def fail(_: Tensor) -> None:
-        if next(micros) == num_micros - 1:
-            raise ValueError("the contract's failing backward")
-
-    assert run.feed is not None
-    before = run.feed.state()
-    parameter = run.book.trainable[0].parameter
-    hook = parameter.register_hook(fail)  # type: ignore[no-untyped-call]  # torch's
-    with pytest.raises(ValueError, match="the contract's failing backward"):
-        run.step()
-    hook.remove()
-    run.feed.restore(before)
 
 
 def _num_hooks(run: Run) -> int:

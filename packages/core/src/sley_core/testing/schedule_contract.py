@@ -31,6 +31,7 @@ from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Component
+from sley_core.records import GradientHandlerRecord
 from sley_core.testing.plans import small_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.runs import assert_parity_of_parts, record
@@ -106,14 +107,16 @@ class ScheduleContract:
         """Loss, norm, gradients and weights of NUM_STEPS steps, and the held-out loss."""
         if 2 not in self.stages or num_micros not in self.micros:
             pytest.skip(f"the schedule has no lists for 2 stages and {num_micros} micro-batches")
-        alone = small_plan(
-            model__num_layers=2 * self._schedule().chunks,
-            batch={"global_size": 2 * num_micros, "micro_size": 2},
-            evaluation={"every": 9, "steps": 2},
-        )
-        staged = alone | {"parallel": {"dp": 1, "pp": 2}, "pipeline": self.pipeline, **self.tables}
-        reference = record(alone, NUM_STEPS, folder=texts)
-        assert_parity_of_parts(reference, ranks(2)(record, staged, NUM_STEPS, folder=texts), "fp64")
+        self._assert_parity(ranks, texts, num_micros)
+
+    def test_tied_weights_train_as_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+        """The first and the last stage hold one weight, whose gradients the schedule's handler of ties sums, once."""
+        plan = plan_from_dict(self._staged(2))
+        if 2 not in self.stages or not any(_is_tie(one.record) for one in plan.gradient_handlers):
+            pytest.skip("its plans have no handler of ties")
+        self._assert_parity(
+            ranks, texts, 2, model__tie_embeddings=True, optimizer__clip_norm=None
+        )  # which hides one in all
 
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
         """Yields drawn numbers of stages and micro-batches, the least first, each with a source of further chance."""
@@ -121,6 +124,25 @@ class ScheduleContract:
         for seed in range(1, self.num_draws):
             chance = Random(seed)
             yield chance.choice(self.stages), chance.choice(self.micros), chance
+
+    def _alone(self, num_micros: int, **changes: Any) -> dict[str, Any]:
+        """Returns the tables of the decoder's plan, for one process."""
+        return small_plan(
+            model__num_layers=2 * self._schedule().chunks,
+            batch={"global_size": 2 * num_micros, "micro_size": 2},
+            evaluation={"every": 9, "steps": 2},
+            **changes,
+        )
+
+    def _staged(self, num_micros: int, **changes: Any) -> dict[str, Any]:
+        """Returns the same for two stages."""
+        layout = {"parallel": {"dp": 1, "pp": 2}, "pipeline": self.pipeline}
+        return self._alone(num_micros, **changes) | layout | self.tables
+
+    def _assert_parity(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int, **changes: Any) -> None:
+        reference = record(self._alone(num_micros, **changes), NUM_STEPS, folder=texts)
+        found = ranks(2)(record, self._staged(num_micros, **changes), NUM_STEPS, folder=texts)
+        assert_parity_of_parts(reference, found, "fp64")
 
     @cached_property
     def _component(self) -> Component:
@@ -133,6 +155,10 @@ class ScheduleContract:
         """Returns the schedule, made anew."""
         schedule: Schedule = self._component.build()
         return schedule
+
+
+def _is_tie(record: object) -> bool:
+    return isinstance(record, GradientHandlerRecord) and record.role == "tie"
 
 
 def _drawn_costs(positions: int, chance: Random) -> Costs:

@@ -7,6 +7,21 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, SequenceAttentionRecord, WeightCommunicatorRecord
 
 REDUCERS = ("Late", "Halves", "Hoards")
+WRONG_REDUCERS = (
+    "Mean",
+    "World",
+    "Early",
+    "Tail",
+    "Reverse",
+    "Twice",
+    "Chatty",
+    "Types",
+    "Noisy",
+    "Apart",
+    "Coarse",
+    "Watches",
+)
+INEXACT = ("Noisy", "Apart", "Coarse")
 WEIGHTS = ("Naive", "Mean", "Own", "Cached", "Eager", "Left", "Shards", "Hoards")
 ATTENTIONS = ("Naive", "Local", "Unsummed", "Together", "Stays", "Silent")
 
@@ -23,6 +38,17 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         *(
             GradientHandlerRecord(name=name.lower(), config=Nothing, build=f"naive_handlers:{name}", role="reducer")
             for name in REDUCERS
+        ),
+        *(
+            GradientHandlerRecord(
+                name=name.lower() if name != "Early" else "too_early",
+                config=Nothing,
+                build=f"wrong_handlers:{name}",
+                role="reducer",
+                exact=name not in INEXACT,
+                tolerance=2**-6,
+            )
+            for name in WRONG_REDUCERS
         ),
     ]
 

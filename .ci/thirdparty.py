@@ -1,0 +1,83 @@
+"""The example plugins as an outsider has them: from wheels, in an environment and a folder outside the repository."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+from packages import PACKAGES, ROOT, Package
+
+WITH = ("sley-core", "sley-dp", "sley-train-cli")
+"""What an outsider's environment has of Sley beside a plugin."""
+
+FEW_STEPS = ("--set", "run.steps=3", "--overwrite")
+
+
+class Outside:
+    """A fresh environment in `folder`, outside the repository, with the wheels of `WITH`."""
+
+    def __init__(self, session: nox.Session, folder: Path, constraints: Path) -> None:
+        self._session = session
+        self._folder = folder
+        self._constraints = str(constraints.resolve())
+        session.run(sys.executable, "-m", "venv", str(folder / "env"), external=True)
+        backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
+        self.install("torch", *backends)
+        self.install(*(self.wheel(package.folder) for package in PACKAGES if package.distribution in WITH))
+        session.chdir(folder)
+
+    def install(self, *requirements: str) -> None:
+        """Installs what pip is told."""
+        self.run("python", "-m", "pip", "install", "-q", "-c", self._constraints, *requirements)
+
+    def wheel(self, source: str | Path) -> str:
+        """Builds a package from the folder `source`; returns the wheel's path."""
+        made = self._folder / "wheels" / str(len(list(self._folder.glob("wheels/*"))))
+        build = ("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(made))
+        self.run(*build, str((ROOT / source).resolve()))
+        (found,) = made.glob("*.whl")
+        return str(found)
+
+    def run(self, command: str, *arguments: str, code: int = 0) -> str:
+        """Runs a command of the environment; returns what it prints. Fails the session unless it exits with `code`."""
+        program = str(self._folder / "env" / "bin" / command)
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None}
+        found = self._session.run(program, *arguments, env=env, external=True, silent=True, success_codes=[code])
+        return str(found)
+
+    def copied(self, source: str, name: str) -> Path:
+        """Copies a folder of the repository here, under this name; returns the copy."""
+        return Path(shutil.copytree(ROOT / source, self._folder / name))
+
+
+def check(session: nox.Session, outside: Outside, package: Package) -> None:
+    """An example plugin: refused where it is not installed, then installed, its plan trained and its tests passed."""
+    name = package.distribution.removeprefix("sley-")
+    session.log(f"{package.distribution}, from its wheel")
+    here = outside.copied(package.folder, package.distribution)
+    plan = here / "plan.toml"
+    if plan.exists():
+        told = outside.run("train-cli", "run", str(plan), *FEW_STEPS, code=4)
+        assert f"there is no plugin `{name}`" in told, told
+        assert f"install the package that has it, by custom `{package.distribution}`" in told, told
+    outside.install(wheel := outside.wheel(here), *package.test_requirements())
+    if plan.exists():
+        outside.run("train-cli", "run", str(plan), *FEW_STEPS)
+        refuse_two_of_one_name(outside, package, plan)
+        outside.install("--no-deps", "--force-reinstall", wheel)  # the other one had modules of the same name
+    outside.run("python", "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", str(here / "tests"))
+
+
+def refuse_two_of_one_name(outside: Outside, package: Package, plan: Path) -> None:
+    """Another distribution with the same plugin: a plan that names it is refused, and both are named."""
+    other = f"other-{package.distribution}"
+    copy = outside.copied(package.folder, other)
+    manifest = copy / "pyproject.toml"
+    manifest.write_text(manifest.read_text("utf-8").replace(f'name = "{package.distribution}"', f'name = "{other}"'))
+    outside.install("--no-deps", outside.wheel(copy))
+    told = outside.run("train-cli", "run", str(plan), *FEW_STEPS, code=4)
+    assert package.distribution in told.replace(other, ""), told
+    assert other in told, told
+    outside.run("python", "-m", "pip", "uninstall", "-q", "-y", other)

@@ -1,0 +1,1 @@
+"""Gradients of which the largest elements travel: a plugin for Sley that uses its public modules alone."""

@@ -1,0 +1,117 @@
+"""`topk.reducer`: top-k sums with error feedback (Stich et al. 2018; Lin et al. 2018, Deep Gradient Compression)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.api.comm import Pending, SentBytes, all_reduce
+from sley_core.protocols import GradientHandler, HandlerExchange
+from sley_topk.config import TopKConfig
+from sley_topk.sparse import SparseSum
+
+if TYPE_CHECKING:
+    from sley_core.api.parts import Entry, Parts, StepState
+
+INDEX_BYTES = 8
+"""Of an element's place, int64."""
+
+
+class TopK(GradientHandler):
+    """Each rank adds what it left out before to its gradient, sends the largest elements of that, and keeps the rest.
+
+    What it keeps, an error per parameter, is as large as the gradient. A step that fails changes none of it; after a step that
+    was not taken, for want of finite numbers, all of it is dropped.
+    """
+
+    def __init__(self, config: TopKConfig) -> None:
+        self.config = config
+        self._errors: dict[str, Tensor] = {}
+        self._sparse: dict[str, SparseSum] = {}
+        self._dense: list[Pending] = []
+        self._sent = SentBytes()
+
+    def attach(self, parts: Parts) -> None:
+        self._store, self._groups, self._book = parts.store, parts.groups, parts.book
+
+    def begin_step(self, step: StepState) -> None:
+        self._sent.begin_step()
+        self._end()  # what a failed step has left
+        trained = {entry.name for entry in self._book if entry in self._store}
+        if not step.was_taken:
+            trained = set()  # errors of gradients that were not finite; on all ranks alike
+        self._errors = {name: error for name, error in self._errors.items() if name in trained}
+
+    def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        group = self._groups[entry.reduce_group]
+        if group.size == 1:
+            return
+        gradient = self._store.gradient(entry)
+        if not self._is_sparse(entry):
+            # The entry's reduce group; the store reports entries in one order on all of its ranks.
+            self._dense.append(all_reduce(gradient, group, what=entry.name))
+            self._sent.add(gradient, group, passes=2)
+            return
+        if entry.name in self._errors:
+            gradient += self._errors[entry.name].view_as(gradient)
+        self._sparse[entry.name] = SparseSum(gradient, self.config.ratio, group, self._sent, entry.name)
+
+    def finish_step(self, step: StepState) -> None:
+        for name, one in self._sparse.items():
+            if name not in self._errors:
+                self._errors[name] = torch.empty_like(self._store.gradient(self._book[name])).view(-1)
+            one.finish(self._errors[name])
+        self._sparse.clear()
+        self._end()
+        self._sent.end_step()
+
+    def counts(self) -> dict[str, float]:
+        """Returns the bytes that a step sends."""
+        return self._sent.counts()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the errors, for those who move memory."""
+        yield from self._errors.items()
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Returns the errors by the parameters' names, for checkpoints: with them the next sums are as if nothing had been."""
+        return dict(self._errors)
+
+    def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
+        """Takes what `kept` returned."""
+        entries = {entry.name: entry for entry in self._book if entry in self._store}
+        self._errors = {
+            name: error.to(entries[name].parameter.device, copy=True) for name, error in kept.items() if name in entries
+        }
+
+    def exchanges(self) -> list[HandlerExchange]:
+        """Returns what a step exchanges."""
+        found: list[HandlerExchange] = []
+        for entry in self._book.trainable:
+            group = self._groups[entry.reduce_group]
+            width = self._store.gradient(entry).element_size()
+            if group.size == 1:
+                continue
+            if not self._is_sparse(entry):
+                found.append(HandlerExchange("sum", entry.reduce_group, entry.numel * width, (entry,)))
+                continue
+            count = ceil(self.config.ratio * entry.numel) * group.size
+            for size in (width, INDEX_BYTES):
+                found.append(HandlerExchange("gather", entry.reduce_group, count * size, (entry,)))
+        return found
+
+    def _is_sparse(self, entry: Entry) -> bool:
+        return entry.numel >= max(1, self.config.min_numel)
+
+    def _end(self) -> None:
+        """Waits for everything that is under way, and forgets it."""
+        for sparse in self._sparse.values():
+            sparse.wait()
+        for dense in self._dense:
+            dense.wait()
+        self._sparse.clear()
+        self._dense.clear()

@@ -1,0 +1,48 @@
+"""What this package offers to Sley. Imports no torch: it is read to check a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sley_core.hookspecs import hookimpl
+from sley_core.records import GradientHandlerRecord, Problem
+from sley_watch.config import LayersConfig, NoiseConfig
+
+if TYPE_CHECKING:
+    from sley_core.api.plan import Plan, Topology
+
+
+@hookimpl
+def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
+    return [
+        GradientHandlerRecord(
+            name="noise",
+            config=NoiseConfig,
+            build="sley_watch.noise:Noise",
+            role="observer",
+            before=("reducer",),
+            summary="the gradient noise scale, from the gradients of ranks and their sum",
+        ),
+        GradientHandlerRecord(
+            name="layers",
+            config=LayersConfig,
+            build="sley_watch.layers:Layers",
+            role="observer",
+            summary="the norms of each layer's gradient and weights",
+        ),
+    ]
+
+
+@hookimpl
+def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
+    for number, handler in enumerate(plan.gradient_handlers):
+        if not isinstance(handler.config, NoiseConfig):
+            continue
+        path = ("gradient_handlers", number, "use")
+        if topology.dp == 1 or topology.pp * topology.sp * topology.wp > 1:
+            message = "`watch.noise` compares gradients of replicas with their sum: it needs dp = 2 or more, and no other axis"
+            yield Problem(path, message, "leave it out, or measure the noise in a run over `dp` alone", "watch-layout")
+        if plan.precision.compute == "fp16":
+            message = "`watch.noise` looks at gradients before they are unscaled, so fp16's loss scale would be in its numbers"
+            yield Problem(path, message, 'use compute = "bf16"', "handler-precision")

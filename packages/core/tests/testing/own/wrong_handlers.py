@@ -1,0 +1,142 @@
+"""Gradient handlers that are wrong in one way each; `Late` of `naive_handlers` is the right one that they begin from."""
+
+from __future__ import annotations
+
+from random import SystemRandom
+
+import torch
+from naive_handlers import Late
+
+from sley_core.api.comm import all_reduce
+from sley_core.protocols import GradientHandler
+
+WIRE = 64
+"""Elements of an exchange that has room for any gradient of the contract's model."""
+
+
+class Mean(Late):
+    """Averages over the ranks."""
+
+    def finish_step(self, step) -> None:
+        ready = list(self._ready)
+        super().finish_step(step)
+        for entry in ready:
+            self._parts.store.gradient(entry).div_(self._parts.groups[entry.reduce_group].size)
+
+
+class World(Late):
+    """Sums over all ranks, whatever the entry's group is."""
+
+    def finish_step(self, step) -> None:
+        for entry in self._ready:
+            all_reduce(self._parts.store.gradient(entry), self._parts.groups["all"], what=entry.name).wait()
+
+
+class Early(GradientHandler):
+    """Sums a whole buffer when the first of its entries is ready."""
+
+    def __init__(self, config) -> None:
+        self._summed = []
+
+    def attach(self, parts) -> None:
+        self._store, self._groups = parts.store, parts.groups
+
+    def begin_step(self, step) -> None:
+        self._summed = []
+
+    def gradient_ready(self, entry, step) -> None:
+        buffer = next(one for one in self._store.buffers if entry in one.entries)
+        if buffer not in self._summed:
+            self._summed.append(buffer)
+            all_reduce(buffer.data, self._groups[buffer.reduce_group], what="a buffer").wait()
+
+
+class Tail(Late):
+    """Sums whole blocks of four elements, and not what is left."""
+
+    def finish_step(self, step) -> None:
+        for entry in self._ready:
+            flat = self._parts.store.gradient(entry).view(-1)
+            whole = flat[: flat.numel() // 4 * 4]
+            if whole.numel():
+                all_reduce(whole, self._parts.groups[entry.reduce_group], what=entry.name).wait()
+
+
+class Reverse(Late):
+    """Goes through the entries the other way round on the second rank, by exchanges of one size."""
+
+    def finish_step(self, step) -> None:
+        shared = [entry for entry in self._ready if self._parts.groups[entry.reduce_group].size > 1]
+        for entry in shared[:: -1 if self._parts.world.rank else 1]:
+            gradient = self._parts.store.gradient(entry)
+            wire = gradient.new_zeros(WIRE)
+            wire[: gradient.numel()] = gradient.view(-1)
+            all_reduce(wire, self._parts.groups[entry.reduce_group], what="a gradient").wait()
+            gradient.copy_(wire[: gradient.numel()].view_as(gradient))
+
+
+class Twice(Late):
+    """Sums what it has summed."""
+
+    def finish_step(self, step) -> None:
+        ready = list(self._ready)
+        super().finish_step(step)
+        self._ready = ready
+        super().finish_step(step)
+
+
+class Chatty(Late):
+    """Exchanges something for each micro-batch."""
+
+    def finish_step(self, step) -> None:
+        for _ in range(step.num_micros):
+            all_reduce(torch.zeros(1), self._parts.groups["control"], what="nothing").wait()
+        super().finish_step(step)
+
+
+class Types(Late):
+    """Exchanges something of another type on each rank."""
+
+    def finish_step(self, step) -> None:
+        given = (torch.zeros(4), torch.zeros(4, dtype=torch.int32))[self._parts.world.rank]
+        all_reduce(given, self._parts.groups["control"], what="what each has").wait()
+        super().finish_step(step)
+
+
+class Noisy(Late):
+    """Rounds by chance, which nobody seeds."""
+
+    def finish_step(self, step) -> None:
+        ready = list(self._ready)
+        super().finish_step(step)
+        for entry in ready:
+            self._parts.store.gradient(entry).mul_(1 + 1e-4 * SystemRandom().random())
+
+
+class Apart(Late):
+    """Rounds on each rank for itself."""
+
+    def finish_step(self, step) -> None:
+        ready = list(self._ready)
+        super().finish_step(step)
+        for entry in ready:
+            self._parts.store.gradient(entry).mul_(1 + 1e-4 * self._parts.world.rank)
+
+
+class Coarse(Late):
+    """Drops every second element, though its record allows 2^-6."""
+
+    def finish_step(self, step) -> None:
+        for entry in self._ready:
+            if self._parts.groups[entry.reduce_group].size > 1:
+                self._parts.store.gradient(entry).view(-1)[::2] = 0
+        super().finish_step(step)
+
+
+class Watches(Late):
+    """Has autograd hooks of its own, and leaves them."""
+
+    def attach(self, parts) -> None:
+        super().attach(parts)
+        for entry in parts.book.trainable:
+            entry.parameter.register_hook(lambda gradient: None)

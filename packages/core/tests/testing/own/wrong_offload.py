@@ -1,0 +1,139 @@
+"""The simplest offload manager that holds its contract, and some that are wrong in one way each."""
+
+from __future__ import annotations
+
+from sley_core.api.memory import Moved, OffloadManager, Where, free, grow, is_away, storage_id
+
+PARTS = ("weights", "buffers", "masters", "optimizer_states")
+
+
+class Naive(OffloadManager):
+    """Copies each storage to the host and back, and waits for every copy at once."""
+
+    parts = PARTS
+
+    def __init__(self, config) -> None:
+        self._away = {}
+        self._moved = {part: Moved() for part in PARTS}
+
+    def attach(self, parts, holdings) -> None:
+        self._device = parts.world.device
+        self._holdings = holdings
+        self._stream = self._device.copy_stream()
+
+    def offload(self, part):
+        moved = self._moved[part]
+        if part in self._away:
+            moved.num_no_ops += 1
+            return lambda: None
+        self._stream.follow()
+        self._away[part] = [(one.memory, self._copied(one.memory)) for one in self._holdings.pieces(part)]
+        self._hold(self._stream.record())
+        moved.given_back = sum(free(memory) for memory, _ in self._away[part])
+        moved.copied_out += moved.given_back
+        return lambda: None
+
+    def onload(self, part):
+        moved = self._moved[part]
+        if part not in self._away:
+            moved.num_no_ops += 1
+            return lambda: None
+        copies = self._away.pop(part)  # the host's memory stays until its copies are done
+        for memory, copy in copies:
+            grow(memory, copy.data.nbytes)
+            self._stream.follow()
+            self._stream.copy(memory, copy.data)
+        self._hold(self._stream.record())
+        return lambda: None
+
+    def require(self, part, what) -> None:
+        if part in self._away:
+            raise is_away(part, what)
+
+    def where(self, part):
+        return Where.AWAY if part in self._away else Where.HERE
+
+    def moved(self, part):
+        return self._moved[part]
+
+    def host(self, part):
+        return {storage_id(memory): copy.data for memory, copy in self._away.get(part, ())}
+
+    def detach(self) -> None:
+        for part in PARTS:
+            self.onload(part)
+
+    def _copied(self, memory):
+        copy = self._device.host_memory(memory.nbytes)
+        self._stream.copy(copy.data, memory)
+        return copy
+
+    def _hold(self, event) -> None:
+        event.hold_device()
+        event.wait()
+
+
+class Careless(Naive):
+    """Waits for no copy."""
+
+    def _hold(self, event) -> None:
+        pass
+
+
+class Skips(Naive):
+    """Copies whole blocks of 256 bytes, and not what is left."""
+
+    def _copied(self, memory):
+        copy = self._device.host_memory(memory.nbytes)
+        end = memory.nbytes // 256 * 256
+        self._stream.copy(copy.data[:end], memory[:end])
+        return copy
+
+
+class Open(Naive):
+    """Refuses nothing."""
+
+    def require(self, part, what) -> None:
+        pass
+
+
+class Vague(Naive):
+    """Refuses, and does not say what."""
+
+    def require(self, part, what) -> None:
+        if part in self._away:
+            raise is_away("memory", what)
+
+
+class Twice(Naive):
+    """Copies again what is away, and counts that."""
+
+    def offload(self, part):
+        if part in self._away:
+            self.onload(part)
+        return super().offload(part)
+
+
+class Stays(Naive):
+    """Leaves memory where it is when the run closes."""
+
+    def detach(self) -> None:
+        pass
+
+
+class Half(Naive):
+    """Frees every second storage."""
+
+    def offload(self, part):
+        wait = super().offload(part)
+        for memory, copy in self._away[part][::2]:
+            if not memory.untyped_storage().nbytes():
+                grow(memory, copy.data.nbytes)
+        return wait
+
+
+class Silent(Naive):
+    """Counts no bytes."""
+
+    def moved(self, part):
+        return Moved(num_no_ops=self._moved[part].num_no_ops)

@@ -1,0 +1,109 @@
+"""Metrics writers: one that holds its contract, and some that are wrong in one way each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from sley_core.protocols import MetricsWriter
+
+FILE = "numbers.txt"
+
+
+class Naive(MetricsWriter):
+    """A line of JSON for each row."""
+
+    mode = "a"
+
+    def __init__(self, config, folder: Path) -> None:
+        self.path = folder / FILE
+        self.file = self.path.open(self.mode)
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def rewind(self, step: int) -> None:
+        self.file.close()
+        lines = self.path.read_text().splitlines(keepends=True)
+        self.path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        self.file = self.path.open("a")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Begins(Naive):
+    """Begins the file anew."""
+
+    mode = "w"
+
+
+class First(Naive):
+    """Writes the names of its first row alone, as a table with a head does."""
+
+    names: tuple[str, ...] = ()
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        self.names = self.names or tuple(row)
+        super().write({name: row[name] for name in self.names if name in row})
+
+
+class Whole(Naive):
+    """Writes whole numbers alone."""
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        super().write({name: int(value) if abs(value) < 1e9 else value for name, value in row.items()})
+
+
+class Late(Naive):
+    """Leaves rows in its buffer."""
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        self.file.write(json.dumps(row) + "\n")
+
+
+class Deaf(Naive):
+    """Rewinds nothing."""
+
+    def rewind(self, step: int) -> None:
+        pass
+
+
+class Eager(Naive):
+    """Rewinds one step too many."""
+
+    def rewind(self, step: int) -> None:
+        super().rewind(step - 1)
+
+
+class Once(Naive):
+    """Has no file any more after `close`."""
+
+    def close(self) -> None:
+        self.file.flush()
+        self.file.close()
+        del self.file
+
+
+class Mute(Naive):
+    """Goes on where the disk is full, and says nothing."""
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        with suppress(OSError):
+            super().write(row)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+class Strict(Naive):
+    """Writes no row with a number that is not finite."""
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        with suppress(ValueError):
+            self.file.write(json.dumps(row, allow_nan=False) + "\n")
+            self.file.flush()

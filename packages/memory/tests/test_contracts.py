@@ -1,0 +1,24 @@
+"""The pool and the offload managers of `memory` hold their contracts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sley_core.testing.offload_contract import OffloadManagerContract
+from sley_core.testing.pool_contract import MemoryPoolContract
+
+
+class TestSizeClasses(MemoryPoolContract):
+    pool: ClassVar[dict[str, Any]] = {"use": "memory.size_classes"}
+
+
+class TestEverything(OffloadManagerContract):
+    offload: ClassVar[dict[str, Any]] = {"use": "memory.everything", "bucket_mb": 0.004}
+
+
+class TestBetweenSteps(OffloadManagerContract):
+    offload: ClassVar[dict[str, Any]] = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}
+
+
+class TestGradients(OffloadManagerContract):
+    offload: ClassVar[dict[str, Any]] = {"use": "memory.gradients"}
