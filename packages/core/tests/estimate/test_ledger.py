@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.ledger import Ledger, StepPlace
 from sley_core.estimate.bytes.recipes import Recipes
+from sley_core.losses.cross_entropy import CHUNK_ELEMENTS, SumOfCrossEntropies
+from sley_core.model.alike import alike, counted
 
 NOWHERE = StepPlace(1, "F0.0", "")
 
@@ -95,3 +97,26 @@ def test_a_fake_tensor_made_fast_is_as_torch_makes_it(ledger):
         assert vars(made) == vars(usual)
         assert (made.device, made.dtype, made.shape) == (usual.device, usual.dtype, usual.shape)
         assert (made + 1).device == device
+
+
+def of_a_loss(ledger: Ledger) -> tuple[int, int]:
+    """The peak of 12 chunks of logits, and how many pieces of memory there were."""
+    logits = torch.empty(12 * (CHUNK_ELEMENTS["cpu"] >> 10), 1 << 10, requires_grad=True)
+    SumOfCrossEntropies.apply(logits, torch.zeros(len(logits), dtype=torch.int64), -100, 0.1).backward()
+    return ledger.peak()[0], len(ledger.pieces)
+
+
+def test_chunks_that_take_the_same_are_looked_at_until_nothing_is_new():
+    every, few = Ledger(lambda: NOWHERE), Ledger(lambda: NOWHERE)
+    with FakeTensors(every):
+        peak, num_pieces = of_a_loss(every)
+    with FakeTensors(few), counted(lambda: few.now):
+        found, num_looked_at = of_a_loss(few)
+    assert found == peak
+    assert num_looked_at < num_pieces / 2
+
+
+def test_chunks_that_leave_something_behind_are_all_looked_at(ledger):
+    with FakeTensors(ledger), counted(lambda: ledger.now):
+        kept = [torch.empty(number) for number in alike(range(1, 9))]
+    assert len(kept) == 8

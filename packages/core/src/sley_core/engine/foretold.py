@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Foretold:
-    """`foretold(stage, chunk)` describes what that chunk hands on."""
+    """`foretold(stage, chunk)` describes what that chunk hands on. outputs: of each position of the model but the last."""
 
     def __init__(self, placement: Placement, outputs: Sequence[Description]) -> None:
         self._placement = placement
-        self._outputs = outputs
+        self.outputs = outputs
 
     def __call__(self, stage: int, chunk: int) -> Description:
         """Returns the description of the output of a chunk that is not the last one."""
-        return self._outputs[self._placement.position(stage, chunk)]
+        return self.outputs[self._placement.position(stage, chunk)]
 
 
 def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Foretold:

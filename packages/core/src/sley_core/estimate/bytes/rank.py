@@ -34,6 +34,7 @@ from sley_core.model.alike import counted
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sley_core.draft import Draft
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
@@ -75,13 +76,15 @@ class RankBytes:
     of_micros: int
 
 
-def rank_bytes(plan: Plan, rank: int, size: int, recipes: Recipes | None = None) -> RankBytes:
+def rank_bytes(
+    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
+) -> RankBytes:
     """Returns what rank `rank` of `size` holds. Needs neither devices nor peers; blocks no other rank.
 
-    recipes: of ranks that were asked before, which spare time.
+    recipes: of ranks that were asked before, which spare time. draft: as `assemble` takes it.
     Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
-    with fake_run(plan, rank, size, recipes) as (run, ledger, _):
+    with fake_run(plan, rank, size, recipes, draft) as (run, ledger, _):
         of_micros = plan.num_micros(run.topology)
         taken = fewest_micros(run.stepper.lists, of_micros)
         batch = micro_batch(plan, run.dataset)
@@ -96,7 +99,7 @@ def rank_bytes(plan: Plan, rank: int, size: int, recipes: Recipes | None = None)
 
 @contextmanager
 def fake_run(
-    plan: Plan, rank: int, size: int, recipes: Recipes | None = None
+    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
 
@@ -106,7 +109,7 @@ def fake_run(
     ledger = Ledger(standing.place)
     tensors = FakeTensors(ledger, recipes or Recipes())
     device = FakeDevice(torch.device("cpu"), tensors=tensors)
-    with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world) as run:
+    with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)
         yield run, ledger, tensors
 

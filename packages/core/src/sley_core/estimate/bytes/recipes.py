@@ -33,13 +33,17 @@ class Recipes:
         self._made: dict[Hashable, Any] = {}
         self.num_used = 0
 
+    def learn(self, other: Recipes) -> None:
+        """Takes over what `other` remembers."""
+        self._made |= other._made
+
     def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
         """Returns what a call is known by; None for one that is never remembered."""
         if func in _NEVER or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
             return None
         try:
             named = tuple((name, _key(value)) for name, value in kwargs.items()) if kwargs else ()
-            return func, tuple(map(_key, args)), named
+            return func.name(), tuple(map(_key, args)), named  # by name: this may go to another process
         except _UnknownError:
             return None
 
