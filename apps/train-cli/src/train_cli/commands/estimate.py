@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
 from train_cli.seconds import seconds_data, seconds_lines, seconds_of
+from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,7 +70,7 @@ def stages(plan: Plan, size: int) -> list[RankBytes]:
     from sley_core.estimate.bytes.stages import stage_bytes
 
     try:
-        return list(stage_bytes(plan, size, cores=len(os.sched_getaffinity(0))))
+        return list(stage_bytes(plan, size, cores=num_cores()))
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 
