@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from sley_core.estimate.bytes.ledger import Ledger
 from sley_core.estimate.bytes.recipes import Recipes
+from sley_core.estimate.bytes.scratch import scratch_bytes
 from sley_core.model.plain import PLAIN
 
 MOST_NUMBERS = 1 << 20
@@ -80,13 +81,15 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
             return self._ask(func, types, args, kwargs)
         made = self.recipes.make(self, key, args, kwargs)
         if made is not None:
-            for new in made[1]:
+            result, news, scratch = made
+            for new in news:
                 self.ledger.see(new)
+            self.ledger.pass_by(scratch)
             if self.listener is not None:
-                self.listener(func, args, kwargs, made[0])
-            return made[0]
+                self.listener(func, args, kwargs, result)
+            return result
         found = self._ask(func, types, args, kwargs)
-        self.recipes.remember(key, args, kwargs, found)
+        self.recipes.remember(key, args, kwargs, found, scratch_bytes(func, args, kwargs, found))
         return found
 
     def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -102,6 +105,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
             self._depth -= 1
         if not self._depth:  # what torch decomposes on the way is one operation
             self._see(found)
+            self.ledger.pass_by(scratch_bytes(func, args, kwargs, found))
             if self.listener is not None:
                 self.listener(func, args, kwargs, found)
         return found

@@ -106,6 +106,13 @@ class Ledger:
             self.pieces.append(made)
             self.now += num_bytes
 
+    def pass_by(self, num_bytes: int) -> None:
+        """Notes memory that comes and goes at once: an operator's own, beside its result."""
+        if num_bytes:
+            self.num_events += 2
+            place = self.where()
+            self.pieces.append(MemoryPiece(num_bytes, self.num_events - 1, place, self.num_events, place))
+
     def address(self, storage: torch.UntypedStorage) -> int:
         """Returns where `storage` would lie: no two that are there overlap. 0 for one without memory, as torch says."""
         key, num_bytes = storage._cdata, storage.nbytes()

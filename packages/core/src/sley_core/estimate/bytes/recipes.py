@@ -49,9 +49,9 @@ class Recipes:
 
     def make(
         self, mode: FakeTensors, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, Sequence[Tensor]] | None:
-        """Returns the result of a call as it was before, of fake tensors of `mode`, and which of them have new memory; None
-        if it is not known.
+    ) -> tuple[Any, Sequence[Tensor], int] | None:
+        """Returns the result of a call as it was before, of fake tensors of `mode`, which of them have new memory, and its
+        scratch bytes; None if it is not known.
         """
         if key not in self._made:
             return None
@@ -60,10 +60,10 @@ class Recipes:
         new: list[Tensor] = []
         made = self._made[key]
         results = [_result(mode, one, given, new) for one in made[1]]
-        return (made[0](results) if made[0] is not None else results[0]), new
+        return (made[0](results) if made[0] is not None else results[0]), new, made[2]
 
-    def remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> None:
-        """Takes note of what a call made, if it can be made again."""
+    def remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], found: Any, scratch: int) -> None:
+        """Takes note of what a call made, if it can be made again. scratch: bytes that it took while it ran."""
         given = _tensors(args, kwargs)
         kind = type(found) if isinstance(found, tuple | list) else None
         try:
@@ -77,7 +77,7 @@ class Recipes:
             if one[0] == "new"
         ]
         if kind in (None, tuple, list) and len(set(news)) == len(news):
-            self._made[key] = kind, made
+            self._made[key] = kind, made, scratch
 
 
 def _result(mode: FakeTensors, made: Any, given: Sequence[FakeTensor], new: list[Tensor]) -> Any:
