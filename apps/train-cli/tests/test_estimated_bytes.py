@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
 
 OWN = Path(__file__).parent / "own"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
 PLAN = small_plan(
     model={"use": "core.llama", "num_layers": 4, "hidden": 128, "heads": 4},
     data__sequence=64,
@@ -56,10 +59,15 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
         tie = [{"use": "pp.shared_modules"}] if pp > 1 and tables["model"].get("tie_embeddings") else []
         if draw.random() < 0.7:
             tables["gradient_handlers"] = [{"use": reducer, "bucket_mb": draw.choice([0.1, 25.0])}, *tie]
+        elif tie:
+            tables["gradient_handlers"] = [{"use": "core.each"}, *tie]
+        if sp == wp == 1 and draw.random() < 0.15:
+            tables["parallel"]["reduction"] = "canonical"
         policies = ["core.keep", "core.recompute", "memory.selective", "memory.host"]
         tables["activations"] = {"use": draw.choice(policies)}
         if draw.random() < 0.3:
-            tables["offload"] = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.5}]
+            states = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.5}
+            tables["offload"] = [draw.choice([states, {"use": "memory.host_optimizer", "bucket_mb": 0.5}])]
         try:
             if not check_plan(plan_from_dict(tables, folder), world):
                 return tables
@@ -83,28 +91,42 @@ def own(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("world", "num_plans"),
     [
         (1, 2),
-        pytest.param(2, 6, marks=pytest.mark.campaign),
-        pytest.param(1, 20, marks=pytest.mark.campaign),
-        pytest.param(2, 80, marks=pytest.mark.campaign),
-        pytest.param(4, 80, marks=pytest.mark.campaign),
-        pytest.param(8, 20, marks=pytest.mark.campaign),
+        (2, 2),
+        pytest.param(1, 40, marks=pytest.mark.campaign),
+        pytest.param(2, 70, marks=pytest.mark.campaign),
+        pytest.param(4, 60, marks=pytest.mark.campaign),
+        pytest.param(8, 30, marks=pytest.mark.campaign),
     ],
 )
 def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, own: Path, world: int, num_plans: int) -> None:
-    """States to the byte, on every rank; the peak nearly so."""
+    """States to the byte, on every rank; the peak nearly so, on the rank where it is worst."""
     seed = 13 if num_plans < 10 else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed * 100 + world)
     plans = [drawn(draw, world, own) for _ in range(num_plans)]
     found = ranks(world, 200 * num_plans)(measured, plans, own)
-    errors = []
-    for number, tables in enumerate(plans):
-        for rank in range(world):
-            real, estimated = found[rank][number], rank_bytes(plan_from_dict(tables, own), rank, world)
-            errors.append((estimated.peak - real.peak) / real.peak)
-            print(f"{errors[-1]:+.4f} of {real.peak} on rank {rank}, at {estimated.place}: {tables}")
-            assert estimated.states == real.states, (rank, tables)
+    errors = [worst_error(tables, own, [on[number] for on in found]) for number, tables in enumerate(plans)]
     far = sorted(map(abs, errors))
     print("the peak is off by (median, 95 %, most):", far[len(far) // 2], far[int(0.95 * (len(far) - 1))], far[-1])
     assert far[-1] <= MOST
     assert far[int(0.95 * (len(far) - 1))] <= USUAL
+
+
+def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> float:
+    """How far the estimated peak is from the real one, relative, on the rank where it is farthest. States must be equal."""
+    errors = []
+    for rank, one in enumerate(real):
+        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real))
+        errors.append((estimated.peak - one.peak) / one.peak)
+        print(f"{errors[-1]:+.4f} of {one.peak} on rank {rank}, at {estimated.place}: {tables}")
+        assert estimated.states == one.states, (rank, tables)
+    return max(errors, key=abs)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.campaign
+def test_an_example_takes_what_was_estimated(ranks: Any, path: Path) -> None:
+    tables = tomllib.loads(path.read_text("utf-8"))
+    size = plan_from_dict(tables, path.parent).world()
+    (real,) = zip(*ranks(size, 200)(measured, [tables], path.parent), strict=True)
+    assert abs(worst_error(tables, path.parent, real)) <= MOST

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.groups import Groups
 from sley_core.comm.malloc import keep_freed_memory
-from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
 from sley_core.data.slices import sliced_info
-from sley_core.draft import DTYPES, draft_model, dtypes, layer_costs_of
+from sley_core.draft import DTYPES, Draft, draft_of, dtypes
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
 from sley_core.engine.call import LayerCaller
@@ -39,7 +37,7 @@ from sley_core.engine.parts import Parts
 from sley_core.engine.pools import Pools
 from sley_core.engine.positions import OverPositions
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
-from sley_core.engine.stage import Stage, stage_of
+from sley_core.engine.stage import Stage
 from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
@@ -82,34 +80,34 @@ if TYPE_CHECKING:
     from sley_core.topology import Topology
 
 
-def assemble(plan: Plan, world: World, *, folder: Path | None = None) -> Run:
+def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Draft | None = None) -> Run:
     """Returns the run of `plan` on this rank of `world`; every rank calls it, and it communicates.
 
     folder: where rank 0's metrics writers and every rank's profiler write; if it is None (on all ranks alike) nothing
-    is written. In a fake world nothing is allocated and no data is read; on meta the run can be inspected, not stepped.
+    is written. draft: of this plan and a world of this size, of which no run was made; left out, it is made here. In a fake
+    world nothing is allocated and no data is read; on meta the run can be inspected, not stepped.
 
     Raises PlanError for all that the plan's checks find, RunError if ranks disagree; then the model has no patches.
     """
     undo = ExitStack()
     try:
-        return _assemble(plan, world, folder, undo)
+        return _assemble(plan, world, folder, draft, undo)
     except BaseException:
         undo.close()
         raise
 
 
-def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) -> Run:
+def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None, undo: ExitStack) -> Run:
     """Does as `assemble`. undo: collects what detaches each part from the model; the run closes it."""
     if problems := check_plan(plan, world.size):
         raise PlanError.many(problems)
     if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu" and not world.is_fake:
         keep_freed_memory()
     topology = plan.topology(world.size)
-    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model = draft_model(plan, dataset.info)
+    draft = draft or draft_of(plan, world)
+    dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
     names, sizes = names_of(model.layers), model.num_parameters()
-    costs, notes = layer_costs_of(plan, world, model)
-    stage = stage_of(plan, topology, world.rank, model, costs)
+    stage = draft.stage.at(topology.coordinates(world.rank).stage)
     groups = join(plan, world, topology, model, stage, dataset)
     announced = None
     if world.is_fake and world.device.is_real and topology.pp > 1:
@@ -146,7 +144,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
         memory,
         WeightLoader(names, parts, stepper.update.masters),
         checkpoints_of(plan, parts, stepper, samples, memory, model, folder),
-        AssemblyFacts(*sizes, notes, _found(plan, world, costs)),
+        AssemblyFacts(*sizes, notes, _found(plan, world, draft.costs)),
     )
 
 

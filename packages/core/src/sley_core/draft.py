@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
 from sley_core.data.slices import POSITIONS, sliced_info
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
+from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError
 from sley_core.model.build import build_on_meta
 from sley_core.optim.groups import frozen
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
-    from sley_core.data.dataset import DataInfo
+    from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.engine.stage import Stage
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a plan's run is made of before anything has memory. Model, on meta, and data set are for one run.
+
+    stage: of any rank. costs: each layer's, by which the model was cut. notes: for the user.
+    """
+
+    dataset: AnyDataset
+    model: Model
+    stage: Stage
+    costs: list[float]
+    notes: list[str]
+
+
+def draft_of(plan: Plan, world: World) -> Draft:
+    """Returns the draft of a run on `world`. Times layers if the plan asks for it: then a collective.
+
+    Raises as `open_dataset`, `draft_model` and `stage_of` do.
+    """
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    model = draft_model(plan, dataset.info)
+    costs, notes = layer_costs_of(plan, world, model)
+    return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), costs, notes)
 
 
 def draft_model(plan: Plan, info: DataInfo) -> Model:

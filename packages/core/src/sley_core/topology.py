@@ -150,13 +150,13 @@ class Topology:
         for axis in AXES:
             if self.size_of(axis) == 1 and axis != "control":
                 continue
-            for ranks in self._partition(axis):
+            for ranks in self.partition(axis):
                 backend = "gloo" if axis == "control" else "device"
                 for lane in LANES.get(axis, (DEFAULT_LANE,)):
                     yield GroupEntry(axis, lane, ranks, backend)
 
-    def _partition(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yields every group of `axis`, each once, by its first rank."""
+    def partition(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """Yields every group of `axis`, each once, by its first rank, in ascending order."""
         seen: set[int] = set()
         for rank in range(self.world):
             if rank not in seen:

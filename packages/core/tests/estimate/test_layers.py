@@ -202,11 +202,11 @@ def test_what_is_not_known_to_be_plain_is_like_nothing_else() -> None:
             super().__init__()
             self.thing = object()
 
-    from sley_core.estimate.layers.distinct import _module
+    from sley_core.model.kinds import kind_of
 
-    assert _module(Holding(), "a") != _module(Holding(), "b")
-    assert _module(Plainest(), "a") == _module(Plainest(), "b")
-    assert _module(Plainest(), "a") != _module(Plainest(bias=False), "a")
+    assert kind_of(Holding(), "a") != kind_of(Holding(), "b")
+    assert kind_of(Plainest(), "a") == kind_of(Plainest(), "b")
+    assert kind_of(Plainest(), "a") != kind_of(Plainest(bias=False), "a")
 
 
 def device(kind: str) -> DeviceTable:

@@ -38,7 +38,7 @@ def reduce_groups(topology: Topology) -> list[str]:
 def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGroupRecord]:
     """Yields the groups that `dp.sharded` needs; `shards` divides the size of every reduce group, or is None for all of it."""
     for axis in reduce_groups(topology):
-        every = dict.fromkeys(topology.ranks_of(axis, rank) for rank in range(topology.world))
+        every = list(topology.partition(axis))
         count = shards or topology.size_of(axis)
         together = tuple(ranks[at : at + count] for ranks in every for at in range(0, len(ranks), count))
         yield ProcessGroupRecord(shards_axis(axis), together, (SUMS, WEIGHTS), attaches=True)

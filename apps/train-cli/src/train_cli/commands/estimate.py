@@ -14,6 +14,7 @@ from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
 from train_cli.seconds import seconds_data, seconds_lines, seconds_of
+from train_cli.surroundings import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,10 +49,10 @@ def estimate(
     resolved = load_plan(plan, overrides or [])
     size = resolved.world(world) if world is None else world
     known = None if machine is None else load_machine(machine)
+    found = stages(resolved, size)  # first: after a backward in this process, those forked from it could have none
     timed = None if known is None else seconds_of(resolved, size, known)
     if limit is None and known is not None:
         limit = known.device.memory
-    found = stages(resolved, size)
     if form is OutputFormat.json:
         told = {"world": size, "memory": limit, "stages": [asdict(one) for one in found]}
         typer.echo(json.dumps(told | ({} if timed is None else {"seconds": seconds_data(timed)}), indent=2))
@@ -69,7 +70,7 @@ def stages(plan: Plan, size: int) -> list[RankBytes]:
     from sley_core.estimate.bytes.stages import stage_bytes
 
     try:
-        return list(stage_bytes(plan, size))
+        return list(stage_bytes(plan, size, cores=num_cores()))
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 

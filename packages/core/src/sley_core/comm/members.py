@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from sley_core.comm.progress import Progress
 
@@ -26,7 +27,7 @@ class Members:
         """How many ranks there are."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def coord(self) -> int:
         """This rank's place among `ranks`."""
         return self.ranks.index(self.rank)
@@ -34,7 +35,8 @@ class Members:
     @property
     def peers(self) -> list[int]:
         """The coordinates of the other members."""
-        return [peer for peer in range(self.size) if peer != self.coord]
+        coord = self.coord
+        return [*range(coord), *range(coord + 1, self.size)]
 
     def __str__(self) -> str:
         return f"{self.axis}{list(self.ranks)}"

@@ -8,6 +8,7 @@ from sley_core.engine.boundary import Description, unflatten
 from sley_core.engine.in_flight import describe
 from sley_core.engine.on_meta import meta_micro_batch, meta_output
 from sley_core.errors import RunError
+from sley_core.model.kinds import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Foretold:
-    """`foretold(stage, chunk)` describes what that chunk hands on."""
+    """`foretold(stage, chunk)` describes what that chunk hands on. outputs: of each position of the model but the last."""
 
     def __init__(self, placement: Placement, outputs: Sequence[Description]) -> None:
         self._placement = placement
-        self._outputs = outputs
+        self.outputs = outputs
 
     def __call__(self, stage: int, chunk: int) -> Description:
         """Returns the description of the output of a chunk that is not the last one."""
-        return self._outputs[self._placement.position(stage, chunk)]
+        return self.outputs[self._placement.position(stage, chunk)]
 
 
 def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> Foretold:
@@ -39,17 +40,28 @@ def foretold(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) 
     dtype: of the parameters. Raises RunError `estimate-layer` for a layer that cannot be called on meta.
     """
     fields = meta_micro_batch(plan, dataset)
+    known: dict[str, Any] = {}
     outputs: list[Description] = []
     args: tuple[Any, ...] = ()
     for _, layers in stage.stages[:-1]:
         for layer in layers:
-            args = (_output(layer, args, fields, dtype),)
+            args = (_output_of_kind(layer, args, fields, dtype, known),)
         description, tensors = describe(args[0], layers[-1].name)
         outputs.append(description)
         pairs = zip(description.leaves, tensors, strict=True)
         entered = [tensor.detach().requires_grad_(leaf.has_gradient) for leaf, tensor in pairs]
         args = (unflatten(entered, description.structure),)
     return Foretold(stage.lists.placement, outputs)
+
+
+def _output_of_kind(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype, known: dict[str, Any]) -> Any:
+    """Returns what the layer makes of `args`; layers of one kind that are given the same are called once. known: outputs."""
+    description, tensors = describe(args[0], layer.name) if args else (None, [])
+    given = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]
+    kind = repr((kind_of(layer.module, layer.name), layer.fields, description, given))
+    if kind not in known:
+        known[kind] = _output(layer, args, fields, dtype)
+    return known[kind]
 
 
 def _output(layer: Layer, args: tuple[Any, ...], fields: Any, dtype: torch.dtype) -> Any:

@@ -30,6 +30,12 @@ class Lists:
         """Without a pipeline: forward and backward of one micro-batch after the other."""
         return cls(lambda micros: [sequential(micros)], loop(1), 0)
 
+    def at(self, stage: int) -> Lists:
+        """Returns the lists of another stage, which needs no generating again."""
+        found = Lists(self._generate, self.placement, stage)
+        found.of_all_stages = self.of_all_stages
+        return found
+
     def splits_backward(self, micros: int) -> bool:
         """Returns whether this stage's list has split backwards (D and W)."""
         return any(isinstance(s, Action) and s.kind is Kind.WEIGHT_GRADIENT for s in self.training(micros))

@@ -34,6 +34,12 @@ class Stage:
     stages: Stages
     chunks: Sequence[Sequence[Layer]]
 
+    def at(self, number: int) -> Stage:
+        """Returns stage `number` of the same model."""
+        lists, placement = self.lists.at(number), self.lists.placement
+        chunks = [self.stages[placement.position(number, chunk)][1] for chunk in range(placement.chunks)]
+        return Stage(lists, self.stages, chunks)
+
     @property
     def layers(self) -> list[Layer]:
         return [layer for chunk in self.chunks for layer in chunk]

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.losses.shifted import check_shifted
+from sley_core.model.alike import alike
 from sley_core.protocols import Loss, SplitLogits
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
@@ -179,10 +180,12 @@ def _chunk_elements(logits: Tensor) -> int:
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:
-    """Yields slices of rows, as many as make one chunk of logits, at least one row each."""
+    """Yields slices of rows, as many as make one chunk of logits, at least one row each.
+
+    Each is to be treated like the one before it: an estimate of bytes looks at few (`model/alike.py`).
+    """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
-    for first in range(0, len(logits), num_rows):
-        yield slice(first, first + num_rows)
+    return alike(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
 
 
 def _fitting(output: Any, labels: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from sley_core import assemble
+from sley_core import draft as drafts
 from sley_core.draft import draft_model
 from sley_core.engine.left_over import LeftParameter
 from sley_core.engine.stand_in import StandIn
@@ -47,7 +47,7 @@ def drafts_kept() -> Iterator[list[tuple[Model, Traces]]]:
         kept.append((model, traces(model.layers)))
         return model
 
-    with mock.patch.object(assemble, "draft_model", draft):
+    with mock.patch.object(drafts, "draft_model", draft):
         yield kept
 
 

@@ -54,20 +54,24 @@ class Ledger:
         self._live: dict[int, MemoryPiece] = {}
         self._addresses: dict[int, tuple[int, int]] = {}
         self._next_address = ALIGNMENT
-        self._asked: dict[int, int] = {}
+        self._asked: set[int] = set()
+        self._silent: dict[int, int] = {}
         self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def see(self, tensor: Tensor) -> None:
         """Notes the memory of `tensor` unless it is known, and follows it from now on."""
-        if self._asked:
-            self.look()
+        if self._silent:
+            self._look()
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
             return
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, partial(self._gone, key))
+            if key in self._asked:
+                self._asked.discard(key)
+                self.ask(storage)
         self.resized(storage)
 
     def ignore(self, tensor: Tensor) -> None:
@@ -80,16 +84,11 @@ class Ledger:
         """From now on asks whether `storage` is alive, before memory comes: a weak reference of torch's own keeps the Python
         object of a storage that is gone, so that nobody is told.
         """
-        if storage._cdata not in self._asked:
-            self._asked[storage._cdata] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
-
-    def look(self) -> None:
-        """Notes those that are gone of whom nobody tells."""
-        for key, reference in list(self._asked.items()):
-            if torch.UntypedStorage._expired(reference):
-                del self._asked[key]
-                torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
-                self._gone(key, None)
+        key = storage._cdata
+        if key not in self._watched:
+            self._asked.add(key)
+        elif key not in self._silent:
+            self._silent[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]  # torch's
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that a storage that is followed may have another size now."""
@@ -106,6 +105,13 @@ class Ledger:
             self._live[key] = made = MemoryPiece(num_bytes, self.num_events, self.where())
             self.pieces.append(made)
             self.now += num_bytes
+
+    def pass_by(self, num_bytes: int) -> None:
+        """Notes memory that comes and goes at once: an operator's own, beside its result."""
+        if num_bytes:
+            self.num_events += 2
+            place = self.where()
+            self.pieces.append(MemoryPiece(num_bytes, self.num_events - 1, place, self.num_events, place))
 
     def address(self, storage: torch.UntypedStorage) -> int:
         """Returns where `storage` would lie: no two that are there overlap. 0 for one without memory, as torch says."""
@@ -155,6 +161,14 @@ class Ledger:
         for at, change, place in sorted(events):
             total += change
             yield at, total, place
+
+    def _look(self) -> None:
+        """Notes those that are gone of whom nobody tells."""
+        for key, reference in list(self._silent.items()):
+            if torch.UntypedStorage._expired(reference):
+                del self._silent[key]
+                torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]  # torch's
+                self._gone(key, None)
 
     def _forget(self, key: int, _: object) -> None:
         del self._ignored[key]

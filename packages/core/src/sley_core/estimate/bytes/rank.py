@@ -27,11 +27,14 @@ from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
 from sley_core.estimate.bytes.micros import fewest_micros, least_micros
+from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.memory.state import PARTS
+from sley_core.model.alike import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sley_core.draft import Draft
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
@@ -73,34 +76,40 @@ class RankBytes:
     of_micros: int
 
 
-def rank_bytes(plan: Plan, rank: int, size: int) -> RankBytes:
+def rank_bytes(
+    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
+) -> RankBytes:
     """Returns what rank `rank` of `size` holds. Needs neither devices nor peers; blocks no other rank.
 
+    recipes: of ranks that were asked before, which spare time. draft: as `assemble` takes it.
     Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
-    with fake_run(plan, rank, size) as (run, ledger, _):
+    with fake_run(plan, rank, size, recipes, draft) as (run, ledger, _):
         of_micros = plan.num_micros(run.topology)
         taken = fewest_micros(run.stepper.lists, of_micros)
         batch = micro_batch(plan, run.dataset)
         few = least_micros(run.stepper.lists, of_micros)
-        for num_micros in (*[few] * (STEPS - 1), taken):
-            take_step(run, [batch] * num_micros)
-            _own(run, ledger)
+        with counted(lambda: ledger.now):
+            for num_micros in (*[few] * (STEPS - 1), taken):
+                take_step(run, [batch] * num_micros)
+                _own(run, ledger)
         held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
         return _told(run, ledger, held, taken, of_micros)
 
 
 @contextmanager
-def fake_run(plan: Plan, rank: int, size: int) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
+def fake_run(
+    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
+) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
 
     Raises PlanError for all that the plan's checks find.
     """
     standing = _Standing()
     ledger = Ledger(standing.place)
-    tensors = FakeTensors(ledger)
+    tensors = FakeTensors(ledger, recipes or Recipes())
     device = FakeDevice(torch.device("cpu"), tensors=tensors)
-    with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world) as run:
+    with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)
         yield run, ledger, tensors
 

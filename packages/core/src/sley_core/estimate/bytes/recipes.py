@@ -8,11 +8,14 @@ is more than that is not remembered: results with numbers, arguments that are no
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from sley_core.estimate.bytes.fake_tensors import FakeTensors
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _aten = torch.ops.aten
@@ -24,12 +27,15 @@ class _UnknownError(Exception):
 
 
 class Recipes:
-    """Remembers what operations of `mode` make. num_used: how often that was enough."""
+    """Remembers what operations make, in any mode of fake tensors. num_used: how often that was enough."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+    def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
         self.num_used = 0
+
+    def learn(self, other: Recipes) -> None:
+        """Takes over what `other` remembers."""
+        self._made |= other._made
 
     def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
         """Returns what a call is known by; None for one that is never remembered."""
@@ -37,23 +43,27 @@ class Recipes:
             return None
         try:
             named = tuple((name, _key(value)) for name, value in kwargs.items()) if kwargs else ()
-            return func, tuple(map(_key, args)), named
+            return func.name(), tuple(map(_key, args)), named  # by name: this may go to another process
         except _UnknownError:
             return None
 
-    def make(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Sequence[Tensor]] | None:
-        """Returns the result of a call as it was before, and which tensors of it have new memory; None if it is not known."""
+    def make(
+        self, mode: FakeTensors, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Sequence[Tensor], int] | None:
+        """Returns the result of a call as it was before, of fake tensors of `mode`, which of them have new memory, and its
+        scratch bytes; None if it is not known.
+        """
         if key not in self._made:
             return None
         self.num_used += 1
         given = _tensors(args, kwargs)
         new: list[Tensor] = []
         made = self._made[key]
-        results = [self._result(one, given, new) for one in made[1]]
-        return (made[0](results) if made[0] is not None else results[0]), new
+        results = [_result(mode, one, given, new) for one in made[1]]
+        return (made[0](results) if made[0] is not None else results[0]), new, made[2]
 
-    def remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> None:
-        """Takes note of what a call made, if it can be made again."""
+    def remember(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], found: Any, scratch: int) -> None:
+        """Takes note of what a call made, if it can be made again. scratch: bytes that it took while it ran."""
         given = _tensors(args, kwargs)
         kind = type(found) if isinstance(found, tuple | list) else None
         try:
@@ -67,24 +77,25 @@ class Recipes:
             if one[0] == "new"
         ]
         if kind in (None, tuple, list) and len(set(news)) == len(news):
-            self._made[key] = kind, made
+            self._made[key] = kind, made, scratch
 
-    def _result(self, made: Any, given: Sequence[FakeTensor], new: list[Tensor]) -> Any:
-        if made is None:
-            return None
-        kind, what, size, stride, dtype, device = made
-        if kind == "same":
-            return given[what]
-        elem = torch.empty_strided(
-            size if kind == "new" else (0,), stride if kind == "new" else (1,), dtype=dtype, device="meta"
-        )
-        if kind == "view":
-            at, offset = what
-            elem.set_(given[at].untyped_storage(), offset, size, stride)
-        fake = FakeTensor(self._mode, elem, device)
-        if kind == "new":
-            new.append(fake)
-        return fake
+
+def _result(mode: FakeTensors, made: Any, given: Sequence[FakeTensor], new: list[Tensor]) -> Any:
+    if made is None:
+        return None
+    kind, what, size, stride, dtype, device = made
+    if kind == "same":
+        return given[what]
+    elem = torch.empty_strided(
+        size if kind == "new" else (0,), stride if kind == "new" else (1,), dtype=dtype, device="meta"
+    )
+    if kind == "view":
+        at, offset = what
+        elem.set_(given[at].untyped_storage(), offset, size, stride)
+    fake = mode.made(elem, device)
+    if kind == "new":
+        new.append(fake)
+    return fake
 
 
 def _key(value: Any) -> Hashable:

@@ -1,27 +1,87 @@
-"""What the stages of a run hold: one rank of each, since the ranks of a stage hold as much as each other."""
+"""What the stages of a run hold: one rank of each kind of stage, since the ranks of a stage hold as much as each other.
+
+plan ──draft──> kinds of stages ──> first of each kind: `rank_bytes`, in processes of their own where there are several
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from sley_core.comm.world import World
+from sley_core.draft import draft_of
 from sley_core.errors import PlanError
-from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
+from sley_core.estimate.bytes.fake_tensors import FakeTensors
+from sley_core.estimate.bytes.forks import can_fork, forked
+from sley_core.estimate.bytes.kinds import stage_kinds
+from sley_core.estimate.bytes.ledger import Ledger, StepPlace
+from sley_core.estimate.bytes.rank import Moment, RankBytes, rank_bytes
+from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.plan.check import check_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from sley_core.draft import Draft
+    from sley_core.engine.stage import Stage
     from sley_core.plan.plan import Plan
+    from sley_core.topology import Topology
+
+FEW = 2
+"""Kinds of stages that are looked at in this process: others take seconds to be worth it."""
 
 
-def stage_bytes(plan: Plan, size: int) -> Iterator[RankBytes]:
+def stage_bytes(plan: Plan, size: int, cores: int = 1) -> Iterator[RankBytes]:
     """Yields what the first rank of each stage of a world of `size` holds, in their order.
 
     Shards have equal sizes on all ranks, padding included; of a sharded optimizer's states the first rank has no fewer elements
-    than another. Raises PlanError for all that the plan's checks find, and as `rank_bytes` does.
+    than another. cores: how many processes may work at a time. Raises PlanError for all that the plan's checks find, and as
+    `rank_bytes` does.
     """
     if problems := check_plan(plan, size):
         raise PlanError.many(problems)
     topology = plan.topology(size)
-    for stage in range(topology.pp):
-        yield rank_bytes(plan, stage * topology.ranks_per_stage, size)
+    with World.fake(0, size) as world:
+        draft = draft_of(plan, world)
+    kinds = stage_kinds(plan, topology, draft)
+    firsts = {kind: kinds.index(kind) for kind in reversed(kinds)}
+    ranks = {kind: number * topology.ranks_per_stage for kind, number in sorted(firsts.items(), key=lambda one: one[1])}
+    if min(len(ranks), cores + 1) > FEW and can_fork():
+        found = _in_forks(plan, list(ranks.values()), size, draft, cores)
+    else:
+        recipes = Recipes()
+        found = [rank_bytes(plan, rank, size, recipes) for rank in ranks.values()]
+    known: dict[Hashable, RankBytes] = dict(zip(ranks, found, strict=True))
+    for number, kind in enumerate(kinds):
+        yield _as_on(known[kind], draft.stage.at(number), topology)
+
+
+def _as_on(one: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
+    """Returns what the first rank of `stage` holds, given what that of a stage of the same kind does: words differ."""
+    number, same = stage.lists.stage, stage.at(one.stage)
+    layers = {here.name: there.name for here, there in zip(same.layers, stage.layers, strict=True)}
+    lists = (same.lists.training(one.num_micros), stage.lists.training(one.num_micros))
+    entries = {str(here): str(there) for here, there in zip(*lists, strict=True)}
+    step, entry, layer = one.place
+    return replace(
+        one,
+        stage=number,
+        rank=number * topology.ranks_per_stage,
+        place=StepPlace(step, entries.get(entry, entry), layers.get(layer, layer)),
+        curve=[Moment(entries.get(moment.entry, moment.entry), moment.num_bytes) for moment in one.curve],
+    )
+
+
+def _in_forks(plan: Plan, ranks: Sequence[int], size: int, draft: Draft, cores: int) -> list[RankBytes]:
+    """Returns what `ranks` hold. Each has a process, which inherits the draft and what those before it learned."""
+    FakeTensors(Ledger(lambda: StepPlace(0, "", "")))  # the first one imports much of torch: once for all
+    recipes = Recipes()
+
+    def told(rank: int) -> tuple[RankBytes, Recipes]:
+        return rank_bytes(plan, rank, size, recipes, draft), recipes
+
+    found: dict[int, RankBytes] = {}
+    for number, (one, learned) in forked([partial(told, rank) for rank in ranks], cores):
+        recipes.learn(learned)
+        found[number] = one
+    return [found[number] for number in range(len(ranks))]

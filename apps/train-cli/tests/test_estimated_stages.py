@@ -1,0 +1,85 @@
+"""Stages of one kind are looked at once, and several in processes of their own: both change no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.comm.world import World
+from sley_core.draft import draft_of
+from sley_core.errors import RunError
+from sley_core.estimate.bytes.forks import can_fork, forked
+from sley_core.estimate.bytes.kinds import stage_kinds
+from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
+from sley_core.estimate.bytes.stages import stage_bytes
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import Tables, changed, small_plan
+
+for plugin in ("sley_dp", "sley_memory", "sley_pp"):
+    pytest.importorskip(plugin)
+
+PLAN = small_plan(
+    model__num_layers=6,
+    precision={"compute": "fp32"},
+    parallel={"pp": 4, "dp": 2},
+    batch={"global_size": 24, "micro_size": 1},
+    pipeline={"use": "pp.gpipe"},
+    partition={"use": "pp.explicit", "layers": [2, 2, 2, 2]},
+    gradient_handlers=[{"use": "dp.sharded"}],
+)
+WORLD = 8
+MANY = changed(PLAN, pipeline={"use": "pp.one_f_one_b"})
+"""Of four kinds: each stage holds another number of micro-batches."""
+
+
+def kinds(tables: Tables, folder: Path) -> list[int]:
+    """The number of the first stage that is like it, of each stage."""
+    plan = plan_from_dict(tables, folder)
+    with World.fake(0, WORLD) as world:
+        found = stage_kinds(plan, plan.topology(WORLD), draft_of(plan, world))
+    return [found.index(kind) for kind in found]
+
+
+def one_by_one(tables: Tables, folder: Path) -> list[RankBytes]:
+    plan = plan_from_dict(tables, folder)
+    return [rank_bytes(plan, rank, WORLD) for rank in range(0, WORLD, WORLD // 4)]
+
+
+def test_stages_of_a_kind_hold_alike(texts: Path) -> None:
+    assert kinds(PLAN, texts) == [0, 1, 1, 3]
+    assert list(stage_bytes(plan_from_dict(PLAN, texts), WORLD)) == one_by_one(PLAN, texts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer__groups": [{"match": "blocks.3.*", "weight_decay": 0.0}]},
+        {"activations": {"use": "memory.selective", "layers": ["blocks.2"]}},
+        {"partition": {"use": "pp.explicit", "layers": [2, 2, 3, 1]}},
+        {"pipeline": {"use": "pp.one_f_one_b"}},
+    ],
+    ids=["another group", "another policy", "more layers", "more in flight"],
+)
+def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
+    found = kinds(changed(PLAN, **changes), texts)
+    assert found[1] != found[2]
+
+
+def in_forks(tables: Tables, folder: Path) -> list[RankBytes]:
+    assert can_fork()
+    return list(stage_bytes(plan_from_dict(tables, folder), WORLD, cores=2))
+
+
+def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
+    assert ranks(1, 100, init=False, fresh=True)(in_forks, MANY, texts) == [one_by_one(MANY, texts)]
+
+
+def failing() -> None:
+    raise RunError("estimate-layer", "it cannot be called")
+
+
+def test_what_a_process_raises_is_raised_here() -> None:
+    with pytest.raises(RunError, match="it cannot be called"):
+        list(forked([failing], 2))

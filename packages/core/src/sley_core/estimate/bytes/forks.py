@@ -1,0 +1,89 @@
+"""Calls that take seconds, each in a process forked from this one, several at a time.
+
+this process ──fork──> call, its result by a pipe, the end     (once for each call)
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+import torch
+
+from sley_core.errors import RunError
+
+T = TypeVar("T")
+
+
+def can_fork() -> bool:
+    """Returns whether a process forked from this one can work: torch refuses a backward there once there was one here."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return False
+    try:
+        return all(is_done for _, is_done in forked([_backward], 1))
+    except RuntimeError:
+        return False
+
+
+def forked(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[int, T]]:
+    """Yields the number and the result of each call, as they come. A call sees what was done here when it was started.
+
+    Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call; then,
+    and when the caller wants no more, the other processes are ended.
+    """
+    context = multiprocessing.get_context("fork")
+    left = enumerate(calls)
+    running: dict[Any, tuple[int, Any]] = {}
+    try:
+        while True:
+            for number, call in islice(left, at_once - len(running)):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(call, sender), daemon=True)
+                process.start()
+                sender.close()
+                running[receiver] = number, process
+            if not running:
+                return
+            for ended in wait(list(running)):
+                number, process = running[ended]
+                result = _received(ended, process)
+                del running[ended]
+                yield number, result
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+
+
+def _received(receiver: Any, process: Any) -> Any:
+    try:
+        is_done, result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RunError(
+            "estimate-ended",
+            f"a process that took a stage's steps without values ended with code {process.exitcode}",
+            hint="-9 is the system's when memory runs out",
+        ) from None
+    process.join()
+    if not is_done:
+        raise result
+    return result
+
+
+def _work(call: Callable[[], Any], sender: Connection) -> None:
+    gc.freeze()  # what was inherited is neither walked through nor, by that, copied
+    torch.set_num_threads(1)  # those of OpenMP did not come along
+    try:
+        sender.send((True, call()))
+    except Exception as error:
+        sender.send((False, error))
+
+
+def _backward() -> bool:
+    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]  # torch's
+    return True

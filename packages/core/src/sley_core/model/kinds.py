@@ -1,0 +1,60 @@
+"""What of a module decides its shapes and its cost: equal for those of one class, with parameters of the same shapes and the
+same settings.
+
+Whatever of a module is not known to be plain (a number, a text, a tensor's shape) makes it differ from all others: it is
+counted for itself, which takes longer and is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
+OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has; hooks and modes of them are looked at apart."""
+
+
+def kind_of(module: nn.Module, place: str) -> Any:
+    """Returns what the module is, as plain values whose text says all about it.
+
+    place: its name in the model, which stands for what is not plain.
+    """
+    own = [
+        (name, plain(value, f"{place}.{name}"))
+        for name, value in sorted(vars(module).items())
+        if name not in OWN or name == "training"
+    ]
+    tensors = [
+        (name, None if value is None else (tuple(value.shape), str(value.dtype), value.requires_grad))
+        for held in (module._parameters, module._buffers)
+        for name, value in held.items()
+    ]
+    hooks = [(name, place) for name in OWN if name.endswith("hooks") and vars(module)[name]]  # a program's: for itself
+    inner = [(name, one and kind_of(one, f"{place}.{name}")) for name, one in module._modules.items()]
+    return type(module).__module__, type(module).__qualname__, own, tensors, hooks, inner
+
+
+def plain(value: Any, place: str) -> Any:
+    """Returns the value as something whose text says all about it; else its place, which no other layer has."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, list | tuple):
+        return [plain(one, place) for one in value]
+    if isinstance(value, Mapping):
+        return [(repr(key), plain(one, place)) for key, one in value.items()]
+    if isinstance(value, BaseModel):
+        return type(value).__qualname__, value.model_dump_json()
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value).__qualname__, plain(asdict(value), place)
+    if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]  # a class to isinstance
+        return getattr(value, "__module__", ""), value.__qualname__
+    return place
