@@ -26,6 +26,7 @@ from train_cli.progress import Reporter, closing
 from train_cli.resume import load
 from train_cli.resume import totals as done
 from train_cli.run_folder import write_plan
+from train_cli.start_record import write_start
 from train_cli.stopping import Stopping, terminated_s
 
 if TYPE_CHECKING:
@@ -100,7 +101,9 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
         _keep_weights(run, folder)
         return
     # The plan now has what only the data could tell.
-    write_plan(run.resolved_plan, folder)
+    resolved = run.resolved_plan
+    write_plan(resolved, folder)
+    write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"
