@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sley_core.errors import Diagnostic, Place, PlanError, RunError
-from train_cli import report
+from train_cli import failure_file
 from train_cli.blame import blame
 from train_cli.faults import Fault
 
@@ -132,10 +132,10 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     diagnostic = Diagnostic("code", "message", ("a", 0), Place("plan.toml", 3, 4, 5), "source", "hint")
     fault = Fault((diagnostic,), 3, "trace")
-    report.write(fault)
-    report.write(Fault((), 1, "a later one"))
+    failure_file.write(fault)
+    failure_file.write(Fault((), 1, "a later one"))
     content = json.loads(path.read_text("utf-8"))
-    found = report.read(content)
+    found = failure_file.read(content)
     assert found is not None
     assert found.fault == fault
     # What torchrun shows of it.
@@ -145,12 +145,12 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path, monkeypatch: pyte
 def test_torchrun_is_given_the_trace_of_what_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    report.write(Fault.of(ZeroDivisionError("no")))
+    failure_file.write(Fault.of(ZeroDivisionError("no")))
     assert json.loads(path.read_text("utf-8"))["message"]["extraInfo"]["py_callstack"] == "ZeroDivisionError: no\n"
 
 
 def test_a_file_by_another_program_is_no_report() -> None:
-    assert report.read({"message": "<NONE>"}) is None
+    assert failure_file.read({"message": "<NONE>"}) is None
 
 
 def test_torchrun_is_told_a_later_time_of_what_only_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_torchrun_is_told_a_later_time_of_what_only_follows(tmp_path: Path, monk
     times = []
     for number, error in enumerate((CLOSED, ValueError("no"))):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{number}.json"))
-        report.write(Fault.of(error))
+        failure_file.write(Fault.of(error))
         content = json.loads((tmp_path / f"{number}.json").read_text("utf-8"))
         times.append(int(content["message"]["extraInfo"]["timestamp"]))
     assert times[0] >= times[1] + 5
@@ -167,7 +167,7 @@ def test_torchrun_is_told_a_later_time_of_what_only_follows(tmp_path: Path, monk
 def test_a_report_is_left_though_its_folder_was_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gone" / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    report.write(Fault.of(ValueError("no")))
+    failure_file.write(Fault.of(ValueError("no")))
     assert [each.name for each in path.parent.iterdir()] == ["error.json"]
 
 
@@ -181,7 +181,7 @@ def test_a_report_that_a_full_disk_cuts_is_none_and_the_rank_is_named(
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr("os.fsync", full)
-    report.write(Fault.of(ValueError("no")))
+    failure_file.write(Fault.of(ValueError("no")))
     assert list(tmp_path.iterdir()) == []
     fault = blame({0: reported(CLOSED, 10.0), 1: Failure(1, 11)}, 2)
     assert [each.message for each in fault.diagnostics] == ["rank 1 of 2 left with exit code 1 and said nothing"]
@@ -189,9 +189,9 @@ def test_a_report_that_a_full_disk_cuts_is_none_and_the_rank_is_named(
 
 def test_a_late_rank_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    report.write_late()
-    found = report.read(json.loads((tmp_path / "error.json").read_text("utf-8")))
+    failure_file.write_late()
+    found = failure_file.read(json.loads((tmp_path / "error.json").read_text("utf-8")))
     assert found is not None
-    assert report.is_late(found.fault)
-    assert not report.is_waiting(found.fault)
+    assert failure_file.is_late(found.fault)
+    assert not failure_file.is_waiting(found.fault)
     assert "test_a_late_rank_says_where_it_is" in found.fault.trace

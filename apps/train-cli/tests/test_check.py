@@ -65,7 +65,7 @@ def test_a_weight_that_stages_share_and_nobody_sums(
     path = own_model(SHARES_A_WEIGHT)
     pipeline = ["--set", "parallel.dp=1", "--set", "parallel.pp=2", "--set", 'pipeline.use="pp.gpipe"']
     unsummed = [*pipeline, "--set", "gradient_handlers=[]"]
-    monkeypatch.setattr("train_cli.launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("train_cli.local_launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
     plain = cli("check", path, *unsummed)
     assert plain.code == 0
     assert "only --model sees whether there are any" in plain.err

@@ -16,7 +16,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import surroundings
 from train_cli.folder_lock import FolderLock, TakenError, is_restart, lock
-from train_cli.launch import _scratch
+from train_cli.local_launch import _scratch
 from train_cli.options import _complete_key
 from train_cli.run_folder import check_run_folder, held_run_folder
 

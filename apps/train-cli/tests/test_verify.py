@@ -161,7 +161,7 @@ def test_the_command_fails_where_they_differ(
         ranks(size, 120)(on_a_rank, load_plan, (plan, changes), 1, folder)
         return Fault((), 0)
 
-    monkeypatch.setattr("train_cli.launch.launch", launch)
+    monkeypatch.setattr("train_cli.local_launch.launch", launch)
     result = cli("verify", plan, "--steps", 1, changes=changes)
     assert result.code == 1, result.err
     assert "the gradient of `embed.tokens.weight`, since step 1" in result.out

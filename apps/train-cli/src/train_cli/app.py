@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "Compare a plan's layout with one process.",
     "show": "Show the resolved plan, ranks and groups.",
     "sample": "Let a run's model go on with a text.",
+    "report": "Write a page about runs, with curves and tables.",
     "eval": "Print the held-out loss of a run's weights.",
     "estimate": "Say how much memory each stage needs.",
     "search": "Find the fastest layouts that fit.",

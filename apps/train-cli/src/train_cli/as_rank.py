@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from train_cli import console, lifeline, report
+from train_cli import console, failure_file, lifeline
 from train_cli.console import Settings
 from train_cli.faults import Fault
 
@@ -34,7 +34,7 @@ def as_rank(rank: int, settings: Settings, begin: Callable[[ExitStack], Callable
 
 def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
     """Writes this rank's report and shows the fault, if `tell` and no launcher of ours does; returns the exit code."""
-    report.write(fault)
+    failure_file.write(fault)
     if lifeline.is_held():
         return fault.exit_code  # the launcher, which is ours, tells
     if tell:

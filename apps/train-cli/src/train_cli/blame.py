@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic
-from train_cli import report
+from train_cli import failure_file
 from train_cli.faults import Fault
 
 _QUIET = frozenset({EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM, -signal.SIGINT})
@@ -50,7 +50,7 @@ class Failure(Protocol):
 class _Rank:
     rank: int
     code: int
-    report: report.Report | None
+    report: failure_file.Report | None
     noticed: int
 
     @property
@@ -61,7 +61,7 @@ class _Rank:
     @property
     def is_aftermath(self) -> bool:
         """Whether its report only says that peers were gone."""
-        return self.report is not None and report.is_aftermath(self.report.fault)
+        return self.report is not None and failure_file.is_aftermath(self.report.fault)
 
 
 def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
@@ -72,10 +72,10 @@ def blame(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] 
     """
     assert failures, "nobody failed"
     ranks = [
-        _Rank(rank, each.exitcode, report.read(each.error_file_data), each.timestamp)
+        _Rank(rank, each.exitcode, failure_file.read(each.error_file_data), each.timestamp)
         for rank, each in sorted(failures.items())
     ]
-    late = [rank for rank in ranks if rank.report and report.is_late(rank.report.fault)]
+    late = [rank for rank in ranks if rank.report and failure_file.is_late(rank.report.fault)]
     acted = [rank for rank in ranks if rank not in late and (rank.report or rank.rank not in silent)]
     guilty = [rank for rank in acted if rank.report or rank.code not in _QUIET]
     causes = [rank for rank in guilty if not rank.is_aftermath and rank.code != -signal.SIGABRT]
@@ -110,7 +110,7 @@ def _unanswered(first: _Rank, late: Sequence[_Rank], silent: Mapping[int, str], 
     """Returns the fault of the ranks for which `first` waited in vain; None if all others were waiting themselves."""
     assert first.report is not None, first
     reports = {rank.rank: rank.report.fault for rank in late if rank.report}
-    busy = {rank: fault for rank, fault in reports.items() if not report.is_waiting(fault)}
+    busy = {rank: fault for rank, fault in reports.items() if not failure_file.is_waiting(fault)}
     unheard = {rank: state for rank, state in silent.items() if rank not in reports}
     if not busy and not unheard:
         return None

@@ -55,11 +55,12 @@ def _samples(facts: RunFacts, plan: Plan) -> str:
 
 
 def _held(held: Mapping[str, int]) -> str:
-    parts = [f"{_bytes(held[name])} {name}" for name in ("weights", "masters", "gradients") if held[name]]
+    parts = [f"{memory_of(held[name])} {name}" for name in ("weights", "masters", "gradients") if held[name]]
     return f"per rank {', '.join(parts)}, and the optimizer's states"
 
 
-def _bytes(count: int) -> str:
+def memory_of(count: int) -> str:
+    """Formats bytes: `12 KiB`, `1.5 MiB`, `31.2 GiB`."""
     if count < MIB:
         return f"{count / 1024:.0f} KiB"
     return memory(count / MIB) if count >= 10 * MIB else f"{count / MIB:.1f} MiB"

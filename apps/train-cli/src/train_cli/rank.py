@@ -18,7 +18,7 @@ from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.export.run_weights import WEIGHTS
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.reports.witness import report_error, report_stuck
-from train_cli import lifeline, report
+from train_cli import failure_file, lifeline
 from train_cli.console import say
 from train_cli.faults import Fault
 from train_cli.opening import opening
@@ -26,6 +26,7 @@ from train_cli.progress import Reporter, closing
 from train_cli.resume import load
 from train_cli.resume import totals as done
 from train_cli.run_folder import write_plan
+from train_cli.start_record import write_start
 from train_cli.stopping import Stopping, terminated_s
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def on_rank(plan: Plan, folder: Path, work: Callable[[Run, Stopping], None], *, 
                 plan.located(error)
             # Before anything is torn down: that may hang, and the launcher needs the first reason.
             fault = Fault.of(error)
-            report.write(fault)
+            failure_file.write(fault)
             stopping.tearing_down(fault.exit_code)
             if (
                 joined and fault.exit_code == EXIT_RUN_FAILED
@@ -87,7 +88,7 @@ def _late(folder: Path, joined: list[World]) -> None:
     """Reports that this rank was asked to end and cannot, to the launcher and in the run's folder. joined: the world, once
     there is one.
     """
-    found = report.write_late()
+    found = failure_file.write_late()
     for world in joined:
         report_stuck(folder, world, found)
 
@@ -100,7 +101,9 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
         _keep_weights(run, folder)
         return
     # The plan now has what only the data could tell.
-    write_plan(run.resolved_plan, folder)
+    resolved = run.resolved_plan
+    write_plan(resolved, folder)
+    write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"

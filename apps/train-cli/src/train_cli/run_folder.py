@@ -1,7 +1,7 @@
 """The folder of a run, `runs/<name>/`: made once, before any rank starts, and overwritten only on request; one run at a time.
 
-It holds `plan.toml` as resolved, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final weights, `faults`
-if it failed, and `origin.json` if it began at a checkpoint.
+It holds `plan.toml` as resolved, `start.json`, and what the run wrote: `metrics.jsonl`, `summary.json`, traces, the final
+weights, `faults` if it failed, and `origin.json` if it began at a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sley_core.reports.fault_report import FOLDER as FAULTS
 from sley_core.reports.fault_report import forget
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
+from train_cli.start_record import NAME as START
 
 ORIGIN = "origin.json"
 """Where the run began, and which of its own checkpoints are of an earlier try."""
@@ -116,7 +117,7 @@ def drop_unused(folder: Path) -> None:
 def _is_unused(folder: Path) -> bool:
     """Returns whether `folder` has no results: nothing, or what a run has that failed before its first step."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
-    return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ORIGIN} and not files.get(METRICS)
+    return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ORIGIN, START} and not files.get(METRICS)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

@@ -110,6 +110,8 @@ def test_values_found_by_a_run_can_be_written_in(text: str, tmp_path: Path) -> N
     assert changed.folder == plan.folder == tmp_path / "sub"
     assert changed.origins["run", "steps"] == plan.origins["run", "steps"]
     assert changed.origins["data", "samples_per_epoch"] == Origin("core")
+    unchanged = with_values(plan, {("run", "steps"): plan.run.steps})
+    assert unchanged.origins == plan.origins, "what is found to be as it was said is the user's word still"
     assert plan.data.config.samples_per_epoch is None
     assert changed.digest != plan.digest
     with pytest.raises(PlanError, match=r"`data.samples_per_epoch` must be an integer"):

@@ -12,7 +12,7 @@ from sley_core.errors import UsageError
 from sley_core.estimate.machine.read import machine_text
 from sley_core.estimate.machine.tables import MachineFile
 from sley_core.plan.load import load_plan
-from train_cli import console, report
+from train_cli import console, failure_file
 from train_cli.console import Settings
 from train_cli.faults import Fault
 from train_cli.options import SetOption
@@ -58,7 +58,7 @@ def _check(out: Path, *, replaces: bool) -> None:
 
 def _launch(settings: Settings, out: Path, plan: Path | None, overrides: list[str], ranks: int) -> int:
     """Starts the local ranks and waits for them; returns the exit code."""
-    from train_cli.launch import launch
+    from train_cli.local_launch import launch
 
     arguments = ["calibrate", "--out", str(out), "--force"]
     arguments += ["--plan", str(plan)] if plan else []
@@ -79,7 +79,7 @@ def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
         with World.join(device, timeout_s=TIMEOUT_S) as world:
             machine = measure(world, resolved, TIMEOUT_S)
     except Exception as error:
-        report.write(Fault.of(error))
+        failure_file.write(Fault.of(error))
         raise
     if machine is not None:
         out.write_text(machine_text(machine), "utf-8")

@@ -146,7 +146,7 @@ def _launch(
     arguments: Sequence[str], size: int, folder: Path, settings: Settings, ended_s: float, *, verbose: int
 ) -> int:
     """Starts the local ranks, waits for them and shows their failure; returns the exit code."""
-    from train_cli.launch import launch
+    from train_cli.local_launch import launch
 
     if verbose > 1:
         logging.basicConfig(level=logging.INFO)

@@ -84,7 +84,7 @@ def _compared(
     settings: Settings,
 ) -> int:
     """Trains both, prints what was found, and returns the exit code."""
-    from train_cli.launch import launch
+    from train_cli.local_launch import launch
     from train_cli.rank import on_rank
     from train_cli.verify.measure import keep, limits
 

@@ -14,6 +14,7 @@ from sley_core.plan.document import plain
 from sley_core.plan.plan import Plan
 from sley_core.plan.read import read_file, read_tables, read_text
 from sley_core.plan.resolve import resolve
+from sley_core.plan.write import leaves
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
@@ -51,9 +52,11 @@ def with_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
     """Returns a plan with some values changed: what a run found out, such as the number of its samples.
 
     Checked like any other, with the plugins that are loaded already. The changed values get the origin "core"; all
-    others keep their place and origin.
+    others, those of `values` that the plan has already too, keep their place and origin.
     """
     tables = deepcopy(plan.document.tables)
+    known = dict(leaves(plan.tables))
+    values = {path: value for path, value in values.items() if path not in known or known[path] != plain(value)}
     for path, value in values.items():
         here: Any = tables
         for part in path[:-1]:

@@ -1,0 +1,108 @@
+"""One step of a run, read back from `timeline.json`: when each stage did what, and who waited for whom.
+
+stage 0   F0.0 F0.1 ........ B0.0        a gap before an action is a wait for what the action takes:
+stage 1        F0.0 ---B0.0              for the stage that makes it, until it was made (compute),
+          ^^^^ waits for stage 0         and from then on for the message (way)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sley_core.actions.action import Action, Kind
+from sley_core.actions.draw_trace import MICROSECONDS
+from sley_core.actions.machine import given, taken
+from sley_core.actions.placement import Placement
+from sley_core.actions.timeline import TimedAction, Timeline
+
+TRACE = "timeline.json"
+MEASURED, PREDICTED = "measured", "predicted"
+"""How the titles of timelines begin."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What one stage did in a step, in seconds, which add up to the step's.
+
+    computing_s: in actions. waiting_s: by stage, until that stage had made what was waited for. way_s: from there until this
+    stage went on: the message, and what the host did. end_s: after its last action, until the last stage had done its own.
+    other_s: gaps before actions that take nothing from another stage.
+    """
+
+    stage: int
+    computing_s: float
+    waiting_s: Mapping[int, float]
+    way_s: float
+    end_s: float
+    other_s: float
+
+
+def read_trace(path: Path) -> dict[str, Timeline]:
+    """Returns the timelines in the file by title, in its order. Raises OSError, ValueError and KeyError for another file."""
+    titles: dict[int, str] = {}
+    stages: dict[int, int] = {}
+    spans: dict[int, list[TimedAction]] = {}
+    for event in json.loads(path.read_text("utf-8"))["traceEvents"]:
+        number = event["pid"]
+        if event["name"] == "process_name":
+            titles[number] = event["args"]["name"]
+            stages[number], spans[number] = 0, []
+        elif event["name"] == "thread_name":
+            stages[number] += 1
+        else:
+            spans[number].append(_span(event))
+    return {title: Timeline.of(stages[number], spans[number]) for number, title in titles.items()}
+
+
+def _span(event: Mapping[str, Any]) -> TimedAction:
+    action = Action(Kind[event["cat"].upper()], event["args"]["chunk"], event["args"]["micro"])
+    start_s = event["ts"] / MICROSECONDS
+    return TimedAction(event["tid"], action, start_s, start_s + event["dur"] / MICROSECONDS)
+
+
+def placement_of(predicted: Timeline) -> Placement:
+    """Returns which stage holds which part of the model: the route that the first micro-batch takes in simulated time, where a
+    forward begins when the one before it has ended.
+    """
+    forwards = [span for span in predicted.spans if span.action.kind is Kind.FORWARD and span.action.micro == 0]
+    return Placement(tuple(span.stage for span in sorted(forwards, key=lambda span: (span.start_s, span.end_s))))
+
+
+def times_of_stages(measured: Timeline, placement: Placement) -> list[StageTimes]:
+    """Returns what each stage did and waited for. placement: of the model's parts, as `placement_of` tells it."""
+    made = {}
+    for span in measured.spans:
+        if (delivery := given(span.action, placement.position(span.stage, span.action.chunk), placement)) is not None:
+            made[delivery] = span
+    return [_times(measured, stage, placement, made) for stage in range(measured.stages)]
+
+
+def _times(measured: Timeline, stage: int, placement: Placement, made: Mapping[Any, TimedAction]) -> StageTimes:
+    computing_s = way_s = other_s = now_s = 0.0
+    waiting_s: dict[int, float] = {}
+    for span in measured.of_stage(stage):
+        gap_s = max(0.0, span.start_s - now_s)
+        maker = made.get(taken(span.action, placement.position(stage, span.action.chunk), placement))
+        if maker is None or maker.stage == stage:
+            other_s += gap_s
+        else:
+            # Clocks of two machines may be a little apart: what was made "later" than it was taken counts as waited for.
+            unmade_s = min(gap_s, max(0.0, maker.end_s - now_s))
+            waiting_s[maker.stage] = waiting_s.get(maker.stage, 0.0) + unmade_s
+            way_s += gap_s - unmade_s
+        computing_s += span.end_s - max(span.start_s, now_s)
+        now_s = max(now_s, span.end_s)
+    return StageTimes(stage, computing_s, waiting_s, way_s, measured.makespan_s - now_s, other_s)
+
+
+def ends(timelines: Mapping[str, Timeline]) -> Iterator[tuple[str, float]]:
+    """Yields each measured timeline's title and how many seconds before the last of them it ended: so long its ranks wait for
+    the others when they sum gradients.
+    """
+    measured = {title: one.makespan_s for title, one in timelines.items() if title.startswith(MEASURED)}
+    last_s = max(measured.values(), default=0.0)
+    yield from ((title, last_s - end_s) for title, end_s in measured.items())
