@@ -8,6 +8,7 @@ import pytest
 import torch
 from odd_parts import PLAN
 from parking import EVERYTHING, running
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sley_core.comm.copies import is_host_memory
 from sley_core.testing.plans import small_plan
@@ -48,6 +49,16 @@ def test_other_holders_are_named():
         assert "of_a_closure" in found[12_004]
         assert a_local
         KEPT.clear()
+
+
+def test_a_tensor_without_values_is_no_leak():
+    with FakeTensorMode():
+        KEPT.append(torch.ones(6001))
+    with running(CACHING) as run:
+        run.step()
+        run.memory.offload()
+        assert not [leak for leak in run.memory.leaks() if leak.shape == (6001,)]
+    KEPT.clear()
 
 
 def test_what_is_here_is_no_leak():

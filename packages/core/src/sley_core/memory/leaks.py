@@ -77,9 +77,13 @@ def _tensors(device: torch.device, min_bytes: int) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of the storage; 0 where there is none, as of sparse tensors, stand-ins, and within a `vmap`."""
+    """Returns the bytes of the storage; 0 where there is none, as of sparse tensors, stand-ins, an estimate's tensors, and
+    within a `vmap`.
+    """
     try:
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # whatever device the tensor says
+            return 0
         return storage.nbytes() if storage.data_ptr() else 0
     except (NotImplementedError, RuntimeError):
         return 0
