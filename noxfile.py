@@ -110,8 +110,8 @@ def typecheck(session: nox.Session) -> None:
 def isolated(session: nox.Session) -> None:
     """Each package passes its tests with nothing of Sley but core beside it, from wheels that its sdist makes.
 
-    A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With arguments, what these say. The example
-    plugins are those of `thirdparty`.
+    A few tests of each file, the first case of each: what a wheel lacks, it lacks for all. With arguments, what these say.
+    The example plugins are those of `thirdparty`.
     """
     backends = sorted({need for package in PACKAGES for need in package.build_requirements()})
     session.install(*CONSTRAINTS, "torch", "pytest-xdist", "build", *backends)
