@@ -24,6 +24,9 @@ ROW, GAP, TITLE, LEFT = 22, 4, 24, 110
 NUM_TICKS = 5
 """Times that are written below the pictures, the first of them 0."""
 
+SECONDS_FROM_S = 10.0
+"""How long a step is whose times are given in seconds."""
+
 LETTER = 7
 """Pixels that a letter of a label takes: one without room is left out."""
 
@@ -63,12 +66,13 @@ def _row(timeline: Timeline, stage: int, top: int, scale: float, last_chunk: int
 
 
 def _ticks(longest_s: float, top: int, scale: float) -> Iterator[str]:
-    """Yields the time labels below the pictures, in ms."""
+    """Yields the time labels below the pictures, in ms, or in s where they would be many."""
+    unit, per_s = ("ms", 1e3) if longest_s < SECONDS_FROM_S else ("s", 1.0)
     for number in range(NUM_TICKS):
         time_s = longest_s * number / (NUM_TICKS - 1)
         anchor = "end" if number == NUM_TICKS - 1 else "start"
         x = LEFT + time_s * scale
-        yield f'<text x="{x:.2f}" y="{top + TITLE - 10}" text-anchor="{anchor}">{time_s * 1e3:.4g} ms</text>'
+        yield f'<text x="{x:.2f}" y="{top + TITLE - 10}" text-anchor="{anchor}">{time_s * per_s:.4g} {unit}</text>'
 
 
 def _legend(timelines: Iterable[Timeline], top: int, last_chunk: int) -> Iterator[str]:
