@@ -100,7 +100,10 @@ class ScheduleContract:
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
             first = schedule.lists(stages, micros)
-            assert first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros), (stages, micros)
+            same = first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros)
+            assert same, (
+                f"{stages} stages, {micros} micro-batches: two calls give other lists, so ranks would not agree"
+            )
 
     @pytest.mark.parametrize("num_micros", [1, 5])
     def test_two_stages_train_as_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int) -> None:
