@@ -3,6 +3,7 @@
     nox -s quickstart       train the example plan on two CPU ranks
     nox -s tests            all tests; `nox -s tests -- -k topology` passes arguments on to pytest
     nox -s readme           what README tells a newcomer to type, in its order
+    nox -s thirdparty       the example plugins from wheels, as an outsider has them
     nox -s floor            the quickstart and all tests, with the oldest torch that the packages allow
     nox -s gpu              what needs a CUDA device: its tests, and memory's benchmarks
     nox -l                  everything else

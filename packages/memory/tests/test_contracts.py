@@ -13,12 +13,17 @@ class TestSizeClasses(MemoryPoolContract):
 
 
 class TestEverything(OffloadManagerContract):
+    """Tests of races draw many orders."""
+
+    orders = 1
     offload: ClassVar[dict[str, Any]] = {"use": "memory.everything", "bucket_mb": 0.004}
 
 
 class TestBetweenSteps(OffloadManagerContract):
+    orders = 1
     offload: ClassVar[dict[str, Any]] = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}
 
 
 class TestGradients(OffloadManagerContract):
+    orders = 1
     offload: ClassVar[dict[str, Any]] = {"use": "memory.gradients"}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.testing.schedule_contract import ScheduleContract
+from sley_core.testing.schedule_contract import ScheduleContract, TieContract
 from sley_pp.schedules.interleaved import round_sizes
 
 
@@ -43,6 +43,12 @@ class TestZeroBubbleV(ScheduleContract):
 
     def most_held(self, stage: int, stages: int, micros: int) -> int:
         return 2 * min(stages, micros)
+
+
+class TestSharedModules(TieContract):
+    """`pp.shared_modules`, which the schedule's record names."""
+
+    pipeline: ClassVar[dict[str, Any]] = {"use": "pp.one_f_one_b"}
 
 
 @pytest.mark.campaign

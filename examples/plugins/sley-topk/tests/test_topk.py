@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
-from sley_core.testing.contract import GradientHandlerContract, observe
+from sley_core.testing.contract import GradientHandlerContract, observe, tables
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_same_stretch, stretch
-from sley_core.testing.runs import assert_parity, record
+from sley_core.testing.runs import assert_parity, gradients, record
 
 
 def two_ranks(ratio: float, **changes: Any) -> dict[str, Any]:
@@ -40,6 +42,29 @@ def test_two_ranks_send_few_elements_of_each(ranks: Callable[..., Any]) -> None:
     weights, biases = "second.often.weight", "second.often.bias"
     assert 4 <= found.gradients[0][weights].count_nonzero() <= 8
     assert found.gradients[0][biases].equal(exact.gradients[0][biases])
+
+
+def summed_and_kept(handlers: list[dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Runs on each rank: the sum of each gradient over four steps of the contract's model, and what is kept then."""
+    sums: dict[str, Tensor] = {}
+    with World.join("cpu") as world, assemble(plan_from_dict(tables(handlers, 1)), world) as run:
+        for _ in range(4):
+            run.step()
+            sums = {name: sums.get(name, 0.0) + value for name, value in gradients(run).items()}
+        (handler,) = run.stepper.handlers
+        return sums, {name: value.clone() for name, value in getattr(handler, "kept", dict)().items()}
+
+
+def test_nothing_is_lost(ranks: Callable[..., Any]) -> None:
+    """What was given over four steps and what ranks still keep make up all gradients; the learning rate is tiny."""
+    exact, _ = ranks(2)(summed_and_kept, [{"use": "core.each"}])
+    found = ranks(2)(summed_and_kept, [{"use": "topk.reducer", "ratio": 0.1, "min_numel": 0}])
+    given = found[0][0]
+    for name, due in exact[0].items():
+        left_out = sum(kept[name] for _, kept in found).view_as(due)
+        assert torch.allclose(given[name] + left_out, due, atol=1e-4 * float(due.abs().max()) + 1e-12), name
+    name = "second.often.weight"
+    assert (given[name] - exact[0][name]).norm() > 0.1 * exact[0][name].norm()
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits(

@@ -10,11 +10,11 @@ import pytest
 
 from sley_core.errors import PlanError
 from sley_core.testing.ranks import Ranks
-from sley_core.testing.schedule_contract import ScheduleContract
+from sley_core.testing.schedule_contract import ScheduleContract, TieContract
 
 pytestmark = pytest.mark.usefixtures("installed")
 
-WITHOUT_RANKS = [name for name in vars(ScheduleContract) if name.startswith("test_") and "as_one_process" not in name]
+WITHOUT_RANKS = [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_stages" not in name]
 
 
 class TestHanayo(ScheduleContract):
@@ -56,7 +56,7 @@ def test_the_slowest_schedule_is_a_right_one(test: str) -> None:
         ("blocked", "test_lists_of_any_size_run_to_their_end", "schedule-deadlock"),
         ("careless", "test_every_micro_batch_goes_once_through_every_chunk", r"\('F', 1\).*not FB or FDW"),
         ("greedy", "test_a_stage_holds_what_it_says", "holds .*, and says 1"),
-        ("forgetful", "test_lists_are_the_same_on_all_ranks", "assert "),
+        ("forgetful", "test_lists_are_the_same_on_all_ranks", "two calls give other lists"),
     ],
 )
 def test_a_broken_schedule_fails(name: str, test: str, words: str) -> None:
@@ -64,18 +64,19 @@ def test_a_broken_schedule_fails(name: str, test: str, words: str) -> None:
         getattr(named(name), test)()
 
 
-def test_the_right_handler_of_ties_is_one(ranks: Callable[..., Ranks], texts: Path) -> None:
-    contract = named("one_by_one")
-    contract.tables = {"gradient_handlers": [{"use": "wave.ties"}]}  # type: ignore[misc]  # of this one alone
-    contract.test_tied_weights_train_as_one_process(ranks, texts)
+class TestTies(TieContract):
+    pipeline: ClassVar[dict[str, Any]] = {"use": "askew.one_by_one"}
+    tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": "wave.ties"}]}
 
 
 @pytest.mark.parametrize("name", ["twice", "unsummed"])
 def test_a_wrong_handler_of_ties_fails(ranks: Callable[..., Ranks], texts: Path, name: str) -> None:
-    contract = named("one_by_one")
-    contract.tables = {"gradient_handlers": [{"use": f"torn.{name}"}]}  # type: ignore[misc]  # of this one alone
+    class Torn(TieContract):
+        pipeline: ClassVar[dict[str, Any]] = {"use": "askew.one_by_one"}
+        tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": f"torn.{name}"}]}
+
     with pytest.raises(AssertionError, match=r"differ by more than 1e-10, the worst first\n  embed"):
-        contract.test_tied_weights_train_as_one_process(ranks, texts)
+        Torn().test_two_stages_train_a_shared_weight_as_one_process(ranks, texts)
 
 
 @pytest.mark.parametrize("name", ["blocked", "greedy", "forgetful"])

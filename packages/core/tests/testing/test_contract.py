@@ -52,6 +52,7 @@ def test_a_handler_that_must_stand_before_the_reducer_can_hold_the_contract(rank
     Early().test_recovers_from_a_failed_backward(ranks(2))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "test", "arguments", "words"), WRONG)
 def test_what_is_wrong_is_said(ranks: Any, name: str, test: str, arguments: tuple[int, ...], words: str) -> None:
     class Wrong(GradientHandlerContract):

@@ -132,22 +132,29 @@ class SequenceAttentionContract:
         found: list[list[Attended]] = ranks(2, self.timeout_s)(attend, self.sequence, DIVISIBLE)
         for case, seen in zip(DIVISIBLE, zip(*found, strict=True), strict=True):
             for one in seen:
-                assert not one.refused, (case, one.refused)
-                assert max(one.errors) <= 1e-10, (case, one.errors)
-                assert one.kept, (case, "after `detach` it is no attention of whole sequences")
+                what = f"(heads, kv_heads, packed) = {case}"
+                assert not one.refused, f"{what} is refused by `{one.refused}`"
+                worst = max(one.errors)
+                assert worst <= 1e-10, (
+                    f"{what}: a slice's context or gradients are off by {worst:.3g} of the largest element"
+                )
+                assert one.kept, f"{what}: after `detach` it is no attention of whole sequences"
             assert_same_sequence([one.calls for one in seen])
 
     def test_heads_that_do_not_divide_are_right_or_refused_by_name(self, ranks: Callable[..., Ranks]) -> None:
         """Alike on all ranks: none waits for another that has refused."""
         found: list[list[Attended]] = ranks(2, self.timeout_s)(attend, self.sequence, ODD)
         for case, seen in zip(ODD, zip(*found, strict=True), strict=True):
-            assert len({one.refused for one in seen}) == 1, (case, [one.refused for one in seen])
-            assert seen[0].refused or max(error for one in seen for error in one.errors) <= 1e-10, case
-            assert all(one.kept for one in seen), case
+            what, codes = f"(heads, kv_heads, packed) = {case}", [one.refused for one in seen]
+            assert len(set(codes)) == 1, f"{what}: ranks do not refuse it alike, {codes}: one would wait for the other"
+            worst = max((error for one in seen for error in one.errors), default=0.0)
+            assert codes[0] or worst <= 1e-10, f"{what} is neither right nor refused: off by {worst:.3g}"
+            assert all(one.kept for one in seen), f"{what}: after `detach` it is no attention of whole sequences"
 
     def test_a_model_without_attention_is_refused(self, ranks: Callable[..., Ranks]) -> None:
         """With a PlanError: no position would see another slice, and nobody would know."""
-        assert all(ranks(2, self.timeout_s)(refused, self.sequence))
+        codes = ranks(2, self.timeout_s)(refused, self.sequence)
+        assert all(codes), "a model without attention is not refused: no slice would see another"
 
     @pytest.mark.parametrize("fraction", [0.0, 1.0])
     def test_runs_give_the_numbers_of_one_process(self, ranks: Callable[..., Ranks], fraction: float) -> None:

@@ -36,8 +36,8 @@ from sley_core.testing.traces import assert_untouched, drafts_kept
 
 Table = dict[str, Any]
 
-NUM_STEPS = 4
-FAILING = 2
+NUM_STEPS = 3
+FAILING = 1
 """The step before which another one fails, where one is to fail."""
 
 PLAN = small_plan(

@@ -31,7 +31,6 @@ from sley_core.actions.schedule import Schedule
 from sley_core.actions.simulate import simulate
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Component
-from sley_core.records import GradientHandlerRecord
 from sley_core.testing.plans import small_plan
 from sley_core.testing.ranks import Ranks
 from sley_core.testing.runs import assert_parity_of_parts, record
@@ -100,23 +99,18 @@ class ScheduleContract:
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
             first = schedule.lists(stages, micros)
-            assert first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros), (stages, micros)
+            same = first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros)
+            assert same, (
+                f"{stages} stages, {micros} micro-batches: two calls give other lists, so ranks would not agree"
+            )
 
     @pytest.mark.parametrize("num_micros", [1, 5])
     def test_two_stages_train_as_one_process(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int) -> None:
         """Loss, norm, gradients and weights of NUM_STEPS steps, and the held-out loss."""
         if 2 not in self.stages or num_micros not in self.micros:
             pytest.skip(f"the schedule has no lists for 2 stages and {num_micros} micro-batches")
-        self._assert_parity(ranks, texts, num_micros)
-
-    def test_tied_weights_train_as_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """The first and the last stage hold one weight, whose gradients the schedule's handler of ties sums, once."""
-        plan = plan_from_dict(self._staged(2))
-        if 2 not in self.stages or not any(_is_tie(one.record) for one in plan.gradient_handlers):
-            pytest.skip("its plans have no handler of ties")
-        self._assert_parity(
-            ranks, texts, 2, model__tie_embeddings=True, optimizer__clip_norm=None
-        )  # which hides one in all
+        plan = _decoder(2 * self._schedule().chunks, num_micros)
+        _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
         """Yields drawn numbers of stages and micro-batches, the least first, each with a source of further chance."""
@@ -124,25 +118,6 @@ class ScheduleContract:
         for seed in range(1, self.num_draws):
             chance = Random(seed)
             yield chance.choice(self.stages), chance.choice(self.micros), chance
-
-    def _alone(self, num_micros: int, **changes: Any) -> dict[str, Any]:
-        """Returns the tables of the decoder's plan, for one process."""
-        return small_plan(
-            model__num_layers=2 * self._schedule().chunks,
-            batch={"global_size": 2 * num_micros, "micro_size": 2},
-            evaluation={"every": 9, "steps": 2},
-            **changes,
-        )
-
-    def _staged(self, num_micros: int, **changes: Any) -> dict[str, Any]:
-        """Returns the same for two stages."""
-        layout = {"parallel": {"dp": 1, "pp": 2}, "pipeline": self.pipeline}
-        return self._alone(num_micros, **changes) | layout | self.tables
-
-    def _assert_parity(self, ranks: Callable[..., Ranks], texts: Path, num_micros: int, **changes: Any) -> None:
-        reference = record(self._alone(num_micros, **changes), NUM_STEPS, folder=texts)
-        found = ranks(2)(record, self._staged(num_micros, **changes), NUM_STEPS, folder=texts)
-        assert_parity_of_parts(reference, found, "fp64")
 
     @cached_property
     def _component(self) -> Component:
@@ -157,8 +132,32 @@ class ScheduleContract:
         return schedule
 
 
-def _is_tie(record: object) -> bool:
-    return isinstance(record, GradientHandlerRecord) and record.role == "tie"
+class TieContract:
+    """For a handler of ties: inherit, set `pipeline`, and `tables` to those that name the handler and what the schedule lacks.
+
+    The schedule has one chunk per stage, so that the decoder's embedding and its head, one weight, are on two stages.
+    """
+
+    pipeline: ClassVar[Table]
+    tables: ClassVar[Table] = {}
+
+    def test_two_stages_train_a_shared_weight_as_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+        """Gradients of both are summed, once; without clipping, which hides one in all."""
+        plan = _decoder(2, 2, model__tie_embeddings=True, optimizer__clip_norm=None)
+        _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
+
+
+def _decoder(num_layers: int, num_micros: int, **changes: Any) -> Table:
+    """Returns the plan of a small decoder in one process, with a held-out loss."""
+    batch = {"global_size": 2 * num_micros, "micro_size": 2}
+    return small_plan(model__num_layers=num_layers, batch=batch, evaluation={"every": 9, "steps": 2}, **changes)
+
+
+def _assert_parity(ranks: Callable[..., Ranks], texts: Path, plan: Table, tables: Table) -> None:
+    """Asserts that two stages, with these further tables, train as one process does."""
+    reference = record(plan, NUM_STEPS, folder=texts)
+    found = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **tables}, NUM_STEPS, folder=texts)
+    assert_parity_of_parts(reference, found, "fp64")
 
 
 def _drawn_costs(positions: int, chance: Random) -> Costs:
