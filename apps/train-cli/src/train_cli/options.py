@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from sley_core.errors import UsageError
+
 
 class OutputFormat(StrEnum):
     """The form of what a command prints on stdout."""
@@ -64,4 +66,26 @@ SetOption = Annotated[
 WorldOption = Annotated[
     int | None, typer.Option("--world", metavar="N", min=1, help="The number of ranks, where the plan leaves it open.")
 ]
+NodesOption = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="N", min=1, help="The number of hosts; with --per-node, in place of --world."),
+]
+PerNodeOption = Annotated[
+    int | None, typer.Option("--per-node", metavar="N", min=1, help="The number of ranks on each host.")
+]
+
+
+def given_world(world: int | None, nodes: int | None, per_node: int | None) -> int | None:
+    """Returns the number of ranks that the options say, None if they say nothing. Raises UsageError "world" for half of it, or
+    for both forms.
+    """
+    if nodes is None and per_node is None:
+        return world
+    if nodes is None or per_node is None:
+        raise UsageError("world", "`--nodes` and `--per-node` say the world together", hint="give both, or `--world`")
+    if world is not None:
+        raise UsageError("world", "`--nodes` and `--per-node` say what `--world` says", hint="leave one of them out")
+    return nodes * per_node
+
+
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The form of the output.")]

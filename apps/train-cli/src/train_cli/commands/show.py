@@ -17,7 +17,16 @@ from sley_core.plan.plan import Plan
 from sley_core.plan.write import leaves
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
-from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
+from train_cli.options import (
+    FormatOption,
+    NodesOption,
+    OutputFormat,
+    PerNodeOption,
+    PlanArgument,
+    SetOption,
+    WorldOption,
+    given_world,
+)
 
 _COLUMN = 44
 """Where the origins begin."""
@@ -31,6 +40,8 @@ def show(
     plan: PlanArgument,
     overrides: SetOption = None,
     world: WorldOption = None,
+    nodes: NodesOption = None,
+    per_node: PerNodeOption = None,
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")
     ] = None,
@@ -46,6 +57,7 @@ def show(
     """Show the resolved plan with the origin of each value, and who talks to whom."""
     if machine is not None and not timeline:
         raise UsageError("machine-timeline", "`--machine` gives the drawing its seconds", hint="add `--timeline`")
+    world = given_world(world, nodes, per_node)
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world(world) if world is None else world)
     if rank is not None and rank >= topology.world:
