@@ -151,7 +151,7 @@ def test_what_one_rank_raises_is_told_once_with_its_place(
     assert trace[0] == "Traceback (most recent call last):"
     assert sum(line.startswith("Traceback") for line in trace) == 1
     left = {path.name for path in (folder / "runs" / "small").iterdir()}
-    assert left == {"plan.toml", "metrics.jsonl", "faults"}, "it took no step"
+    assert left == {"plan.toml", "start.json", "metrics.jsonl", "faults"}, "it took no step"
     check_run_folder(load_plan(folder / "plan.toml"), overwrite=False)  # the next run may take it
 
 
