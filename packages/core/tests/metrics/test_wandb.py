@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,24 +82,38 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
     assert '`pip install -e "packages/core[wandb]"`' in problem.hint
 
 
+def records(file: Path) -> Iterator[bytes]:
+    """The records of a file of the package: behind a head of 7 bytes, a log as LevelDB writes it, here of one block."""
+    content = file.read_bytes()
+    assert content[:4] == b":W&B"
+    assert len(content) < 32 << 10, "records of several blocks are not told apart here"
+    at = 7
+    while at + 7 <= len(content):
+        length = int.from_bytes(content[at + 4 : at + 6], "little")
+        yield content[at + 7 : at + 7 + length]
+        at += 7 + length
+
+
+def history(file: Path, messages: Any) -> list[tuple[int, float]]:
+    found = []
+    for content in records(file):
+        record = messages.Record()
+        record.ParseFromString(content)
+        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        found += [(items["_step"], items["loss"])] if items else []
+    return found
+
+
 @pytest.mark.timeout(120)
 def test_offline_rows_are_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[import-not-found,unused-ignore]
-    from wandb.sdk.internal.datastore import DataStore  # type: ignore[import-not-found,unused-ignore]
-
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_SILENT", "true")
     writer = WandbWriter(WandbConfig(project="p", mode="offline"), tmp_path)
     for step in (1, 2):
         writer.write({"step": step, "loss": 6.0 - step})
     writer.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
-    found = []
-    while (data := store.scan_data()) is not None:
-        record = Record()
-        record.ParseFromString(data)
-        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        found += [(items["_step"], items["loss"])] if items else []
-    assert found == [(1, 5.0), (2, 4.0)]
+    until = time.monotonic() + 60
+    while (found := history(file, messages)) != [(1, 5.0), (2, 4.0)]:
+        assert time.monotonic() < until, found
+        time.sleep(0.1)  # the package's process writes the last rows a moment later

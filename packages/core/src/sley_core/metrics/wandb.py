@@ -40,7 +40,7 @@ class WandbWriter(MetricsWriter):
         self.close()
 
     def close(self) -> None:
-        """Returns when all rows are sent, or in the files; a second call does nothing."""
+        """Ends the run there; the package's own process may write its last rows a moment later. A second call does nothing."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
