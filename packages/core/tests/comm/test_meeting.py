@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(module, "LINGER_S", 0.1)
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_ranks_that_agree_start(port: int) -> None:
 
 def test_a_rank_that_comes_late_is_waited_for(port: int) -> None:
     def late() -> None:
-        time.sleep(1.5)
+        time.sleep(0.5)
         comes(port, 0, 2)()
 
     assert set(told({"0": late, "1": comes(port, 1, 2)}).values()) == {""}
@@ -107,6 +108,7 @@ def test_a_host_that_differs_is_named_to_all(port: int, own: dict[str, str], wor
 def test_a_rank_that_cannot_begin_is_named_to_all(port: int, odd: int) -> None:
     def gives_up() -> None:
         at = Meeting.at(environ(port, odd, 3), timeout_s=5)
+        held.append(at)
         at.host = "lame"
         at.give_up("no file `plan.toml`", "copy it there")
 

@@ -31,6 +31,9 @@ from sley_core.errors import RunError, SleyError
 PATIENCE_S = 8.0
 """For what is there at once or not at all: a name, a free port, a store that answers, another process of this machine."""
 
+LINGER_S = 2.0
+"""For others to read why nobody starts, where the store ends with this process."""
+
 _POLL_S, _MOST_POLL_S = 0.02, 0.3
 """Between two looks: at first, and while a host takes long, so that thousands of ranks do not keep the store busy."""
 
@@ -194,7 +197,7 @@ class Meeting:
     def _linger(self) -> None:
         """Keeps the store for a moment, where it would end with this process before others have read it."""
         if self.is_held:
-            time.sleep(min(2.0, PATIENCE_S))
+            time.sleep(LINGER_S)
 
     def _add(self, told: Mapping[str, Any]) -> None:
         number = self.store.add(f"{self.num_calls} {_COUNT}", 1)
