@@ -30,8 +30,8 @@ _STARTERS = {
 }
 """Variables in which an engine says how many processes it has started: its name, what it calls one, what each of them needs."""
 
-_TELLS_S = 9.0
-"""How long a rank that cannot begin tries to tell the others."""
+_TELLS_S = 30.0
+"""How long a rank that cannot begin, and has said so, tries to tell rank 0, which may be slower to come."""
 
 
 def refuse_lone_worlds(environ: Mapping[str, str]) -> None:

@@ -105,7 +105,9 @@ def _assemble(plan: Plan, world: World, folder: Path | None, undo: ExitStack) ->
     if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu" and not world.is_fake:
         keep_freed_memory()
     topology = plan.topology(world.size)
-    with world.all_or_none():  # a file that one host lacks, or a factory that fails there
+    with world.all_or_none(
+        plan.limits.collective_timeout_s
+    ):  # a file that one host lacks, or a factory that fails there
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = draft_model(plan, dataset.info)
         names, sizes = names_of(model.layers), model.num_parameters()

@@ -139,6 +139,30 @@ def test_another_run_at_the_port_is_left_alone(port: int) -> None:
     assert set(found.values()) == {""}
 
 
+def test_another_run_that_cannot_begin_is_none_of_ours(port: int) -> None:
+    def gives_up() -> None:
+        Meeting.at(environ(port, 1, 2, SLURM_JOB_ID="8"), timeout_s=5).give_up("no file", None)
+
+    ours = {str(rank): comes(port, rank, 2, SLURM_JOB_ID="7") for rank in range(2)}
+    assert set(told({**ours, "stranger": gives_up}).values()) == {""}
+
+
+def test_hosts_that_are_one_machine_may_take_long_to_build(port: int) -> None:
+    """Only to meet they have no more than a moment, where their address is that of one machine."""
+
+    def works(rank: int) -> Callable[[], None]:
+        def work() -> None:
+            at = Meeting.at(environ(port, rank, 2, LOCAL_WORLD_SIZE="1"), timeout_s=600)
+            held.append(at)
+            at.agree(FACTS, PARTS)
+            with at.all_or_none(20):
+                time.sleep(1.5 * rank)
+
+        return work
+
+    assert set(told({str(rank): works(rank) for rank in range(2)}).values()) == {""}
+
+
 @contextmanager
 def stranger(port: int) -> Iterator[None]:
     """A program that listens there and says nothing."""
@@ -183,17 +207,19 @@ def test_rank_0_of_a_loopback_does_not_wait_long_for_other_hosts(port: int) -> N
     assert "not localhost" in found["0"]
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-def test_what_one_rank_fails_in_ends_all(port: int, odd: int) -> None:
+@pytest.mark.parametrize(("odd", "slow"), [(0, 1), (2, 0)])
+def test_what_one_rank_fails_in_ends_all(port: int, odd: int, slow: int) -> None:
     def works(rank: int) -> Callable[[], None]:
         def work() -> None:
             at = Meeting.at(environ(port, rank, 3), timeout_s=5)
             held.append(at)
             at.host = f"host{rank}"
             at.agree(FACTS, PARTS)
-            with at.all_or_none():
+            with at.all_or_none(20):
                 pass
-            with at.all_or_none():
+            with at.all_or_none(20):
+                if rank == slow:
+                    time.sleep(1.5)  # longer than a rank that gives up stays
                 if rank == odd:
                     raise RunError("no-tokenizer", "there is no `tokenizer.json`", hint="copy it there")
             pytest.fail("it went on")
@@ -206,3 +232,12 @@ def test_what_one_rank_fails_in_ends_all(port: int, odd: int) -> None:
         f"rank {odd} on host{odd} cannot begin: there is no `tokenizer.json`" in one for one in found.values()
     ), found
     assert all("copy it there" in one for one in found.values())
+
+
+def test_a_store_that_ends_with_its_process_is_told_of(port: int) -> None:
+    first = Meeting.at(environ(port, 0, 2), timeout_s=5)
+    second = Meeting.at(environ(port, 1, 2), timeout_s=5)
+    del first
+    with pytest.raises(RunError, match=r"preflight.*rank 1 has lost the others"):
+        second.agree(FACTS, PARTS)
+    second.give_up("there is no `plan.toml`", None)  # nobody hears it, and that is no error of its own

@@ -97,10 +97,11 @@ class Meeting:
             self._conclude(self._get(_VERDICT, "rank 0 to hear of all ranks"))
 
     @contextmanager
-    def all_or_none(self) -> Iterator[None]:
+    def all_or_none(self, timeout_s: float) -> Iterator[None]:
         """Goes on behind the block when all ranks have left it; if it raises on any, raises on all: there its own error, on the
-        others RunError "preflight".
+        others RunError "preflight". timeout_s: for ranks that are still in it.
         """
+        self.timeout_s = timeout_s
         try:
             yield
         except Exception as error:
@@ -113,16 +114,14 @@ class Meeting:
     def give_up(self, reason: str, hint: str | None) -> None:
         """Tells all ranks why this one does not begin; returns when they know, or after a while. reason: a message."""
         told = {"message": f"rank {self.rank} on {self.host} cannot begin: {reason}", "hint": hint}
-        self.timeout_s = min(self.timeout_s, PATIENCE_S)
         try:
             if self.rank == 0:
                 self._set(_FIRST, {"host": self.host, "job": self._job, "failed": told})
                 self._set(_VERDICT, told)
                 self._linger()
-            else:
-                self._get(_FIRST, "rank 0")
+            elif self.num_calls or self._get(_FIRST, "rank 0")["job"] == self._job:  # else it is another run's list
                 self._add(told)
-                self._get(_VERDICT, "rank 0")
+                self._get(_VERDICT, "rank 0", PATIENCE_S)
         except RunError:
             return  # nobody is there to be told
 
@@ -200,27 +199,36 @@ class Meeting:
             time.sleep(LINGER_S)
 
     def _add(self, told: Mapping[str, Any]) -> None:
-        number = self.store.add(f"{self.num_calls} {_COUNT}", 1)
+        with self._in_store():
+            number = self.store.add(f"{self.num_calls} {_COUNT}", 1)
         self._set(_LINE.format(number), {"rank": self.rank, "host": self.host, **told})
 
     def _set(self, key: str, value: Mapping[str, Any]) -> None:
-        self.store.set(f"{self.num_calls} {key}", json.dumps(value))
+        with self._in_store():
+            self.store.set(f"{self.num_calls} {key}", json.dumps(value))
 
     def _get(self, key: str, what: str, timeout_s: float | None = None) -> dict[str, Any]:
         """Returns what some rank sets under `key`, when it does. Raises RunError if that takes longer than `timeout_s`."""
         until = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         pause_s = _POLL_S
-        try:
+        name = f"{self.num_calls} {key}"
+        with self._in_store():
             # Not `store.wait`: it blocks in torch, where a signal to end is not heard.
-            while not self.store.check([f"{self.num_calls} {key}"]):
+            while not self.store.check([name]):
                 if time.monotonic() > until:
                     raise _refused(f"rank {self.rank} waited in vain for {what}", _OTHERS_HINT)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_POLL_S)
-            found: dict[str, Any] = json.loads(self.store.get(f"{self.num_calls} {key}"))
-        except RuntimeError as error:
-            raise _refused(f"rank {self.rank} has lost {what}: {first_line(error)}", _OTHERS_HINT) from error
+            found: dict[str, Any] = json.loads(self.store.get(name))
         return found
+
+    @contextmanager
+    def _in_store(self) -> Iterator[None]:
+        """Turns torch's error into RunError "preflight": whoever holds the store has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise _refused(f"rank {self.rank} has lost the others: {first_line(error)}", _OTHERS_HINT) from error
 
 
 def _is_loopback(address: str) -> bool:

@@ -113,11 +113,11 @@ class World(AbstractContextManager["World"]):
         dist.init_process_group("fake", rank=rank, world_size=size)
         return cls(rank, size, device or Device(torch.device("meta")), owns_default_group=True, is_fake=True)
 
-    def all_or_none(self) -> AbstractContextManager[None]:
+    def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
         """Returns a context for what each rank does alone and any may fail in: all go on, or all raise, where they have met
         (`Meeting.all_or_none`); else nothing more than the block.
         """
-        return self.meeting.all_or_none() if self.meeting is not None else nullcontext()
+        return self.meeting.all_or_none(timeout_s) if self.meeting is not None else nullcontext()
 
     def from_first(self, make: Callable[[], T], what: str) -> T:
         """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over
