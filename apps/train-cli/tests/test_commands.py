@@ -118,6 +118,12 @@ def test_needs_an_extra_for_a_tokenizer(cli: Cli, plan: Path) -> None:
     assert cli("needs", plan).out.startswith("-e packages/core[tokenizers]\n")
 
 
+def test_needs_extras_for_writers(cli: Cli, plan: Path) -> None:
+    writers = '[[metrics]]\nuse = "core.wandb"\nproject = "p"\n[[metrics]]\nuse = "core.tensorboard"\n'
+    plan.write_text(plan.read_text("utf-8") + writers, "utf-8")
+    assert cli("needs", plan).out.startswith("-e packages/core[tensorboard,wandb]\n")
+
+
 def test_needs_of_an_unknown_plugin(cli: Cli, plan: Path) -> None:
     plan.write_text(plan.read_text("utf-8").replace("core.adamw", "nobody.knows"), "utf-8")
     result = cli("needs", plan)

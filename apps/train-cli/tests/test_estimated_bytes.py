@@ -90,8 +90,8 @@ def own(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("world", "num_plans"),
     [
-        (1, 2),
-        (2, 2),
+        (1, 1),
+        (2, 1),
         pytest.param(1, 40, marks=pytest.mark.campaign),
         pytest.param(2, 70, marks=pytest.mark.campaign),
         pytest.param(4, 60, marks=pytest.mark.campaign),

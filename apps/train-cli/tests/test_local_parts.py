@@ -17,7 +17,6 @@ from sley_core.plan.load import load_plan
 from train_cli import surroundings
 from train_cli.folder_lock import FolderLock, TakenError, is_restart, lock
 from train_cli.local_launch import _scratch
-from train_cli.options import _complete_key
 from train_cli.run_folder import check_run_folder, held_run_folder
 
 
@@ -228,11 +227,6 @@ def test_cuda_without_a_device(plan: Path, cli: Callable[..., Any], monkeypatch:
     result = cli("run", plan, "--set", 'run.device="cuda"')
     assert result.code == 1
     assert "--set #1: error[no-device]" in result.err
-
-
-def test_keys_are_completed() -> None:
-    assert "batch.micro_size=" in list(_complete_key("batch."))
-    assert list(_complete_key("nothing")) == []
 
 
 def test_the_folder_of_a_launch_is_locked_while_its_ranks_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -19,6 +20,7 @@ from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.errors import UsageError
 from sley_core.metrics.jsonl import rows
+from sley_core.reports.fault_report import LaunchReport, write_launch
 from train_cli.run_report.charts import thinned
 from train_cli.run_report.drawn_step import ends, placement_of, read_trace, times_of_stages
 from train_cli.run_report.page import MAX_BYTES, page
@@ -113,8 +115,12 @@ def test_a_run_that_failed_before_its_first_step_has_a_report_of_its_faults(run:
     for name in ("summary.json", "metrics.jsonl", "timeline.json", "start.json"):
         (run / name).unlink()
     assert cli("report", run).code == 0
+    assert "not ended" in Page((run / "report.html").read_text("utf-8")).texts["summary"]
+    write_launch(run, LaunchReport(2, {1: -signal.SIGKILL}, {}, 1))
+    assert cli("report", run).code == 0
     found = Page((run / "report.html").read_text("utf-8"))
-    assert "not ended" in found.texts["summary"]
+    assert "failed" in found.texts["summary"]
+    assert "rank 1 was killed by SIGKILL" in found.texts["faults"]
     assert found.pictures == {}
     assert found.texts["curves"].count("No run has recorded it.") == 7
 
@@ -136,10 +142,10 @@ def test_a_long_run_on_many_ranks_stays_small() -> None:
     ]
     timelines = {title: Timeline.of(16, spans) for title in ("measured, step 5, ranks 0", "predicted: x")}
     long = RecordedRun("long", Path("runs/long"), LONG, {"run.steps": "60000"}, None, None, timelines, [])
-    html = page([long, long])
+    html = page([long])
     assert len(html.encode()) <= MAX_BYTES
     assert "metrics.jsonl has 13 more numbers" in html
-    assert html.count("too many actions for this page") == 2
+    assert html.count("too many actions for this page") == 1
     with pytest.raises(UsageError, match="report-size"):
         page([long] * 21)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sley_core.plan.load import load_plan, plan_from_text
+from sley_core.topology import Topology
+from train_cli.layout_text import group_lines, rank_lines
 
 Cli = Callable[..., Any]
 
@@ -45,7 +47,7 @@ def test_a_large_world_is_shown_in_a_few_lines(cli: Cli, plan: Path) -> None:
     arguments = ("show", plan, "--set", 'parallel.dp="auto"', "--world", "1024")
     result = cli(*arguments)
     assert len(result.out.splitlines()) < 150
-    assert "and 992 more" in result.out
+    assert "the n-th rank of a stage of 1024, from 0, has" in result.out
     assert len(json.loads(cli(*arguments, "--format", "json").out)["ranks"]) == 1024
 
 
@@ -103,3 +105,24 @@ def test_what_canonical_sums_take_is_shown_as_a_run_says_it(cli: Cli, plan: Path
     assert shown in result.err
     (folder / "corpus.txt").unlink()
     assert "# what canonical sums take is not known: " in cli("show", plan, changes=changes).out
+
+
+def test_kinds_of_ranks_say_what_each_rank_has() -> None:
+    """The formulas are worked out for every rank and compared with its coordinates."""
+    topology = Topology.of(2048, pp=4, sp=4, wp=16)
+    lines = [*rank_lines(topology, None), *group_lines(list(topology.groups()))]
+    assert len(lines) < 30
+    assert "  stage 3     ranks 1536-2047" in lines
+    formulas = dict(part.split(" = ") for line in lines if " = n" in line for part in line.strip().split("  ") if part)
+    assert formulas.keys() == {"dp", "sp", "wdp", "wp"}
+    for rank in range(0, 2048, 7):
+        at = topology.coordinates(rank)
+        found = {axis: eval(formula, {"n": rank % 512}) for axis, formula in formulas.items()}
+        assert found == {"dp": at.dp, "sp": at.sp, "wdp": at.wdp, "wp": at.wp}
+    assert any("wp.gather" in line and "128 groups of 16: " in line and "2032-2047" in line for line in lines)
+
+
+def test_axes_of_one_rank_have_no_formula() -> None:
+    lines = list(rank_lines(Topology.of(64, pp=32), None))
+    assert "  ... 32 stages in all" in lines
+    assert any(line.split() == ["dp", "=", "n", "sp", "=", "0"] for line in lines)

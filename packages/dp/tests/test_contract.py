@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from sley_core.testing.contract import GradientHandlerContract
 
 
@@ -11,6 +13,7 @@ class TestOneBucket(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.bucketed"}
 
 
+@pytest.mark.campaign
 class TestOneBucketPerParameter(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5, "start": "check"}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+
 from sley_core.testing.weight_contract import WeightCommunicatorContract
 
 
@@ -15,5 +17,6 @@ class TestByModuleAndOncePerStep(WeightCommunicatorContract):
     weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "unit": "module", "ahead": 2, "reduce": "step"}
 
 
+@pytest.mark.campaign
 class TestNotOverlapped(WeightCommunicatorContract):
     weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "overlap": False, "pool": "isp.fresh"}

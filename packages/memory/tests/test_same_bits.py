@@ -61,7 +61,7 @@ def test_on_one_rank(changes, texts):
     assert_same(*three_ways(small_plan(**changes), texts))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_on_two_ranks(ranks, layout, compute, texts):

@@ -14,6 +14,7 @@ from train_cli.options import MessageFormat
 
 COMMANDS = {
     "run": "Train as the plan says.",
+    "launch": "Print what starts a plan on several hosts.",
     "check": "Find every mistake of one or more plans.",
     "verify": "Compare a plan's layout with one process.",
     "show": "Show the resolved plan, ranks and groups.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,36 +11,47 @@ from dataclasses import replace
 from train_cli import console, failure_file, lifeline
 from train_cli.console import Settings
 from train_cli.faults import Fault
+from train_cli.preflight import PREFLIGHT
+from train_cli.preflight import tell as tell_others
 
 _HEAD_START_S = 3.0
-"""Seconds that another rank with rank 0's error waits: a launcher ends all ranks when the first of them has ended."""
+"""Seconds that another rank with the first one's error waits: a launcher ends all ranks when the first of them has ended."""
 
 
 def as_rank(rank: int, settings: Settings, begin: Callable[[ExitStack], Callable[[], int]]) -> int:
     """Does this rank's work and returns its exit code.
 
-    begin: checks what all ranks find alike, of which rank 0 alone tells, and returns the work; what it enters on the stack is
-    left when the work is done.
+    begin: checks what all ranks should find alike, of which the first rank of each host tells, and all ranks hear; returns the
+    work. What it enters on the stack is left when the work is done.
     """
+    is_first = rank == 0 or os.environ.get("LOCAL_RANK") == "0"
     with ExitStack() as stack:
         try:
             work = begin(stack)
         except Exception as error:
-            return _failed(Fault.of(error), settings, tell=rank == 0)
+            fault = Fault.of(error)
+            _note(fault, settings, tell=is_first)
+            tell_others(fault)
+            return _code(fault, is_first)
         try:
             return work()
         except Exception as error:
-            return _failed(_of_rank(Fault.of(error), rank), settings, tell=True)
+            fault = Fault.of(error)
+            tells = is_first or all(found.code != PREFLIGHT for found in fault.diagnostics)
+            _note(_of_rank(fault, rank), settings, tell=tells)
+            return _code(fault, tells)
 
 
-def _failed(fault: Fault, settings: Settings, *, tell: bool) -> int:
-    """Writes this rank's report and shows the fault, if `tell` and no launcher of ours does; returns the exit code."""
+def _note(fault: Fault, settings: Settings, *, tell: bool) -> None:
+    """Writes this rank's report and shows the fault, if `tell` and no launcher of ours does."""
     failure_file.write(fault)
-    if lifeline.is_held():
-        return fault.exit_code  # the launcher, which is ours, tells
-    if tell:
+    if tell and not lifeline.is_held():
         console.show(fault, settings)
-    else:
+
+
+def _code(fault: Fault, has_told: bool) -> int:
+    """Returns the exit code, on a rank that has not told the fault after those that do."""
+    if not has_told and not lifeline.is_held():
         time.sleep(_HEAD_START_S)
     return fault.exit_code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -22,6 +23,7 @@ from train_cli import failure_file, lifeline
 from train_cli.console import say
 from train_cli.faults import Fault
 from train_cli.opening import opening
+from train_cli.preflight import meet, thread_note
 from train_cli.progress import Reporter, closing
 from train_cli.resume import load
 from train_cli.resume import totals as done
@@ -62,7 +64,8 @@ def on_rank(plan: Plan, folder: Path, work: Callable[[Run, Stopping], None], *, 
         late = partial(_late, folder, joined)
         stopping = stack.enter_context(Stopping(None if lifeline.is_held() else say, late, terminated_s(plan)))
         try:
-            world = stack.enter_context(World.join(plan.run.device, timeout_s=plan.limits.start_timeout_s))
+            timeout_s = plan.limits.start_timeout_s
+            world = stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, meeting=meet(plan)))
             joined.append(world)
             run = stack.enter_context(assemble(plan, world, folder=folder if writes else None))
             work(run, stopping)
@@ -104,6 +107,8 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     resolved = run.resolved_plan
     write_plan(resolved, folder)
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
+    if note := thread_note(os.environ, is_cpu=run.world.device.type == "cpu"):
+        run.notes.append(note)
     totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"

@@ -47,8 +47,9 @@ def draft_of(plan: Plan, world: World) -> Draft:
 
     Raises as `open_dataset`, `draft_model` and `stage_of` do.
     """
-    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model = draft_model(plan, dataset.info)
+    with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or what a factory needs
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+        model = draft_model(plan, dataset.info)
     costs, notes = layer_costs_of(plan, world, model)
     return Draft(dataset, model, stage_of(plan, plan.topology(world.size), world.rank, model, costs), costs, notes)
 

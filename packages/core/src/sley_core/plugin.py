@@ -11,7 +11,7 @@ from sley_core.engine.config import EachConfig, GradientNormsConfig, KeepConfig,
 from sley_core.hookspecs import hookimpl
 from sley_core.losses.config import CrossEntropyConfig
 from sley_core.metrics.check import check_metrics
-from sley_core.metrics.config import JsonlConfig, TensorboardConfig
+from sley_core.metrics.config import JsonlConfig, TensorboardConfig, WandbConfig
 from sley_core.model.check import check_model
 from sley_core.model.config import LlamaConfig
 from sley_core.optim.check import check_learning_rate
@@ -119,6 +119,7 @@ def sley_metrics_writers() -> list[MetricsWriterRecord]:
         MetricsWriterRecord(
             name="tensorboard", config=TensorboardConfig, build=f"{home}.tensorboard:TensorboardWriter"
         ),
+        MetricsWriterRecord(name="wandb", config=WandbConfig, build=f"{home}.wandb:WandbWriter"),
     ]
 
 

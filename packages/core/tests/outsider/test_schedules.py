@@ -24,6 +24,7 @@ class TestHanayo(ScheduleContract):
         return 2 * min(stages, micros)
 
 
+@pytest.mark.campaign
 class TestTwoWaves(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "wave.hanayo", "waves": 2}
 

@@ -12,13 +12,15 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.check_handlers import sums_ties
 from sley_core.plan.load import load_plan
 from train_cli.console import say
-from train_cli.options import SetOption, WorldOption
+from train_cli.options import NodesOption, PerNodeOption, SetOption, WorldOption, given_world
 
 
 def check(
     plans: Annotated[list[Path], typer.Argument(metavar="PLAN...", help="Plans, TOML files.")],
     overrides: SetOption = None,
     world: WorldOption = None,
+    nodes: NodesOption = None,
+    per_node: PerNodeOption = None,
     model: Annotated[
         bool,
         typer.Option(
@@ -29,6 +31,7 @@ def check(
     ] = False,
 ) -> None:
     """Check plans: tables, files, sizes, layout; nothing is started or written."""
+    world = given_world(world, nodes, per_node)
     errors: list[SleyError] = []
     for path in plans:
         try:

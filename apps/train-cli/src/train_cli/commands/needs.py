@@ -26,8 +26,7 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     """Print a requirement for each package that the plan needs; in a clone of Sley: pip install $(train-cli needs plan.toml)"""
     document = read_file(plan, overrides or [])
     loader = Loader()
-    extra = "tokenizers" if "tokenizer" in _table(document, "data") else ""
-    lines = {CORE: f"-e {folder_of(CORE, extra)}", "train-cli": "-e apps/train-cli"}
+    lines = {CORE: f"-e {folder_of(CORE, ','.join(_extras(document)))}", "train-cli": "-e apps/train-cli"}
     unknown: list[Diagnostic] = []
     for name, path in _named_plugins(document, loader):
         if name in lines:
@@ -42,6 +41,14 @@ def needs(plan: PlanArgument, overrides: SetOption = None) -> None:
     for line in lines.values():
         typer.echo(line)
     say("Sley's own packages are on no index: give these lines to pip in a clone of its repository")
+
+
+def _extras(document: Document) -> Iterator[str]:
+    """Yields the extras of core that the plan needs, each once."""
+    if "tokenizer" in _table(document, "data"):
+        yield "tokenizers"
+    named = {value for _, value in _strings(document.tables.get("metrics"))}
+    yield from (writer for writer in ("tensorboard", "wandb") if f"core.{writer}" in named)
 
 
 def _requirement(name: str, loader: Loader) -> str:

@@ -17,11 +17,13 @@ from sley_core.plan.kinds import COMPONENTS, words
 from sley_core.plan.words import suggestion, takes
 from sley_core.records import Record
 from sley_core.table import Table
+from train_cli.completion import plugin_ids
 from train_cli.options import FormatOption, OutputFormat
 
 
 def _complete_plugin(incomplete: str) -> list[str]:
-    return [name for name in Loader().names() if name.startswith(incomplete)]
+    names = plugin_ids() if "." in incomplete else Loader().names()
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def plugins(

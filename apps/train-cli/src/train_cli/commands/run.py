@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from train_cli.console import Settings
 from train_cli.folder_lock import is_restart
 from train_cli.opening import ranks
 from train_cli.options import MessageFormat, PlanArgument, SetOption, WorldOption
+from train_cli.preflight import refuse_lone_worlds
 from train_cli.progress import draws_line
 from train_cli.resume import AUTO, goes_on, is_again
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
@@ -80,6 +81,7 @@ def run(
         return
     if world is not None:
         raise UsageError("world", "`--world` belongs to `--dry-run`", hint="local ranks are started by `--nproc`")
+    refuse_lone_worlds(os.environ)
     line = draws_line(sys.stderr, wanted=not no_progress)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
@@ -87,7 +89,6 @@ def run(
         resume = _resume(resume, overwrite=overwrite)
         code = _as_rank(plan, changes, settings, overwrite=overwrite, resume=resume, line=line, verbose=verbose > 0)
         raise typer.Exit(code)
-    _refuse_tasks_without_ranks(os.environ)
     resolved = load_plan(plan, changes)
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
     resume = _resume(resume, overwrite=overwrite)
@@ -128,18 +129,6 @@ def _resume(given: str | None, *, overwrite: bool) -> str | None:
     if given and overwrite:
         raise UsageError("resume", "`--resume` goes on with a run and `--overwrite` deletes it")
     return given or (AUTO if is_again() else None)
-
-
-def _refuse_tasks_without_ranks(environ: Mapping[str, str]) -> None:
-    """Raises UsageError if `srun` alone started several tasks: each would be a separate run, in the same folder."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks.isdecimal() and int(tasks) > 1:
-        raise UsageError(
-            "no-ranks",
-            f"srun has started {tasks} tasks, but no RANK and WORLD_SIZE tell this one which rank it is",
-            hint="start torchrun in one task per node, or give each task RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID, "
-            "WORLD_SIZE=$SLURM_NTASKS, MASTER_ADDR and MASTER_PORT; where each is a run of its own, unset SLURM_STEP_NUM_TASKS",
-        )
 
 
 def _launch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,20 +16,28 @@ from sley_core.plan.plan import Plan
 from sley_core.plan.write import leaves
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
-from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
+from train_cli.layout_text import group_lines, rank_lines, sizes
+from train_cli.options import (
+    FormatOption,
+    NodesOption,
+    OutputFormat,
+    PerNodeOption,
+    PlanArgument,
+    SetOption,
+    WorldOption,
+    given_world,
+)
 
 _COLUMN = 44
 """Where the origins begin."""
-
-_MOST_RANKS = 32
-_MOST_GROUPS = 4
-"""How many ranks, and how many groups of one axis, are listed as text; JSON has all."""
 
 
 def show(
     plan: PlanArgument,
     overrides: SetOption = None,
     world: WorldOption = None,
+    nodes: NodesOption = None,
+    per_node: PerNodeOption = None,
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")
     ] = None,
@@ -46,6 +53,7 @@ def show(
     """Show the resolved plan with the origin of each value, and who talks to whom."""
     if machine is not None and not timeline:
         raise UsageError("machine-timeline", "`--machine` gives the drawing its seconds", hint="add `--timeline`")
+    world = given_world(world, nodes, per_node)
     resolved = load_plan(plan, overrides or [])
     topology = resolved.topology(resolved.world(world) if world is None else world)
     if rank is not None and rank >= topology.world:
@@ -125,11 +133,11 @@ def _text(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
     """Yields the lines of `show`."""
     yield from _values(plan)
     yield ""
-    yield f"# world of {topology.world}: {_sizes(topology)}"
-    yield from _rank_lines(topology, rank)
+    yield f"# world of {topology.world}: {sizes(topology)}"
+    yield from rank_lines(topology, rank)
     yield ""
     yield "# groups, in the order in which all ranks make them"
-    yield from _group_lines(topology, rank)
+    yield from group_lines(list(_groups(topology, rank)))
     yield ""
     yield "# gradient handlers: this is the order of their collectives on every rank"
     for number, handler in enumerate(_handlers(plan), start=1):
@@ -170,28 +178,3 @@ def _toml(value: Any) -> str:
 def _header(path: KeyPath) -> str:
     name = ".".join(str(part) for part in path if isinstance(part, str))
     return f"[[{name}]]" if isinstance(path[-1], int) else f"[{name}]"
-
-
-def _sizes(topology: Topology) -> str:
-    names = ("pp", "dp", "sp", "wdp", "wp")
-    return ", ".join(f"{name} {getattr(topology, name)}" for name in names)
-
-
-def _rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of ranks and their coordinates; long ones are cut."""
-    yield "  rank  stage    dp    sp   wdp    wp"
-    for each in list(_ranks(topology, rank))[:_MOST_RANKS]:
-        at = topology.coordinates(each)
-        yield "".join(f"{number:6}" for number in (at.rank, at.stage, at.dp, at.sp, at.wdp, at.wp))
-    if rank is None and topology.world > _MOST_RANKS:
-        yield f"  ... and {topology.world - _MOST_RANKS} more: --rank N shows one, --format json all"
-
-
-def _group_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields one line per axis and lane with its groups; long ones are cut."""
-    for (axis, lane), entries in groupby(_groups(topology, rank), key=lambda each: (each.axis, each.lane)):
-        every = list(entries)
-        shown = "  ".join(each.label for each in every[:_MOST_GROUPS])
-        more = f"  ... {len(every)} in all" if len(every) > _MOST_GROUPS else ""
-        name = axis if lane == "main" else f"{axis}.{lane}"
-        yield f"  {name:14} {every[0].backend:7} {shown}{more}"

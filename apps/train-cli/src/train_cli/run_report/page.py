@@ -129,7 +129,7 @@ def _too_much(message: str) -> UsageError:
 
 def _fact(run: RecordedRun, name: str) -> str:
     if run.summary is None:
-        return {"outcome": "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
+        return {"outcome": "failed" if run.faults else "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
     return _FACTS[name](run.summary)
 
 

@@ -36,16 +36,14 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
                 # All ranks come here: they have compared the same values.
                 every = gather_objects(dict(parts[name]()), control, what=f"what {name} is made of")
                 of = dict(zip(control.ranks, every, strict=True))
-                if differing := _differing(of[rank], of[usual]):
-                    message = (
-                        f"rank {rank}{others} has another {name.removeprefix('the ')} than rank {usual}: {differing}"
-                    )
+                if pieces := differing(of[rank], of[usual]):
+                    message = f"rank {rank}{others} has another {name.removeprefix('the ')} than rank {usual}: {pieces}"
             raise RunError(
                 "ranks-disagree", message, hint="install the same versions and give the same plan on every node"
             )
 
 
-def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Returns in words which parts differ, the first of them with both values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     said = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import first_line
+from sley_core.comm.meeting import Meeting
 from sley_core.comm.texts import value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
@@ -44,6 +45,7 @@ class World(AbstractContextManager["World"]):
     owns_default_group: bool = False
     is_fake: bool = False
     made: list[Groups] = field(default_factory=list, repr=False)
+    meeting: Meeting | None = None
 
     @classmethod
     def alone(cls, device: str | Device = "auto") -> World:
@@ -52,14 +54,19 @@ class World(AbstractContextManager["World"]):
 
     @classmethod
     def join(
-        cls, device: str | Device = "auto", *, timeout_s: float = 600.0, environ: Mapping[str, str] | None = None
+        cls,
+        device: str | Device = "auto",
+        *,
+        timeout_s: float = 600.0,
+        environ: Mapping[str, str] | None = None,
+        meeting: Meeting | None = None,
     ) -> World:
         """Joins the world that the launcher's environment describes, and returns it; `alone` if there is no launcher.
         Blocks until all ranks have joined.
 
         A default group that exists already is used and left open. timeout_s: of start-up and of every collective on the
-        default group. Raises RunError `rendezvous-failed` when peers do not come, or the environment does not define
-        rank and size.
+        default group. meeting: where all ranks have met already; its store is used. Raises RunError `rendezvous-failed` when
+        peers do not come, or the environment does not define rank and size.
         """
         environ = os.environ if environ is None else environ
         local_rank = _whole(environ, "LOCAL_RANK", "0")
@@ -80,7 +87,10 @@ class World(AbstractContextManager["World"]):
         is_one_host = environ.get("GROUP_WORLD_SIZE", "1") == "1"
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
         try:
-            store, *_ = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))
+            if meeting is not None:
+                store = meeting.store
+            else:
+                store, *_ = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))
             store.set_timeout(timeout)
             dist.init_process_group(
                 picked.backend,
@@ -92,7 +102,7 @@ class World(AbstractContextManager["World"]):
             )
         except (RuntimeError, ValueError) as error:
             raise RunError("rendezvous-failed", f"it could not meet the others: {first_line(error)}") from error
-        return cls(rank, size, picked, owns_default_group=True)
+        return cls(rank, size, picked, owns_default_group=True, meeting=meeting)
 
     @classmethod
     def fake(cls, rank: int, size: int, device: Device | None = None) -> World:
@@ -102,6 +112,12 @@ class World(AbstractContextManager["World"]):
         """
         dist.init_process_group("fake", rank=rank, world_size=size)
         return cls(rank, size, device or Device(torch.device("meta")), owns_default_group=True, is_fake=True)
+
+    def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Returns a context for what each rank does alone and any may fail in: all go on, or all raise, where they have met
+        (`Meeting.all_or_none`); else nothing more than the block.
+        """
+        return self.meeting.all_or_none(timeout_s) if self.meeting is not None else nullcontext()
 
     def from_first(self, make: Callable[[], T], what: str) -> T:
         """Calls `make` on the first rank and returns its result on all ranks; a blocking collective of start-up, over

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sley_core.table import Positive, Table
 
 
@@ -14,3 +16,19 @@ class TensorboardConfig(Table):
 
     flush_s: Positive = 10
     """Seconds after which a new point is in the file at the latest."""
+
+
+class WandbConfig(Table):
+    """Curves for Weights & Biases, one run there per run; needs `sley-core[wandb]`."""
+
+    project: str
+    """The project there."""
+
+    entity: str | None = None
+    """Whose project it is: a user or team; left out, the one whose key it is."""
+
+    mode: Literal["online", "offline"] = "online"
+    """Offline rows are kept in the folder `wandb` of the run's folder, for `wandb sync`."""
+
+    tags: tuple[str, ...] = ()
+    """Words to find the run by."""

@@ -78,6 +78,11 @@ def _merged(own: Document, base: Document) -> Document:
     return replace(own, tables=tables, bases=bases)
 
 
+def joined(own: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Returns both tables as one, by the rules of `extends`: what `own` says counts."""
+    return _joined(own, base, (), [])
+
+
 def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: list[KeyPath]) -> dict[str, Any]:
     """Returns both tables as one, in the base's order; notes the paths whose values are the base's."""
     if path and any(key in own and own[key] != base.get(key) for key in _DECIDES):

@@ -1,0 +1,1 @@
+"""What starts ranks on several hosts, as text: commands, scripts and manifests that each engine's own client takes."""

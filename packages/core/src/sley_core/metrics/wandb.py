@@ -1,0 +1,64 @@
+"""Curves for Weights & Biases: a run there for each run here, with its plan; without a network in files of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from sley_core.errors import RunError
+from sley_core.metrics.config import WandbConfig
+from sley_core.protocols import MetricsWriter
+
+PLAN = "plan.toml"
+
+
+class WandbWriter(MetricsWriter):
+    """The writer `core.wandb`: each number of a row is a point of the curve of its name, at the row's step.
+
+    What goes on behind an earlier step is another run of the same group there, since what was told cannot be taken back. The
+    resolved plan is the run's config. A run there begins with the first row, so that one without a step leaves none.
+    """
+
+    def __init__(self, config: WandbConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._run: Any = None
+
+    def write(self, row: Mapping[str, float | int]) -> None:
+        """Queues the row's numbers; a process of the package's own sends or keeps them. Raises RunError "metrics-wandb" where
+        it cannot begin, as without a key.
+        """
+        self._run = self._run or self._begun()
+        self._run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
+
+    def rewind(self, step: int) -> None:
+        """Ends the run there, if one has begun; the next row begins another."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the run there; the package's own process may write its last rows a moment later. A second call does nothing."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+    def _begun(self) -> Any:
+        wandb: Any = import_module("wandb")  # an extra, which only a plan that names this writer needs
+        plan = self._folder / PLAN
+        try:
+            return wandb.init(
+                project=self._config.project,
+                entity=self._config.entity,
+                name=self._folder.name,
+                group=self._folder.name,
+                tags=list(self._config.tags),
+                mode=self._config.mode,
+                dir=str(self._folder),
+                config=tomli.loads(plan.read_text("utf-8")) if plan.exists() else {},
+            )
+        except wandb.Error as error:
+            hint = 'see `wandb login`; `mode = "offline"` keeps the rows in files, which `wandb sync` sends later'
+            raise RunError("metrics-wandb", f"Weights & Biases cannot begin: {error}", hint=hint) from error

@@ -1,0 +1,119 @@
+"""Curves for Weights & Biases: what is kept offline, read back with the package's own reader; and what is asked of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sley_core.errors import RunError
+from sley_core.metrics import check
+from sley_core.metrics.check import check_metrics
+from sley_core.metrics.config import WandbConfig
+from sley_core.metrics.wandb import WandbWriter
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.plans import small_plan
+
+
+class Runs:
+    """Stands for the package: remembers what each run was begun with and told."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+        self.told: list[tuple[int, int, dict[str, float]]] = []
+        self.finished = 0
+        self.Error = ValueError
+
+    def init(self, **given: Any) -> SimpleNamespace:
+        self.begun.append(given)
+        number = len(self.begun)
+        return SimpleNamespace(log=lambda row, step: self.told.append((number, step, row)), finish=self._finish)
+
+    def _finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    found = Runs()
+    monkeypatch.setitem(sys.modules, "wandb", found)  # type: ignore[arg-type]
+    return found
+
+
+def test_what_goes_on_is_another_run_of_the_group(tmp_path: Path, runs: Runs) -> None:
+    (tmp_path / "plan.toml").write_text("[run]\nsteps = 9\n")
+    writer = WandbWriter(WandbConfig(project="p", tags=("a",)), tmp_path)
+    writer.rewind(0)
+    assert runs.begun == [], "a run without a step leaves none"
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 6.0 - step})
+    writer.rewind(1)
+    writer.write({"step": 2, "loss": 3.5})
+    writer.close()
+    writer.close()
+    assert runs.told == [(1, 1, {"loss": 5.0}), (1, 2, {"loss": 4.0}), (2, 2, {"loss": 3.5})]
+    assert runs.finished == 2
+    assert {one["group"] for one in runs.begun} == {tmp_path.name}
+    assert runs.begun[0]["config"] == {"run": {"steps": 9}}
+    assert (runs.begun[0]["project"], runs.begun[0]["tags"], runs.begun[0]["mode"]) == ("p", ["a"], "online")
+
+
+def test_a_run_that_cannot_begin_says_what_to_do(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**given: Any) -> None:
+        raise ValueError("no API key")
+
+    monkeypatch.setattr(runs, "init", refuse)
+    with pytest.raises(RunError, match=r"metrics-wandb.*no API key(?s:.*)wandb login"):
+        WandbWriter(WandbConfig(project="p"), tmp_path).write({"step": 1, "loss": 1.0})
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_from_dict(small_plan(metrics=[{"use": "core.wandb", "project": "p"}]))
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    (problem,) = check_metrics(plan)
+    assert (problem.code, problem.path) == ("wandb-missing", ("metrics", 0, "use"))
+    assert problem.hint is not None
+    assert '`pip install -e "packages/core[wandb]"`' in problem.hint
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """The records of a file of the package: behind a head of 7 bytes, a log as LevelDB writes it, here of one block."""
+    content = file.read_bytes()
+    assert content[:4] == b":W&B"
+    assert len(content) < 32 << 10, "records of several blocks are not told apart here"
+    at = 7
+    while at + 7 <= len(content):
+        length = int.from_bytes(content[at + 4 : at + 6], "little")
+        yield content[at + 7 : at + 7 + length]
+        at += 7 + length
+
+
+def history(file: Path, messages: Any) -> list[tuple[int, float]]:
+    found = []
+    for content in records(file):
+        record = messages.Record()
+        record.ParseFromString(content)
+        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        found += [(items["_step"], items["loss"])] if items else []
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_offline_rows_are_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    writer = WandbWriter(WandbConfig(project="p", mode="offline"), tmp_path)
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 6.0 - step})
+    writer.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    until = time.monotonic() + 60
+    while (found := history(file, messages)) != [(1, 5.0), (2, 4.0)]:
+        assert time.monotonic() < until, found
+        time.sleep(0.1)  # the package's process writes the last rows a moment later
