@@ -91,7 +91,7 @@ def rank_bytes(
         few = least_micros(run.stepper.lists, of_micros)
         with counted(lambda: ledger.now):
             for num_micros in (*[few] * (STEPS - 1), taken):
-                take_step(run, [batch] * num_micros)
+                take_step(run, [_again(batch) for _ in range(num_micros)])
                 _own(run, ledger)
         held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
         return _told(run, ledger, held, taken, of_micros)
@@ -125,6 +125,11 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
             f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {where}",
             hint="what a layer makes must follow from the shapes of what it is given, and from the batch",
         ) from error
+
+
+def _again(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the micro-batch in tensors of their own: what layers keep of one they keep of each."""
+    return {name: value.detach() for name, value in batch.items()}
 
 
 class _Standing:
