@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from sley_core.assemble import assemble
+from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
@@ -42,6 +43,9 @@ STEPS = 3
 """Optimizer states come in the first; buckets lie in the order that it showed from the second on. Both take as few
 micro-batches as the schedule allows.
 """
+
+KEPT = ("pools", "messages")
+"""Parts that a long run has had from a step's start: the first steps of few micro-batches have not filled them."""
 
 BATCHES = 2
 """The one that is trained on, and the one that the feed has ready."""
@@ -91,8 +95,10 @@ def rank_bytes(
         few = least_micros(run.stepper.lists, of_micros)
         with counted(lambda: ledger.now):
             for num_micros in (*[few] * (STEPS - 1), taken):
+                before = ledger.num_events
                 take_step(run, [_again(batch) for _ in range(num_micros)])
                 _own(run, ledger)
+            ledger.move_up(KEPT, before, StepPlace(STEPS, BEGINNING, ""))
         held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
         return _told(run, ledger, held, taken, of_micros)
 
