@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -38,6 +39,16 @@ def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:
     result = cli("estimate", plan, "--format", "json")
     (stage,) = json.loads(result.out)["stages"]
     assert max(moment["num_bytes"] for moment in stage["curve"]) == stage["peak"] == sum(stage["alive"].values())
+
+
+def test_a_picture_has_each_entry_of_each_stage(cli: Cli, plan: Path) -> None:
+    picture = plan.parent / "memory.svg"
+    result = cli("estimate", plan, "--memory", "1GiB", "--svg", picture, "--format", "json")
+    (stage,) = json.loads(result.out)["stages"]
+    root = ElementTree.fromstring(picture.read_text("utf-8"))
+    told = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert told == [f"{moment['entry']}: {moment['num_bytes'] / (1 << 30):.6g} GiB" for moment in stage["curve"]]
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}line"))) == 1, "where the memory ends"
 
 
 def test_a_dry_run_starts_and_writes_nothing(cli: Cli, plan: Path) -> None:

@@ -117,7 +117,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     errors = []
     for rank, one in enumerate(real):
         estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real))
-        errors.append((estimated.peak - one.peak) / one.peak)
+        errors.append((estimated.peak - estimated.batch - one.peak) / one.peak)
         print(f"{errors[-1]:+.4f} of {one.peak} on rank {rank}, at {estimated.place}: {tables}")
         assert estimated.states == one.states, (rank, tables)
     return max(errors, key=abs)

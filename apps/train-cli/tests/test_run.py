@@ -74,6 +74,20 @@ def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_ch
     assert summary["memory_bytes"]["optimizer_states"] == 2 * 4 * 12336, "Adam's two states"
 
 
+def test_what_was_estimated_stands_beside_what_was_measured(cli: Cli, plan: Path, folder: Path) -> None:
+    result = cli("run", plan, "--estimate", "--set", "parallel.dp=1")
+    assert result.code == 0, result.err
+    summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
+    assert summary["estimated"]["memory_bytes"] == summary["memory_bytes"]
+    assert summary["estimated"]["peak_bytes"] > sum(summary["memory_bytes"].values())
+    held = f"{sum(summary['memory_bytes'].values()) / 1024:.2f} KiB"
+    assert f"  memory         {held} between steps; {held} were estimated" in result.err
+
+
+def test_a_machine_without_an_estimate_is_a_mistake(cli: Cli, plan: Path) -> None:
+    assert cli("run", plan, "--machine", "machine.toml").code == 2
+
+
 def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) -> None:
     once = ("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=1")
     assert cli(*once).code == 0

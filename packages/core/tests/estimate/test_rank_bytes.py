@@ -36,7 +36,7 @@ def test_it_is_what_the_allocator_says(texts, changes):
     estimated = rank_bytes(plan_from_dict(tables, texts), 0, 1)
     print(f"real {real}, estimated {estimated}")
     assert estimated.states == real.states
-    assert estimated.peak == pytest.approx(real.peak, rel=0.01)
+    assert estimated.peak - estimated.batch == pytest.approx(real.peak, rel=0.01)
 
 
 def test_what_was_alive_at_the_peak_is_the_peak(texts):

@@ -24,7 +24,7 @@ def rows(num_steps: int) -> list[dict[str, float | int]]:
 def test_a_finished_run() -> None:
     of = rows(40)
     of[19]["held_out_loss"] = 3.75
-    of[39]["held_out_loss"] = 1.5
+    of[39] |= {"held_out_loss": 1.5, "memory_mb": 31.5}
     counts = {"isp.communicator": {"gathers_per_step": 13}}
     memory = {"weights": 4000}
     assert summary(FACTS, "finished", RunTotals(of), counts, memory) == {
@@ -43,6 +43,7 @@ def test_a_finished_run() -> None:
         "parameters": 1000,
         "trained_parameters": 900,
         "memory_bytes": memory,
+        "memory_mb": 31.5,
         "world": 2,
         "device": "cpu",
         "plugins": {"core": "sley-core 0.1.0"},

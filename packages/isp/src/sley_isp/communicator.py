@@ -92,7 +92,9 @@ class Communicator(WeightCommunicator):
         once = self.config.reduce == "step"
         sent = SentBytes()
         self.reductions = Reductions(bound, parts.store, self.pool, self._group, sent, once=once)
-        self.columns = Columns(self._group, parts.store, self._queue, self._before_lookup, self._is_overlapping, sent)
+        self.columns = Columns(
+            self._group, parts.store, self._queue, self._before_lookup, self._is_overlapping, sent, parts.world.device
+        )
         self.tally = Tally(self.prefetch, self.reductions, self.columns, self.pool, sent)
         self.buckets = GradientBuckets(fused=self.config.fused, once=once)
         try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sley_core.api.comm import GATHER
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group, SentBytes
+    from sley_core.api.comm import Device, Group, SentBytes
     from sley_core.protocols import MemoryPool
 
 
@@ -26,17 +26,17 @@ class AllTokens:
     sent: counts what it sends.
     """
 
-    def __init__(self, group: Group, device: torch.device, sent: SentBytes) -> None:
+    def __init__(self, group: Group, device: Device, sent: SentBytes) -> None:
         self.group = group
         self.device = device
         self.sent = sent
 
     def most(self, num_tokens: int) -> int:
         """Returns the largest `num_tokens` of any rank; a blocking gather, as sizes must be known before tokens are sent."""
-        counts = torch.empty(self.group.size, dtype=torch.int64, device=self.device)
-        own = torch.full((1,), num_tokens, dtype=torch.int64, device=self.device)
+        counts = torch.empty(self.group.size, dtype=torch.int64, device=self.device.torch_device)
+        own = torch.full((1,), num_tokens, dtype=torch.int64, device=self.device.torch_device)
         self.gather([counts], [own], "numbers of tokens")
-        return int(counts.max())
+        return int(self.device.read(counts.max(), [num_tokens])[0])
 
     def of_all(self, own: Sequence[Tensor], fills: Sequence[int], what: str) -> list[Tensor]:
         """Returns every rank's tensors `own` [n, ...], in the order of the group: [size x most, ...].

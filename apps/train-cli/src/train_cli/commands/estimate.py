@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sley_core.actions.draw_memory import memory_elements
+from sley_core.actions.draw_svg import picture, timeline_elements
 from sley_core.errors import UsageError
 from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sley_core.estimate.bytes.rank import RankBytes
+    from sley_core.estimate.seconds_of_plan import PlanSeconds
     from sley_core.plan.plan import Plan
 
 GIB = 1 << 30
+SVG_WIDTH = 1200
+"""Pixels."""
+
 UNITS = {"GiB": GIB, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "B": 1}
 
 
@@ -42,6 +48,14 @@ def estimate(
             "--machine", metavar="FILE", help="Say the seconds of a step on this machine too, as calibrate wrote it."
         ),
     ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg",
+            metavar="FILE",
+            help="Draw the memory over one step, stage by stage; with --machine its timeline too.",
+        ),
+    ] = None,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
@@ -53,6 +67,8 @@ def estimate(
     timed = None if known is None else seconds_of(resolved, size, known)
     if limit is None and known is not None:
         limit = known.device.memory
+    if svg is not None:
+        svg.write_text(drawn(found, timed, limit), "utf-8")
     if form is OutputFormat.json:
         told = {"world": size, "memory": limit, "stages": [asdict(one) for one in found]}
         typer.echo(json.dumps(told | ({} if timed is None else {"seconds": seconds_data(timed)}), indent=2))
@@ -73,6 +89,16 @@ def stages(plan: Plan, size: int) -> list[RankBytes]:
         return list(stage_bytes(plan, size, cores=num_cores()))
     except SleyError as error:
         raise plan.located(error) from error.__cause__
+
+
+def drawn(found: Sequence[RankBytes], timed: PlanSeconds | None, limit: int | None) -> str:
+    """Returns an SVG picture of the memory over one step, and below it of the step's timeline if its seconds are known."""
+    curves = {f"stage {one.stage}": [(moment.entry, moment.num_bytes) for moment in one.curve] for one in found}
+    body, height = memory_elements(curves, 0, SVG_WIDTH, limit)
+    if timed is not None:
+        more, height = timeline_elements({"estimated": timed.step.timeline}, height, SVG_WIDTH)
+        body += more
+    return picture(body, SVG_WIDTH, height)
 
 
 def num_bytes(text: str) -> int:

@@ -65,6 +65,16 @@ def run(
         ),
     ] = False,
     world: WorldOption = None,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate", help="Estimate first, and put that beside what the run measures, in summary.json too."
+        ),
+    ] = False,
+    machine: Annotated[
+        Path | None,
+        typer.Option("--machine", metavar="FILE", help="With --estimate: the seconds of a step on this machine too."),
+    ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one.")] = False,
     verbose: Annotated[
         int,
@@ -82,10 +92,18 @@ def run(
     if world is not None:
         raise UsageError("world", "`--world` belongs to `--dry-run`", hint="local ranks are started by `--nproc`")
     refuse_lone_worlds(os.environ)
+    if machine is not None and not estimate:
+        raise UsageError("machine", "`--machine` belongs to `--estimate`")
     line = draws_line(sys.stderr, wanted=not no_progress)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise UsageError("nproc", "`--nproc` is given, but a launcher has started this process already")
+        if estimate:
+            raise UsageError(
+                "estimate",
+                "a rank that a launcher has started cannot estimate",
+                hint="use `train-cli estimate`, before",
+            )
         resume = _resume(resume, overwrite=overwrite)
         code = _as_rank(plan, changes, settings, overwrite=overwrite, resume=resume, line=line, verbose=verbose > 0)
         raise typer.Exit(code)
@@ -100,16 +118,23 @@ def run(
     from train_cli.model_check import check_model
 
     check_model(resolved, size)
+    from train_cli.foresight import foreseen, put_beside
+
+    found = foreseen(resolved, size, machine) if estimate else None
     with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
         if size > 1:
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
             arguments += ["--resume", resume] if resume else []
             arguments += ["--no-progress"] if no_progress else []
             arguments += ["--verbose"] if verbose else []
-            raise typer.Exit(_launch(arguments, size, folder, settings, terminated_s(resolved), verbose=verbose))
-        from train_cli.rank import train
+            code = _launch(arguments, size, folder, settings, terminated_s(resolved), verbose=verbose)
+        else:
+            from train_cli.rank import train
 
-        raise typer.Exit(train(resolved, folder, resume=resume, line=line, verbose=verbose > 0))
+            code = train(resolved, folder, resume=resume, line=line, verbose=verbose > 0)
+        if found is not None and (told := put_beside(found, folder)):
+            console.say("\n".join(told))
+    raise typer.Exit(code)
 
 
 def _dry_run(plan: Plan, world: int | None) -> None:

@@ -37,11 +37,23 @@ def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
 
     The tooltip of an action says what it is and when it ran.
     """
+    body, height = timeline_elements(timelines, 0, width)
+    return picture(body, width, height)
+
+
+def picture(body: Iterable[str], width: int, height: int) -> str:
+    """Returns SVG elements as the text of a file."""
+    size = f'width="{width}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, *body, "</svg>"]) + "\n"
+
+
+def timeline_elements(timelines: Mapping[str, Timeline], top: int, width: int) -> tuple[list[str], int]:
+    """Returns the elements of timelines from `top` pixels on, and where they end."""
     longest = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
     scale = (width - LEFT) / longest if longest > 0 else 0.0
     last_chunk = max((span.action.chunk for timeline in timelines.values() for span in timeline.spans), default=0)
     body: list[str] = []
-    top = 0
     for title, timeline in timelines.items():
         body.append(f'<text x="0" y="{top + TITLE - 8}" font-weight="bold">{escape(title)}</text>')
         top += TITLE
@@ -52,8 +64,7 @@ def draw_svg(timelines: Mapping[str, Timeline], width: int = 1200) -> str:
         body += _ticks(longest, top, scale)
         body += _legend(timelines.values(), top + TITLE, last_chunk)
         top += 2 * TITLE
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" font-family="sans-serif" font-size="11">'
-    return "\n".join([head, *body, "</svg>"]) + "\n"
+    return body, top
 
 
 def _row(timeline: Timeline, stage: int, top: int, scale: float, last_chunk: int) -> Iterator[str]:

@@ -136,9 +136,12 @@ class Device:
         return last - first
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on this device. Does not wait for the copy: host memory is pinned on the way to CUDA."""
+        """Returns `tensor` on this device, as an object of its own: what is cached for it ends with it.
+
+        Does not wait for the copy: host memory is pinned on the way to CUDA.
+        """
         if tensor.device == self.torch_device:
-            return tensor
+            return tensor.detach()
         if self.is_async and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.torch_device, non_blocking=True)

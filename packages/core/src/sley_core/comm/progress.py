@@ -22,6 +22,10 @@ KEPT = 32
 """How many exchanges of each queue are remembered: ranks that have gone apart wait for each other long before."""
 
 
+BEGINNING = "the beginning of the step"
+"""What a standing says before the first entry of the list."""
+
+
 @dataclass
 class Standing:
     """Where a rank is in its list.
@@ -40,7 +44,7 @@ class Standing:
     def begin(self, step: int) -> None:
         """Notes that optimizer step `step`, from 1, begins."""
         self.step, self.layer = step, ""
-        self.comes("the beginning of the step")
+        self.comes(BEGINNING)
 
     def comes(self, entry: object) -> None:
         """Notes that the entry before is over, and `entry` begins."""

@@ -52,12 +52,16 @@ class RunTotals:
         self.held_out_loss: float | None = None
         self.losses: deque[float] = deque(maxlen=NUM_LAST)
         self.skipped = 0
+        self.memory_mb: float | None = None
         for row in rows:
             self.add(row)
 
     def add(self, row: Mapping[str, float | int]) -> None:
-        """Counts one step's row; the last `held_out_loss` of any row stays, and of losses those that are numbers."""
+        """Counts one step's row; the last `held_out_loss` and peak of memory of any row stay, and of losses those that are
+        numbers.
+        """
         self.steps += 1
+        self.memory_mb = row.get("memory_mb", self.memory_mb)
         self.tokens += int(row["tokens"])
         self.seconds += row["seconds"]
         self.skipped += int(row.get("skipped", 0))
@@ -80,7 +84,7 @@ def summary(
     counts: `Run.counts` of rank 0, by the name in the plan. memory: `Run.memory.bytes` of rank 0, in bytes. notes: what went
     wrong and did not end the run.
     outcome: `"finished"`, `"interrupted"` or `"failed"`. Losses are null if there was no step, or no evaluation;
-    `tokens_per_s` is over all steps, the first and slow ones too.
+    `tokens_per_s` is over all steps, the first and slow ones too; `memory_mb` is the peak as in the rows.
     """
     losses = list(totals.losses)
     return {
@@ -99,6 +103,7 @@ def summary(
         "parameters": facts.parameters,
         "trained_parameters": facts.trained,
         "memory_bytes": dict(memory),
+        "memory_mb": totals.memory_mb,
         "world": facts.world,
         "device": facts.device,
         "plugins": dict(facts.plugins),

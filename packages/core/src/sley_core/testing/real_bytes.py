@@ -22,7 +22,9 @@ from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 @dataclass(frozen=True)
 class RealBytes:
-    """states: what the run's parts hold after the last step. peak: the most at once, above what was there before assembly."""
+    """states: what the run's parts hold after the last step. peak: the most at once, above what was there before assembly, and
+    without the samples: the thread that reads them is not heard by torch's profiler (`RankBytes.batch` says what they take).
+    """
 
     states: dict[str, int]
     peak: int

@@ -25,7 +25,7 @@ from sley_isp.sites import is_summed, own_of
 from sley_isp.tokens import AllTokens, padded
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Group, SentBytes
+    from sley_core.api.comm import Device, Group, SentBytes
     from sley_core.api.parts import Entry, GradientStore, WeightQueue
 
 
@@ -61,7 +61,7 @@ class Columns:
     All its ranks run the same actions on the same layers in one order, forward and backward, and so make every exchange
     alike. before: called with a table before it is read. is_behind: whether the gradients' exchanges may outlive the
     call that started them. num_exchanges, num_bytes: exchanges of vectors and of their gradients, and bytes received by
-    them and as ids; since the beginning. sent: counts all that is sent.
+    them and as ids; since the beginning. sent: counts all that is sent. device: of the rank.
     """
 
     def __init__(
@@ -72,13 +72,14 @@ class Columns:
         before: Callable[[ShardedEmbedding], None],
         is_behind: Callable[[], bool],
         sent: SentBytes,
+        device: Device,
     ) -> None:
         self.group = group
         self.store = store
         self.queue = queue
         self.before = before
         self.is_behind = is_behind
-        self.tokens = AllTokens(group, store.device, sent)
+        self.tokens = AllTokens(group, device, sent)
         self.sent = sent
         self.tables: list[ShardedEmbedding] = []
         self.num_exchanges = 0

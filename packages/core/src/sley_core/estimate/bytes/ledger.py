@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -128,6 +128,12 @@ class Ledger:
     def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
         """Returns the memory that `tensor` has now; None where it has none, or was never seen."""
         return self._live.get(tensor.untyped_storage()._cdata)
+
+    def move_up(self, owners: Collection[str], event: int, place: StepPlace) -> None:
+        """Lets what `owners` have and got after `event` be there from then on, in `place`: they do not give it back."""
+        for piece in self._live.values():
+            if piece.owner in owners and piece.born > event:
+                piece.born, piece.place = event, place
 
     def peak(self) -> tuple[int, int]:
         """Returns the most bytes that were there at once, and the number of the last event that brought as many."""

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from sley_core.assemble import assemble
+from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
@@ -42,6 +43,9 @@ STEPS = 3
 """Optimizer states come in the first; buckets lie in the order that it showed from the second on. Both take as few
 micro-batches as the schedule allows.
 """
+
+KEPT = ("pools", "messages")
+"""Parts that a long run has had from a step's start: the first steps of few micro-batches have not filled them."""
 
 BATCHES = 2
 """The one that is trained on, and the one that the feed has ready."""
@@ -86,13 +90,16 @@ def rank_bytes(
     """
     with fake_run(plan, rank, size, recipes, draft) as (run, ledger, _):
         of_micros = plan.num_micros(run.topology)
-        taken = fewest_micros(run.stepper.lists, of_micros)
+        is_canonical = run.store.canonical is not None  # a tree of sums, which grows with the number of micro-batches
+        taken = of_micros if is_canonical else fewest_micros(run.stepper.lists, of_micros)
         batch = micro_batch(plan, run.dataset)
         few = least_micros(run.stepper.lists, of_micros)
         with counted(lambda: ledger.now):
             for num_micros in (*[few] * (STEPS - 1), taken):
-                take_step(run, [batch] * num_micros)
+                before = ledger.num_events
+                take_step(run, [_again(batch) for _ in range(num_micros)])
                 _own(run, ledger)
+            ledger.move_up(KEPT, before, StepPlace(STEPS, BEGINNING, ""))
         held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
         return _told(run, ledger, held, taken, of_micros)
 
@@ -125,6 +132,11 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
             f"without the values of its tensors the step cannot be taken: `{error.func}` asks for them, {where}",
             hint="what a layer makes must follow from the shapes of what it is given, and from the batch",
         ) from error
+
+
+def _again(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the micro-batch in tensors of their own: what layers keep of one they keep of each."""
+    return {name: value.detach() for name, value in batch.items()}
 
 
 class _Standing:

@@ -1,0 +1,78 @@
+"""What was estimated before a run, beside what the run measured: in `summary.json`, and in words.
+
+    run --estimate ──> bytes of rank 0, seconds of a step ──> the run ──> summary.json: "estimated" beside what was measured
+
+It takes seconds before the run begins, so it is asked for. What measured is a rank; what estimates is the process that starts
+ranks, for neither disturbs the other there: under torchrun there is no such process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sley_core.estimate.machine.read import load_machine
+from sley_core.metrics.json_text import write_json
+from sley_core.metrics.summary import NAME
+from train_cli.seconds import seconds_of
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Estimated of rank 0: bytes by part between two steps, the most bytes, and the seconds of a step if a machine is known."""
+
+    states: Mapping[str, int]
+    peak: int
+    seconds: float | None
+
+
+def foreseen(plan: Plan, size: int, machine: Path | None) -> Foresight:
+    """Returns what is estimated of rank 0 of `size`. Raises SleyError as `train-cli estimate` does."""
+    from train_cli.commands.estimate import stages
+
+    first = stages(plan, size)[0]
+    seconds = None if machine is None else seconds_of(plan, size, load_machine(machine)).step.seconds
+    return Foresight(first.states, first.peak, seconds)
+
+
+def put_beside(found: Foresight, folder: Path) -> list[str]:
+    """Writes the estimate into the run's `summary.json`, and returns lines that compare it with what was measured.
+
+    On a CPU nothing tells the most bytes of tensors that a run held: there the parts are compared, and the peak is only told.
+    Does nothing if the run left no summary.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return []
+    summary = json.loads(path.read_text("utf-8"))
+    summary["estimated"] = {"memory_bytes": dict(found.states), "peak_bytes": found.peak, "step_seconds": found.seconds}
+    write_json(path, summary)
+    return list(_lines(found, summary))
+
+
+def _lines(found: Foresight, summary: Mapping[str, Any]) -> list[str]:
+    from train_cli.commands.estimate import shown
+
+    held = sum(summary["memory_bytes"].values())
+    lines = [f"  memory         {shown(held)} between steps; {shown(sum(found.states.values()))} were estimated"]
+    if summary["device"].startswith("cuda"):
+        peak = summary["memory_mb"] * 2**20
+        lines.append(
+            f"                 {shown(int(peak))} at most; {shown(found.peak)} were estimated{_off(found.peak, peak)}"
+        )
+    else:
+        lines.append(f"                 {shown(found.peak)} at most, as estimated; of tensors a CPU tells no peak")
+    if found.seconds is not None:
+        step = summary["seconds"] / summary["steps"]
+        lines.append(f"  a step         {step:.4g} s; {found.seconds:.4g} s were estimated{_off(found.seconds, step)}")
+    return lines
+
+
+def _off(estimated: float, measured: float) -> str:
+    return f" ({(estimated - measured) / measured:+.1%})" if measured else ""
