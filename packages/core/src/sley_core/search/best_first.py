@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import Protocol
 
 from sley_core.errors import SleyError
 from sley_core.search.layouts import Candidate, Shape
 
-SLOWEST = 1.5
+SLOWEST = 1.25
 """Nobody waits longer than this many times the fastest step for less memory."""
 
 LESS = 0.8
@@ -102,12 +103,12 @@ class InOrder:
         for shape in space.shapes():
             self._put_shape(shape)
 
-    def next(self, below: int | None = None) -> Seen | None:
-        """Returns the fastest layout that has not been given; None if there is none.
+    def next(self, below: int | None = None, slowest_s: float = inf) -> Seen | None:
+        """Returns the fastest layout that has not been given; None if there is none that takes at most `slowest_s`.
 
         below: passes over layouts that need as many bytes or more, for good.
         """
-        while self._heap:
+        while self._heap and self._heap[0][0] <= slowest_s:
             seconds, _, what, num_bytes, is_estimated = heapq.heappop(self._heap)
             if below is not None and num_bytes >= below:
                 continue
@@ -124,9 +125,8 @@ class InOrder:
         less memory than all before it; none that takes over `SLOWEST` times as long as the first.
         """
         seen = [one.estimate for one in fastest]
-        while seen and (found := self.next(int(LESS * min(one.num_bytes for one in seen)))):
-            if found.estimate.seconds > SLOWEST * seen[0].seconds:
-                return
+        slowest_s = SLOWEST * seen[0].seconds if seen else 0.0
+        while seen and (found := self.next(int(LESS * min(one.num_bytes for one in seen)), slowest_s)):
             seen.append(found.estimate)
             yield found
 

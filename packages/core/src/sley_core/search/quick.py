@@ -10,7 +10,7 @@ are gradient handlers beside the reducer, ties, and of bytes what an operator ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -22,18 +22,26 @@ from sley_core.draft import DTYPES, draft_model, dtypes
 from sley_core.engine import layer_costs
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
+from sley_core.estimate.seconds.links import NOTHING, Cost, collective
+from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
 from sley_core.estimate.stage_facts import num_states
 from sley_core.search.best_first import Estimate
-from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check_shape
+from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check_shape, leaves_shards, reduces
 from sley_core.search.layer_table import LayerTables, once
 from sley_core.search.layouts import Candidate, Shape
 from sley_core.search.quick_step import QuickStep
+from sley_core.topology import Topology
 
 if TYPE_CHECKING:
     from sley_core.actions.placement import Placement
     from sley_core.engine.lists import Lists
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import Collective
+
+
+Exchanged = tuple[np.ndarray, np.ndarray]
+"""Of each layer: seconds that do not depend on others, and seconds of the bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,9 @@ class Quick:
         self.tables = LayerTables(plan, machine)
         self._costs = layer_costs.by_parameters(self.tables.model)
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
+        self._exchanged: dict[tuple[str | None, int, int, str], Exchanged | SleyError] = {}
+        self._bounds: dict[Hashable, float | SleyError] = {}
+        self._seconds: dict[Hashable, float | SleyError] = {}
         self._slices: dict[str, SleyError | None] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
 
@@ -82,10 +93,12 @@ class Quick:
         if shape.attention is not None:
             once(self._slices, str(shape.attention), lambda: self._check_slices(shape))
         table = tables.of(shape)
-        seconds = float(table.forward.sum() + table.least_back.sum()) * sizes.micros(self.plan, self.world) / sizes.pp
+        there, back = float(table.forward.sum()), float(table.least_back.sum())
+        exposed = max(0.0, float(sum(costs.sum() for costs in self.exchanged(shape, "reduce"))) - back)
+        seconds = ((there + back) * sizes.micros(self.plan, self.world) + exposed) / sizes.pp
         held, owned = self.held_elements(shape, every=True)
         num_bytes = held.sum() * self.weight_bytes + owned.sum() * self.state_bytes + table.kept.sum()
-        return Estimate(seconds + self.machine.device.step_s, int(num_bytes / sizes.pp))
+        return Estimate(seconds + self.end_s(sizes.pp), int(num_bytes / sizes.pp))
 
     def bound(self, layout: Candidate) -> float:
         """Returns the seconds of a step in which the fullest stage never waits once it has begun.
@@ -93,7 +106,7 @@ class Quick:
         Raises PlanError for a layout that cannot be assembled, and "not-at-a-glance" as `least`.
         """
         check_reducer(layout.reducer)
-        return self.step(layout).least_s()
+        return once(self._bounds, _alike(layout), lambda: self.step(layout).least_s())
 
     def num_bytes(self, layout: Candidate) -> int:
         """Returns the bytes of the stage that holds most. Raises as `bound` does."""
@@ -101,7 +114,16 @@ class Quick:
 
     def seconds(self, layout: Candidate) -> float:
         """Returns the simulated seconds of a step. Raises as `bound` does."""
-        return self.step(layout).seconds()
+        return once(self._seconds, _alike(layout), self.step(layout).seconds)
+
+    def end_s(self, pp: int) -> float:
+        """Returns the seconds that end every step: what all stages sum, and what belongs to nothing else."""
+        return (sum(self.together) if pp > 1 else 0.0) + self.machine.device.step_s
+
+    @cached_property
+    def together(self) -> Cost:
+        """The cost of what all ranks sum before the update."""
+        return collective("sum", TOTALS_BYTES, range(self.world), self.machine.links)
 
     def step(self, layout: Candidate) -> QuickStep:
         """Returns the layout's step. Raises PlanError for one that cannot be assembled."""
@@ -117,6 +139,39 @@ class Quick:
         shards, whole = cut / sizes.wp, self.tables.numel - cut
         held = shards + whole
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
+
+    def exchanged(self, shape: Shape, kind: Collective | None) -> Exchanged:
+        """Returns latency and seconds of the bytes of an exchange of each layer's gradients, or of its weights: of shards with
+        their replicas, and of the rest in the stage. None: nothing is exchanged. All stages are as the first.
+        """
+        sizes = shape.sizes
+        key = kind, sizes.pp, sizes.wp, str(shape.weights)
+
+        def costs() -> Exchanged:
+            cut = self.tables.cut(shape)
+            topology = Topology(self.world, sizes.pp, wp=sizes.wp)
+            one = self._of_layers(kind, -(-cut // sizes.wp), topology.ranks_of("wdp", 0))
+            other = self._of_layers(kind, self.tables.numel - cut, topology.ranks_of("stage", 0))
+            return one[0] + other[0], one[1] + other[1]
+
+        return once(self._exchanged, key, costs)
+
+    def reduced_once(self, shape: Shape) -> Exchanged:
+        """Returns the same of the reductions of shards' gradients that come once a step."""
+        is_once = reduces(shape.weights) == "step"
+        return self._of_layers("reduce" if is_once else None, self.tables.cut(shape), range(shape.sizes.wp))
+
+    def _of_layers(self, kind: Collective | None, elements: np.ndarray, ranks: Sequence[int]) -> Exchanged:
+        if kind is None:
+            return np.zeros(len(elements)), np.zeros(len(elements))
+        itemsize = dtypes(self.plan)[0].itemsize if kind == "gather" else DTYPES[self.plan.precision.gradients].itemsize
+        known = {
+            count: collective(kind, int(count) * itemsize, ranks, self.machine.links)
+            for count in set(elements)
+            if count
+        }
+        found = [known.get(count, NOTHING) for count in elements]
+        return np.array([cost.latency_s for cost in found]), np.array([cost.work_s for cost in found])
 
     @cached_property
     def state_bytes(self) -> int:
@@ -149,3 +204,10 @@ class Quick:
         sizes = replace(shape.sizes, pp=1, wp=1, micro_size=1)
         plan = Candidate(replace(shape, sizes=sizes, weights=None), None, None).plan(self.plan, sizes.sp)
         draft_model(plan, self.tables.dataset.info)
+
+
+def _alike(layout: Candidate) -> Hashable:
+    """Returns a key that is equal for layouts which take the same at a glance: two reducers with plain sums do."""
+    shape = layout.shape
+    tables = shape.activations, shape.weights, shape.attention, layout.schedule
+    return (shape.sizes, leaves_shards(layout.reducer), *map(str, tables))

@@ -12,22 +12,24 @@ from sley_core.actions.costs import Costs
 from sley_core.actions.peaks import peaks_of
 from sley_core.draft import DTYPES, dtypes
 from sley_core.errors import PlanError
-from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
+from sley_core.estimate.seconds.links import NOTHING, Cost, message
 from sley_core.estimate.seconds.result import simulate_step
-from sley_core.estimate.seconds.step import GradientExchange, StepWork
-from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
+from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 from sley_core.plan.check import MOST_FORWARDS
 from sley_core.search.glance import leaves_shards, reduces
 from sley_core.search.layer_table import once
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import Literal
 
     from sley_core.protocols import Collective
     from sley_core.search.layer_table import LayerTable
     from sley_core.search.layouts import Candidate
-    from sley_core.search.quick import Quick, StageCut
+    from sley_core.search.quick import Exchanged, Quick, StageCut
+
+    Starts = Literal["ready", "updated"]
 
 MOST_LAYERS_WHOLE = 2
 """How many layers have whole weights at once where weights are sharded: one that computes, and the one after it."""
@@ -46,6 +48,11 @@ class QuickStep:
         self.micros = sizes.micros(quick.plan, quick.world)
         if self.micros * cut.placement.num_positions > MOST_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
+        kind: Collective = "reduce" if leaves_shards(layout.reducer) else "sum"
+        self.exchanged = (
+            quick.exchanged(layout.shape, kind),
+            quick.exchanged(layout.shape, "gather" if kind == "reduce" else None),
+        )
         held, owned = quick.held_elements(layout.shape, every=leaves_shards(layout.reducer))
         self.held, self.owned = self._by_stage(held), self._by_stage(owned)
 
@@ -53,21 +60,26 @@ class QuickStep:
         """Returns the seconds that the fullest stage computes, from the arrival of its first micro-batch to the return of its
         last gradient to the first stage.
         """
-        forward, back = self._by_position(self.table.forward), self._by_position(self.table.least_back)
+        forward = self._by_position(self.table.forward)
         through = np.minimum(self.table.backward, self.table.input_gradient)
-        before = np.concatenate(([0.0], np.cumsum(forward + self._by_position(through))[:-1]))
-        busy, first = np.zeros(self.topology.pp), np.full(self.topology.pp, np.inf)
-        np.add.at(busy, self.cut.owners, (forward + back) * self.micros)
+        messages = np.array([2 * sum(cost) for cost in self.messages])  # up, and down again
+        before = np.concatenate(([0.0], np.cumsum((forward + self._by_position(through))[:-1] + messages)))
+        first = np.full(self.topology.pp, np.inf)
         np.minimum.at(first, self.cut.owners, before)
-        return float((busy + first + self._update_s()).max()) + self.quick.machine.device.step_s
+        there, again = self._by_stage(self.table.forward), self._by_stage(self.table.least_back)
+        sums, gathers = (sum(map(self._by_stage, costs)) for costs in self.exchanged)
+        # gathers come before the last layer's first forward, and sums after the first gradients of the last backward
+        exposed = np.maximum(sums - again, 0.0) + np.maximum(gathers - there, 0.0)
+        busy = (there + again) * self.micros + exposed + self._update_s()
+        return float((busy + first).max()) + self.quick.end_s(self.topology.pp)
 
     def seconds(self) -> float:
         """Returns the simulated seconds of the step. Of many micro-batches a few are simulated: each further adds the same."""
-        few = 2 * self.topology.pp
-        if self.micros <= 2 * few:
+        pp = self.topology.pp
+        if self.micros <= 3 * pp:
             return self._simulated(self.micros)
-        some, more = self._simulated(few), self._simulated(2 * few)
-        return more + (more - some) / few * (self.micros - 2 * few)
+        some, more = self._simulated(2 * pp), self._simulated(3 * pp)
+        return more + (more - some) / pp * (self.micros - 3 * pp)
 
     @cached_property
     def stage_bytes(self) -> list[int]:
@@ -79,11 +91,11 @@ class QuickStep:
         """Returns the most bytes that wait for backwards on each stage at once."""
         kept = tuple(int(count) for count in self._by_position(self.table.kept))
         handed = tuple(int(self.table.output[last - 1]) for last in self.cut.bounds[1:-1])
-        costs = Costs({}, (0.0,) * len(handed), kept, tuple(size // 2 for size in kept), handed)
         few = min(self.micros, 2 * self.topology.pp)  # with more, no stage holds more at once
 
         def held() -> list[int]:
             lists = self.cut.lists.of_all_stages(few)
+            costs = Costs({}, (0.0,) * len(handed), kept, tuple(size // 2 for size in kept), handed)
             return [peaks_of(entries, at, self.cut.placement, costs).num_bytes for at, entries in enumerate(lists)]
 
         return once(self.quick.peaks, (id(self.cut), few, kept), held)
@@ -106,10 +118,10 @@ class QuickStep:
         update_s = self._update_s()
         work = StepWork(
             parts=[[self.table.seconds(at) for at in range(first, last)] for first, last in parts],
-            messages=[self._message(position) for position in range(len(parts) - 1)],
+            messages=self.messages,
             gradients={number: list(self._exchanges(number)) for number in range(self.topology.pp)},
             update_s={number: float(seconds) for number, seconds in enumerate(update_s)},
-            together=collective("sum", TOTALS_BYTES, range(self.topology.world), machine.links),
+            together=self.quick.together,
             after_s=machine.device.step_s,
         )
         return simulate_step(self.cut.lists.of_all_stages(micros), self.cut.placement, work).seconds
@@ -119,6 +131,11 @@ class QuickStep:
         gradient = DTYPES[self.quick.plan.precision.gradients].itemsize
         moved = self.held * gradient + self.owned * (gradient + 2 * self.quick.state_bytes)
         return np.asarray(moved / self.quick.machine.device.memory_bandwidth)
+
+    @cached_property
+    def messages(self) -> list[Cost]:
+        """The cost of what crosses between each two positions."""
+        return [self._message(position) for position in range(len(self.cut.bounds) - 2)]
 
     def _message(self, position: int) -> Cost:
         """Returns the cost of what position `position` of the model hands to the next one."""
@@ -133,33 +150,20 @@ class QuickStep:
         """Yields, for each layer of a stage from the last on, a sum, or a reduction and a gather; where gradients of shards are
         reduced once a step, that comes before.
         """
-        shape, plan = self.layout.shape, self.quick.plan
-        numel, cut = self.quick.tables.numel, self.quick.tables.cut(shape)
-        gradient, working = DTYPES[plan.precision.gradients].itemsize, dtypes(plan)[0].itemsize
-        kind: Collective = "reduce" if leaves_shards(self.layout.reducer) else "sum"
-        first_rank = stage * self.topology.ranks_per_stage
+        each = self._exchange_of(self.quick.reduced_once(self.layout.shape), "ready", "reduce wp")
+        sums, gathers = self.exchanged
+        made = each, self._exchange_of(sums, "ready", "reduce"), self._exchange_of(gathers, "updated", "weights")
         for chunk, (first, last) in enumerate(self.parts(stage)):
             for at in reversed(range(first, last)):
-                uses = ((chunk, at - first),)
-                shards, whole = -(-int(cut[at]) // self.topology.wp), int(numel[at] - cut[at])
-                if reduces(shape.weights) == "step":
-                    cost = self._cost("reduce", "wp", int(cut[at]) * gradient, first_rank)
-                    yield GradientExchange(cost, "ready", uses, lane="reduce wp")
-                yield GradientExchange(self._both(kind, shards, whole, gradient, first_rank), "ready", uses)
-                if kind == "reduce":
-                    back = self._both("gather", shards, whole, working, first_rank)
-                    yield GradientExchange(back, "updated", uses, lane="weights")
+                found = (make(at, ((chunk, at - first),)) for make in made)
+                yield from (one for one in found if one.cost != NOTHING)
 
-    def _both(self, kind: Collective, shards: int, whole: int, itemsize: int, rank: int) -> Cost:
-        """Returns the cost of an exchange of a layer's shards between replicas, and one of its other weights in the stage."""
-        one = self._cost(kind, "wdp", shards * itemsize, rank)
-        other = self._cost(kind, "stage", whole * itemsize, rank)
-        return Cost(one.latency_s + other.latency_s, one.work_s + other.work_s)
-
-    def _cost(self, kind: Collective, axis: str, num_bytes: int, rank: int) -> Cost:
-        if not num_bytes:
-            return NOTHING
-        return collective(kind, num_bytes, self.topology.ranks_of(axis, rank), self.quick.machine.links)
+    def _exchange_of(
+        self, costs: Exchanged, starts: Starts, lane: str
+    ) -> Callable[[int, tuple[Use, ...]], GradientExchange]:
+        """Returns what makes the exchange of a layer, by its number and its place in the stage."""
+        latency_s, work_s = costs
+        return lambda at, uses: GradientExchange(Cost(float(latency_s[at]), float(work_s[at])), starts, uses, lane=lane)
 
     def parts(self, stage: int) -> list[tuple[int, int]]:
         """Returns the first layer of each chunk of a stage, and the one behind its last."""
