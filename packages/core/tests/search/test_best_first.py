@@ -49,7 +49,8 @@ class Rows:
         return Estimate(min(row.seconds for row in some) - 2 * self.slack, min(row.num_bytes for row in some))
 
     def bound(self, layout):
-        return self.row(layout).seconds - self.slack
+        row = self.row(layout)
+        return Estimate(row.seconds - self.slack, row.num_bytes - round(self.slack))
 
     def num_bytes(self, layout):
         return self.row(layout).num_bytes

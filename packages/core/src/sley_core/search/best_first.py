@@ -19,7 +19,7 @@ from typing import Protocol
 from sley_core.errors import SleyError
 from sley_core.search.layouts import Candidate, Shape
 
-SLOWEST = 1.25
+SLOWEST = 1.2
 """Nobody waits longer than this many times the fastest step for less memory."""
 
 LESS = 0.8
@@ -41,8 +41,8 @@ class Estimator(Protocol):
         """Returns seconds and bytes that no layout of the shape undercuts; very cheap."""
         ...
 
-    def bound(self, layout: Candidate) -> float:
-        """Returns seconds that the layout does not undercut; cheap."""
+    def bound(self, layout: Candidate) -> Estimate:
+        """Returns seconds and bytes that the layout does not undercut; cheap."""
         ...
 
     def num_bytes(self, layout: Candidate) -> int:
@@ -113,7 +113,7 @@ class InOrder:
             if below is not None and num_bytes >= below:
                 continue
             if isinstance(what, Shape):
-                self._open(what, num_bytes)
+                self._open(what)
             elif is_estimated:
                 return Seen(what, Estimate(seconds, num_bytes))
             else:
@@ -144,12 +144,15 @@ class InOrder:
         if self._fits(least.num_bytes, number):
             self._put(shape, least.seconds, least.num_bytes)
 
-    def _open(self, shape: Shape, least_bytes: int) -> None:
+    def _open(self, shape: Shape) -> None:
         for layout in self._space.within(shape):
             try:
-                self._put(layout, self._estimator.bound(layout), least_bytes)
+                bound = self._estimator.bound(layout)
             except SleyError as error:
                 self.tally.refuse(error)
+                continue
+            if self._fits(bound.num_bytes):
+                self._put(layout, bound.seconds, bound.num_bytes)
 
     def _estimate(self, layout: Candidate, below: int | None) -> None:
         try:
@@ -183,7 +186,7 @@ def smallest(space: Space, estimator: Estimator) -> Seen | None:
             return found
         for layout in space.within(shape):
             try:
-                estimate = Estimate(estimator.bound(layout), estimator.num_bytes(layout))
+                estimate = Estimate(estimator.bound(layout).seconds, estimator.num_bytes(layout))
             except SleyError:
                 continue
             if found is None or estimate.num_bytes < found.estimate.num_bytes:

@@ -75,7 +75,7 @@ class Quick:
         self._costs = layer_costs.by_parameters(self.tables.model)
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
         self._exchanged: dict[tuple[str | None, int, int, str], Exchanged | SleyError] = {}
-        self._bounds: dict[Hashable, float | SleyError] = {}
+        self._bounds: dict[Hashable, Estimate | SleyError] = {}
         self._seconds: dict[Hashable, float | SleyError] = {}
         self._slices: dict[str, SleyError | None] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
@@ -100,13 +100,19 @@ class Quick:
         num_bytes = held.sum() * self.weight_bytes + owned.sum() * self.state_bytes + table.kept.sum()
         return Estimate(seconds + self.end_s(sizes.pp), int(num_bytes / sizes.pp))
 
-    def bound(self, layout: Candidate) -> float:
-        """Returns the seconds of a step in which the fullest stage never waits once it has begun.
+    def bound(self, layout: Candidate) -> Estimate:
+        """Returns the seconds of a step in which the fullest stage never waits once it has begun, and the bytes that it holds
+        with one micro-batch under way.
 
         Raises PlanError for a layout that cannot be assembled, and "not-at-a-glance" as `least`.
         """
         check_reducer(layout.reducer)
-        return once(self._bounds, _alike(layout), lambda: self.step(layout).least_s())
+
+        def bound() -> Estimate:
+            step = self.step(layout)
+            return Estimate(step.least_s(), step.least_bytes())
+
+        return once(self._bounds, _alike(layout), bound)
 
     def num_bytes(self, layout: Candidate) -> int:
         """Returns the bytes of the stage that holds most. Raises as `bound` does."""

@@ -84,8 +84,16 @@ class QuickStep:
     @cached_property
     def stage_bytes(self) -> list[int]:
         """Returns the bytes of each stage: weights, gradients, states, and what waits for backwards."""
+        return [int(count) for count in self._states_bytes() + np.array(self._waiting_bytes())]
+
+    def least_bytes(self) -> int:
+        """Returns bytes that the fullest stage has in any case: one micro-batch waits for its backward."""
+        return int((self._states_bytes() + self._by_stage(self.table.kept)).max())
+
+    def _states_bytes(self) -> np.ndarray:
+        """Returns the bytes of each stage's weights, gradients and states."""
         states = self.held * self.quick.weight_bytes + self.owned * self.quick.state_bytes
-        return [int(count) for count in states + self._gathered_bytes() + np.array(self._waiting_bytes())]
+        return np.asarray(states + self._gathered_bytes())
 
     def _waiting_bytes(self) -> list[int]:
         """Returns the most bytes that wait for backwards on each stage at once."""
