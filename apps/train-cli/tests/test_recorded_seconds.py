@@ -45,6 +45,23 @@ def test_lists_and_recorded_steps_say_the_same(changes: dict[str, Any]) -> None:
     assert _recorded(plan, 2, machine()).step.seconds == pytest.approx(listed, rel=0.05)
 
 
+def test_attention_that_a_policy_keeps_is_not_priced_twice() -> None:
+    """Both ways: `memory.selective` runs a layer again but for its attention."""
+    pytest.importorskip("sley_memory")
+    long = {"data": {"use": "core.text", "source": "python-stdlib", "sequence": 512}}
+    whole, kept = (plan_from_dict(small_plan(**long, activations={"use": use})) for use in RECOMPUTING)
+    listed = [estimate_seconds(plan, 1, machine()).step.seconds for plan in (whole, kept)]
+    assert listed[1] < 0.97 * listed[0]
+    stepped = [_recorded(plan, 1, machine()).step.seconds for plan in (whole, kept)]
+    assert stepped == pytest.approx(listed, rel=0.05)
+
+
+def test_sharded_layers_that_run_again_are_recorded() -> None:
+    plan = plan_of(**SHARDS, activations={"use": "core.recompute"})
+    assert _recorded(plan, 2, machine()).step.seconds > _recorded(plan_of(**SHARDS), 2, machine()).step.seconds
+
+
+RECOMPUTING = "core.recompute", "memory.selective"
 SHARDS = {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
 SLICES = {"parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
 RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.powersgd", "start_step": 1}]}

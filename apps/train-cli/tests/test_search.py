@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import tomli_w
 
 from sley_core.plan.load import load_plan
 from sley_core.testing.plans import small_plan
+from train_cli.commands.estimate import shown
 
 pytest.importorskip("sley_pp")
 
@@ -44,23 +47,63 @@ def searched(cli: Callable[..., Any], given: Path) -> Callable[..., Any]:
     return search
 
 
-def test_the_fastest_layout_is_written_as_a_plan_that_loads(searched: Callable[..., Any], given: Path) -> None:
+def rows_of(out: str) -> list[tuple[float, str]]:
+    """The seconds of each layout that is shown, and its line."""
+    return [(float(line.split()[0]), line) for line in out.splitlines() if " s  " in line and line.startswith("  ")]
+
+
+def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_tells(
+    cli: Callable[..., Any], searched: Callable[..., Any], given: Path
+) -> None:
     best = given / "best.toml"
-    done = searched("--world", "4", "--write", str(best), "--keep", "reducer", "--keep", "schedule")
+    kept = [word for axis in ("reducer", "schedule", "sp", "micro_size") for word in ("--keep", axis)]
+    done = searched("--world", "4", "--write", str(best), "--top", "2", "--explain", *kept)
     assert done.code == 0, done.err
-    rows = [line for line in done.out.splitlines() if " s  " in line]
-    seconds = [float(row.split()[0]) for row in rows[:5]]
+    before_front = done.out.split("less memory for more time")[0]
+    seconds = [each for each, _ in rows_of(before_front)]
     assert seconds == sorted(seconds)
-    plan = load_plan(best)
-    sizes = plan.parallel
-    assert f"pp {sizes.pp}, sp 1, wp 1, micro_size {plan.batch.micro_size}" in rows[0]
+    assert len(seconds) == 2
+    text = best.read_text("utf-8")
+    plan, sizes = load_plan(best), load_plan(best).parallel
+    assert f"pp {sizes.pp}, sp 1, wp {sizes.wp}, micro_size 1" in rows_of(done.out)[0][1]
     assert sizes.dp * sizes.pp == 4
+    assert f"# search: pp = {sizes.pp}, sp = 1, wp = {sizes.wp}; dp follows\n[parallel]" in text
+    assert f"# search: {plan.activations.name}\n[activations]" in text
+
+    asked = cli("estimate", best, "--world", "4", "--machine", given / "machine.toml", "--format", "json")
+    told = json.loads(asked.out)
+    assert f"{told['seconds']['step']:.4g} s" in rows_of(done.out)[0][1]
+    fullest = max(stage["peak"] for stage in told["stages"])
+    assert f"{shown(fullest)}  pp" in rows_of(done.out)[0][1]
+
+    compared = done.out.split("as it is")[1]
+    parts = [line.rsplit(maxsplit=3) for line in compared.splitlines()[1:] if not line.startswith("written")]
+    step = next(at for at, part in enumerate(parts) if part[0].strip().startswith("most bytes"))
+    for column in (1, 2):
+        for some in (parts[:step], parts[step:]):
+            whole, *of = (float(part[column]) for part in some)
+            assert sum(of) == pytest.approx(whole, rel=2e-3)
+
+
+def test_a_layout_that_does_not_fit_by_its_own_steps_is_replaced_by_the_next(searched: Callable[..., Any]) -> None:
+    """At a glance bytes leave out buckets, and what an operator needs for a moment."""
+    kept = [word for axis in ("pp", "sp", "wp", "micro_size") for word in ("--keep", axis)]
+    glance = searched("--world", "2", "--top", "1", "--at-a-glance", *kept)
+    exact = searched("--world", "2", "--top", "1", *kept)
+    assert "fastest, at a glance" in glance.out
+    (little,), (much,) = (re.findall(r"([\d.]+) KiB", rows_of(done.out)[0][1]) for done in (glance, exact))
+    assert float(little) < float(much)
+    between = f"{(float(little) + float(much)) / 2 * 1024:.0f}B"
+    tight = searched("--world", "2", "--top", "1", "--memory", between, *kept)
+    assert re.search(r"\d+ that seemed to fit do not, by their own steps", tight.out), tight.out
+    fits = rows_of(tight.out)[0][1]
+    assert float(re.findall(r"([\d.]+) KiB", fits)[0]) * 1024 <= float(between.removesuffix("B"))
 
 
 def test_what_cannot_fit_says_what_the_smallest_layout_needs(searched: Callable[..., Any]) -> None:
     done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
     assert done.code == 1
-    assert "nothing fits into 1 B: the smallest layout needs" in done.out
+    assert "nothing fits into 1 B: the smallest layout found needs" in done.out
 
 
 def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> None:
@@ -71,12 +114,15 @@ def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> N
 def test_what_cannot_be_told_at_a_glance_is_no_candidate(searched: Callable[..., Any]) -> None:
     """Copies to the host are not in these seconds, so a policy that makes them would seem to cost nothing."""
     pytest.importorskip("sley_memory")
-    kept = ("--keep", "pp", "--keep", "micro_size")
-    done = searched("--world", "2", "--top", "20", *kept)
+    kept = ("--keep", "pp", "--keep", "sp", "--keep", "wp", "--keep", "micro_size")
+    done = searched("--world", "2", "--top", "20", "--at-a-glance", *kept)
     assert done.code == 0, done.err
     assert "memory.selective" in done.out
     assert "memory.host" not in done.out
     own = ("--keep", "activations", "--set", 'activations.use="memory.host"')
     done = searched("--world", "2", *kept, *own)
     assert done.code == 1
-    assert "cannot be assembled: estimate-seconds" in done.out
+    assert "left out: not-at-a-glance: copies of `memory.host` cannot be told at a glance" in done.out
+    done = searched("--world", "2", "--set", 'offload=[{use="memory.optimizer_states"}]')
+    assert done.code == 3
+    assert "copies to the host" in done.err

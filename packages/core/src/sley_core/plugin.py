@@ -90,6 +90,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build=f"{home}.each:Each",
             role="reducer",
             canonical=True,
+            plain_sums=lambda config: True,
             variants=AS_IT_IS,
         ),
         GradientHandlerRecord(

@@ -122,6 +122,9 @@ class GradientHandlerRecord(Record):
     takes_shards: whether it also works behind a reducer whose result is a shard. It then reads `store.part` in place of
         `store.gradient`, and calls `parts.weights.settle` before it reads a weight, of which a part may be on its way.
     canonical: whether its sums are those of `TreeSums` where `parts.store.canonical` is there, or have no order.
+    plain_sums: of a reducer, whether with the table `config` it exchanges each gradient once a step, over all that share the
+        weight and in the type in which it is accumulated: one sum, or, where its result is a shard, one reduction and one
+        gather of the weight. Only then can a search tell its seconds at a glance, and takes it.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
@@ -132,6 +135,7 @@ class GradientHandlerRecord(Record):
     tolerance: float = 0.0
     tolerance_of: Callable[[Any], float] | None = None
     canonical: bool = False
+    plain_sums: Callable[[Any], bool] = lambda config: False
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
 
@@ -152,13 +156,24 @@ class WeightCommunicatorRecord(Record):
 
     canonical: whether it keeps the gradients of micro-batches apart where `parts.store.canonical` is there, and gives each to
     `store.add_of_micros`.
+    reduces: how often it reduces gradients with the table `config`, if beside that it gathers the sharded weights of each layer
+        once in front of every forward, and once in front of every backward, while the layer before computes. Only then can a
+        search tell its seconds at a glance, and takes it; None for any other.
     """
 
     canonical: bool = False
+    reduces: Callable[[Any], Literal["micro_batch", "step"] | None] = lambda config: None
 
 
+@dataclass(frozen=True, kw_only=True)
 class SequenceAttentionRecord(Record):
-    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold the slices of the same samples."""
+    """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold the slices of the same samples.
+
+    swaps: whether all that it exchanges is one swap of queries, keys and values before an attention and one of its output
+        behind it, and in the backward as much again. Only then can a search tell its seconds at a glance, and takes it.
+    """
+
+    swaps: bool = False
 
 
 class MemoryPoolRecord(Record):
@@ -180,8 +195,14 @@ class OffloadManagerRecord(Record):
     scope: Callable[[Any], Scope] = lambda config: "global"
 
 
+@dataclass(frozen=True, kw_only=True)
 class ActivationPolicyRecord(Record):
-    """`build(config, layer_names) -> ActivationPolicy`."""
+    """`build(config, layer_names) -> ActivationPolicy`.
+
+    copies: whether it copies to the host and back within a step: estimates of seconds refuse it, who know no such copies.
+    """
+
+    copies: bool = False
 
 
 class MetricsWriterRecord(Record):

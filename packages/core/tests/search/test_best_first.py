@@ -1,4 +1,4 @@
-"""The search finds what looking at everything finds, and looks at less."""
+"""The search gives what looking at everything finds, and looks at less."""
 
 from __future__ import annotations
 
@@ -7,87 +7,113 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sley_core.errors import PlanError
-from sley_core.search.best_first import Estimate, search
+from sley_core.search.best_first import LESS, SLOWEST, Estimate, InOrder, smallest
 from sley_core.search.choices import Choice
-from sley_core.search.layouts import Candidate, Sizes
+from sley_core.search.layouts import Candidate, Shape, Sizes
+
+WITHIN = 3
+"""Layouts of each shape."""
 
 
 class Rows:
-    """Estimates from a list; the bound of a layout is its seconds less a slack."""
+    """Layouts and their estimates from a list, a few to a shape; bounds are the seconds less a slack."""
 
     def __init__(self, rows, slack=0.0):
         self.rows = rows
         self.slack = slack
         self.asked = 0
 
-    @property
-    def layouts(self):
-        policies = [Choice("core.keep", {"number": number}) for number in range(len(self.rows))]
-        return [Candidate(Sizes(1, 1, 1, 1), None, policy, None, (), None, None) for policy in policies]
+    def shapes(self):
+        for number in range(0, len(self.rows), WITHIN):
+            yield Shape(Sizes(1, 1, 1, 1), Choice("core.keep", {"number": number}), None, None)
+
+    def within(self, shape):
+        first = shape.activations.options["number"]
+        for number in range(first, min(first + WITHIN, len(self.rows))):
+            yield Candidate(shape, Choice("none", {"number": number}), None)
+
+    def num_within(self, shape):
+        return len(list(self.within(shape)))
 
     def row(self, layout):
-        found = self.rows[layout.activations.options["number"]]
+        found = self.rows[layout.schedule.options["number"]]
         if found is None:
             raise PlanError("layout", "does not divide")
         return found
 
+    def least(self, shape):
+        first = shape.activations.options["number"]
+        some = [row for row in self.rows[first : first + WITHIN] if row is not None]
+        if not some:
+            raise PlanError("layout", "none divides")
+        return Estimate(min(row.seconds for row in some) - 2 * self.slack, min(row.num_bytes for row in some))
+
     def bound(self, layout):
         row = self.row(layout)
-        return Estimate(row.seconds - self.slack, row.num_bytes)
+        return Estimate(row.seconds - self.slack, row.num_bytes - round(self.slack))
+
+    def num_bytes(self, layout):
+        return self.row(layout).num_bytes
 
     def seconds(self, layout):
         self.asked += 1
         return self.row(layout).seconds
 
 
-rows = st.lists(st.none() | st.builds(Estimate, st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30)
+rows = st.lists(st.none() | st.builds(Estimate, st.integers(5, 30), st.integers(1, 30)), min_size=1, max_size=30)
 
 
-@given(rows, st.none() | st.integers(1, 30), st.integers(1, 4), st.sampled_from([0.0, 3.0]))
-def test_it_finds_what_looking_at_all_of_them_finds(rows, memory, top, slack):
+@given(rows, st.none() | st.integers(1, 30), st.integers(1, 4), st.sampled_from([0.0, 2.0]))
+def test_it_gives_what_looking_at_all_of_them_finds(rows, memory, top, slack):
     known = Rows(rows, slack)
-    found = search(known.layouts, known, memory=memory, top=top)
+    order = InOrder(known, known, memory)
+    given = [found for _ in range(top) if (found := order.next())]
 
     everything = [row for row in rows if row is not None]
-    fitting = [row for row in everything if memory is None or row.num_bytes <= memory]
-    assert [seen.estimate.seconds for seen in found.fastest] == sorted(row.seconds for row in fitting)[:top]
-    front = {
-        (one.seconds, one.num_bytes)
-        for one in fitting
-        if not any(
-            other.seconds <= one.seconds and other.num_bytes <= one.num_bytes and other != one for other in fitting
-        )
-    }
-    assert {(seen.estimate.seconds, seen.estimate.num_bytes) for seen in found.front} == front
-    assert found.too_large == len(everything) - len(fitting)
+    fitting = sorted(row.seconds for row in everything if memory is None or row.num_bytes <= memory)
+    assert [seen.estimate.seconds for seen in given] == fitting[:top]
+    assert order.tally.num_layouts == len(rows)
+    front = [seen.estimate for seen in order.front(given)]
+    before = [seen.estimate for seen in given]
+    for one in front:
+        assert one.num_bytes < LESS * min(other.num_bytes for other in before)
+        assert before[0].seconds <= one.seconds <= SLOWEST * before[0].seconds
+        better = [row for row in everything if row.seconds < one.seconds and row.num_bytes <= one.num_bytes]
+        assert not better, "the fastest of those that need so little"
+        before.append(one)
+    if before:
+        least = min(one.num_bytes for one in before)
+        slow = SLOWEST * before[0].seconds
+        assert not [row for row in everything if row.num_bytes < int(LESS * least) and row.seconds <= slow]
     if everything:
-        assert found.smallest.estimate.num_bytes == min(row.num_bytes for row in everything)
+        assert smallest(known, known).estimate.num_bytes == min(row.num_bytes for row in everything)
 
 
 def test_it_does_not_ask_for_what_cannot_be_better():
     known = Rows([Estimate(1.0, 5), *[Estimate(12.0, 10)] * 50])
-    found = search(known.layouts, known, top=1)
-    assert (known.asked, found.num_seen, found.num_layouts) == (1, 1, 51)
+    order = InOrder(known, known)
+    assert order.next().estimate.seconds == 1.0
+    assert (known.asked, order.tally.simulated, order.tally.num_layouts) == (1, 1, 51)
 
 
-def test_a_layout_that_cannot_be_assembled_is_counted_by_its_code():
+def test_a_layout_that_cannot_be_assembled_is_counted_by_its_reason():
     known = Rows([None, Estimate(1.0, 1), None])
-    found = search(known.layouts, known)
-    assert found.refused == {"layout": 2}
-    assert len(found.fastest) == 1
+    order = InOrder(known, known)
+    assert order.next() is not None
+    assert order.tally.refused == {"layout: does not divide": 2}
 
 
-def test_where_nothing_fits_the_smallest_is_told():
+def test_what_does_not_fit_is_not_simulated():
     known = Rows([Estimate(1.0, 91), Estimate(2.0, 80)])
-    found = search(known.layouts, known, memory=40)
-    assert found.fastest == []
-    assert found.smallest.estimate.num_bytes == 80
+    order = InOrder(known, known, 40)
+    assert order.next() is None
+    assert order.tally.too_large == 2
     assert known.asked == 0
 
 
 @pytest.mark.parametrize("top", [1, 2])
 def test_equal_layouts_do_not_push_one_another_out(top):
     known = Rows([Estimate(1.0, 1), Estimate(1.0, 1)])
-    found = search(known.layouts, known, top=top)
-    assert len(found.fastest) == top
-    assert found.fastest[0].layout.activations.options["number"] == 0
+    order = InOrder(known, known)
+    found = [order.next() for _ in range(top)]
+    assert [seen.layout.schedule.options["number"] for seen in found] == list(range(top))

@@ -11,7 +11,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict, with_tables
 from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, ScheduleRecord
 from sley_core.search.choices import Choice, choices_of
-from sley_core.search.layouts import Sizes, all_sizes, divisors, layouts
+from sley_core.search.layouts import Layouts, Sizes, divisors
 from sley_core.table import Table
 from sley_core.testing.plans import small_plan
 
@@ -72,6 +72,19 @@ def test_the_plans_own_choice_comes_first_even_if_its_record_is_silent():
     assert Choice("out.deep", {}) in choices.policies
 
 
+def test_a_variant_that_is_no_table_of_its_record_is_skipped_by_name():
+    class Wrong:
+        @hookimpl
+        def sley_activation_policies(self):
+            build = "sley_core.engine.activations:keep"
+            return [ActivationPolicyRecord(name="w", config=Deep, build=build, variants=({"dept": 1}, {"depth": 2}))]
+
+    choices = choices_of(plan_with({"bad": Wrong()}))
+    assert Choice("bad.w", {"depth": 2}) in choices.policies
+    assert len(choices.skipped) == 1
+    assert choices.skipped[0].startswith("bad.w: its variant {'dept': 1} is no table of it")
+
+
 def test_a_broken_plugin_is_skipped_by_name():
     choices = choices_of(plan_with({"bad": Broken()}))
     assert len(choices.skipped) == 1
@@ -80,7 +93,7 @@ def test_a_broken_plugin_is_skipped_by_name():
 
 def test_sizes_divide_the_world_and_the_batch():
     plan = plan_with({"out": Outsider()}, batch={"global_size": 24, "micro_size": 3})
-    found = list(all_sizes(plan, 8, choices_of(plan)))
+    found = list(Layouts(plan, 8, choices_of(plan)).sizes())
     assert {(one.pp, one.sp, one.wp) for one in found} == {(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1)}
     for one in found:
         dp = 8 // one.pp
@@ -91,11 +104,11 @@ def test_sizes_divide_the_world_and_the_batch():
 def test_an_axis_that_is_kept_has_the_plans_value():
     plan = plan_with({"out": Outsider()}, batch__micro_size=2)
     choices = choices_of(plan)
-    found = list(layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]))
+    found = list(Layouts(plan, 4, choices, keep=["pp", "micro_size", "activations"]).shapes())
     assert {one.sizes for one in found} == {Sizes(1, 1, 1, 2)}
     assert {one.activations.name for one in found} == {"core.keep"}
     with pytest.raises(UsageError, match="no axis `tp`"):
-        list(layouts(plan, 4, choices, keep=["tp"]))
+        Layouts(plan, 4, choices, keep=["tp"])
 
 
 def test_a_layout_is_a_plan_that_check_accepts_and_keeps_what_the_user_wrote():
@@ -103,8 +116,9 @@ def test_a_layout_is_a_plan_that_check_accepts_and_keeps_what_the_user_wrote():
     plan = plan_with(
         {"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5
     )
-    found = list(layouts(plan, 4, choices_of(plan), keep=["pp"]))
-    assert found
+    space = Layouts(plan, 4, choices_of(plan), keep=["pp"])
+    found = [layout for shape in space.shapes() for layout in space.within(shape)]
+    assert len(found) == sum(map(space.num_within, space.shapes())) > 0
     for layout in found:
         made = layout.plan(plan, 4)
         assert check_plan(made, 4) == []

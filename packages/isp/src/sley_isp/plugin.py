@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AS_IT_IS, MemoryPoolRecord, Problem, SequenceAttentionRecord, WeightCommunicatorRecord
@@ -25,10 +25,17 @@ def sley_weight_communicators() -> list[WeightCommunicatorRecord]:
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
             canonical=True,
+            reduces=_reduces,
             variants=({}, {"reduce": "step"}),
             summary="Linears and embeddings, sharded; gathered ahead, gradients reduced during the backward.",
         )
     ]
+
+
+def _reduces(config: CommunicatorConfig) -> Literal["micro_batch", "step"] | None:
+    """Returns how often gradients are reduced; None where some weights are not gathered, or only once they are needed."""
+    gathers_all = config.overlap and config.ahead and config.head == "gather" and config.embedding == "gather"
+    return config.reduce if gathers_all else None
 
 
 @hookimpl
@@ -38,6 +45,7 @@ def sley_sequence_attentions() -> list[SequenceAttentionRecord]:
             name="all_to_all",
             config=AllToAllConfig,
             build="sley_isp.sequence.all_to_all:AllToAllAttention",
+            swaps=True,
             variants=AS_IT_IS,
             summary="Each rank attends with some of the heads over the whole sequence; two exchanges per attention.",
         )

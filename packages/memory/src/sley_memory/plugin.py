@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import (
@@ -66,6 +66,7 @@ def sley_activation_policies() -> list[ActivationPolicyRecord]:
             name="host",
             config=HostConfig,
             build="sley_memory.host:build",
+            copies=True,
             summary="What chosen layers save for their backward waits on the host.",
         ),
         ActivationPolicyRecord(
@@ -80,23 +81,14 @@ def sley_activation_policies() -> list[ActivationPolicyRecord]:
 
 @hookimpl
 def sley_offload_managers() -> list[OffloadManagerRecord]:
-    def record(
-        name: str, config: type[OffloadConfig], summary: str, *variants: Mapping[str, Any]
-    ) -> OffloadManagerRecord:
+    def record(name: str, config: type[OffloadConfig], summary: str) -> OffloadManagerRecord:
         build = "sley_memory.offload.manager:Manager"
-        return OffloadManagerRecord(
-            name=name, config=config, build=build, summary=summary, parts=_moves, scope=_scope, variants=variants
-        )
+        return OffloadManagerRecord(name=name, config=config, build=build, summary=summary, parts=_moves, scope=_scope)
 
     return [
         record("weights", WeightsConfig, "Parameters and module buffers to the host and back, by call."),
         record("masters", MastersConfig, "fp32 masters to the host and back, by call."),
-        record(
-            "optimizer_states",
-            StatesConfig,
-            "Optimizer states, by call or between all steps.",
-            {"when": "between_steps"},
-        ),
+        record("optimizer_states", StatesConfig, "Optimizer states, by call or between all steps."),
         record("gradients", GradientsConfig, "Gradients freed and made anew, by call."),
         OffloadManagerRecord(
             name="host_optimizer",
@@ -106,7 +98,6 @@ def sley_offload_managers() -> list[OffloadManagerRecord]:
             parts=_moves,
             scope=_scope,
             steps_on_host=True,
-            variants=AS_IT_IS,
         ),
         record("everything", EverythingConfig, "All of a run's memory, by call."),
     ]

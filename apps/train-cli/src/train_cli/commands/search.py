@@ -11,17 +11,17 @@ from sley_core.errors import SleyError, UsageError
 from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
 from sley_core.search.layouts import AXES, Axis
-from train_cli.commands.estimate import num_bytes, shown
+from train_cli.commands.estimate import num_bytes
+from train_cli.found import compared, lines, written
 from train_cli.options import PlanArgument, SetOption
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from sley_core.plan.plan import Plan
-    from sley_core.search.best_first import Fastest, Seen
-
-FIXED: tuple[Axis, ...] = ("sp", "wp", "offload")
-"""Axes of which only a layout's own steps tell: they stay as the plan has them."""
+    from sley_core.search.exact import Exact
+    from sley_core.search.find import Found
+    from sley_core.search.layouts import Candidate
 
 
 def search(
@@ -37,63 +37,63 @@ def search(
         list[str] | None,
         typer.Option("--keep", metavar="AXIS", help=f"Stays as the plan has it; may be repeated: {', '.join(AXES)}."),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--at-a-glance", help="Whether layouts that are shown go through `estimate` before."),
+    ] = True,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Compare the fastest with the plan as it is, part by part.")
+    ] = False,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the plan in the fastest layout here.")
     ] = None,
 ) -> None:
     """Find the fastest layouts of a plan that fit, from what is installed; no device is needed."""
+    if explain and not verify:
+        raise UsageError("explain-needs-steps", "`--explain` compares what steps say, which `--at-a-glance` leaves out")
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
-    found, skipped = looked(resolved, world, machine, limit, top, [_axis(name) for name in keep or ()])
+    found, skipped = _found(resolved, world, machine, limit, top, [_axis(name) for name in keep or ()], verify=verify)
     typer.echo("\n".join(lines(found, skipped, limit)))
     if not found.fastest:
         raise typer.Exit(1)
+    best = found.fastest[0]
+    if explain and best.exact is not None:
+        typer.echo("\n".join(compared(_as_it_is(resolved, world, machine), best.exact)))
     if write is not None:
-        write.write_text(found.fastest[0].layout.plan(resolved, world).to_toml(), "utf-8")
-        typer.echo(f"written to {write}; `train-cli estimate {write}` tells its bytes from its own steps")
+        write.write_text(written(resolved, world, best), "utf-8")
+        typer.echo(f"written to {write}")
 
 
-def looked(
-    plan: Plan, world: int, file: Path, limit: int | None, top: int, keep: Sequence[Axis]
-) -> tuple[Fastest, Sequence[str]]:
-    """Returns what a search saw, and the plugins that it could not load. Raises SleyError with its place in the plan."""
-    from sley_core.search.best_first import search as fastest
+def _found(
+    plan: Plan, world: int, file: Path, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
+) -> tuple[Found, Sequence[str]]:
+    """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
     from sley_core.search.choices import choices_of
-    from sley_core.search.layouts import layouts
+    from sley_core.search.find import find
+    from sley_core.search.layouts import Layouts
     from sley_core.search.quick import Quick
 
     choices = choices_of(plan)
-    fixed = {*keep, *FIXED}
     try:
-        estimator = Quick(plan, world, load_machine(file))
-        return fastest(layouts(plan, world, choices, fixed), estimator, memory=limit, top=top), choices.skipped
+        space, quick = Layouts(plan, world, choices, keep), Quick(plan, world, load_machine(file))
+        return find(space, quick, memory=limit, top=top, verify=verify, tell=_tell), choices.skipped
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 
 
-def lines(found: Fastest, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields what is printed."""
-    yield f"{found.num_layouts:,} layouts; {found.num_seen:,} simulated, {found.too_large:,} do not fit"
-    yield from (f"  {count:,} cannot be assembled: {code}" for code, count in found.refused.most_common())
-    yield from (f"  left out: {name}" for name in skipped)
-    if not found.fastest:
-        yield _none(found, limit)
-        return
-    yield "fastest"
-    yield from (_told(seen) for seen in found.fastest)
-    yield "less memory for more time"
-    yield from (_told(seen) for seen in found.front if seen not in found.fastest)
+def _as_it_is(plan: Plan, world: int, file: Path) -> Exact:
+    """Returns the estimate of the plan as it is. Raises SleyError with its place in the plan, as `estimate` does."""
+    from sley_core.search.exact import exact_of_plan
+
+    try:
+        return exact_of_plan(plan, world, load_machine(file))
+    except SleyError as error:
+        raise plan.located(error) from error.__cause__
 
 
-def _told(seen: Seen) -> str:
-    return f"  {seen.estimate.seconds:10.4g} s  {shown(seen.estimate.num_bytes):>12}  {seen.layout}"
-
-
-def _none(found: Fastest, limit: int | None) -> str:
-    if found.smallest is None or limit is None:
-        return "no layout of this plan can be assembled in this world"
-    need = shown(found.smallest.estimate.num_bytes)
-    return f"nothing fits into {shown(limit)}: the smallest layout needs {need}, {found.smallest.layout}"
+def _tell(layout: Candidate) -> None:
+    typer.echo(f"taking the steps of {layout}", err=True)
 
 
 def _axis(name: str) -> Axis:

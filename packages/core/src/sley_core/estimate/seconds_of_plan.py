@@ -19,12 +19,13 @@ from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model, layer_costs_of
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import Stage, stage_of
-from sley_core.errors import PlanError
+from sley_core.errors import KeyPath, PlanError
 from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
 from sley_core.estimate.seconds.step import StepWork
 from sley_core.estimate.stage_facts import UntoldError, stage_facts
+from sley_core.records import ActivationPolicyRecord
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
@@ -88,11 +89,16 @@ def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
 
 def _refuse_unknown(plan: Plan) -> None:
     """Raises PlanError "estimate-seconds" for what runs beside the lists in a way that is not simulated: copies to the host."""
-    where = ("offload",) if plan.offload else ("activations", "use") if plan.activations.name == "memory.host" else None
+    where: KeyPath | None = ("offload",) if plan.offload else ("activations", "use") if _copies(plan) else None
     if where is not None:
-        message = "the seconds of offload cannot be estimated yet: its copies are not known before a run"
-        hint = "its bytes can be estimated: `train-cli estimate`"
+        message = "the seconds of copies to the host cannot be estimated yet: they are not known before a run"
+        hint = "the bytes can be estimated: `train-cli estimate`, without `--machine`"
         raise PlanError.many([plan.diagnostic("estimate-seconds", message, where, hint)])
+
+
+def _copies(plan: Plan) -> bool:
+    record = plan.activations.record
+    return isinstance(record, ActivationPolicyRecord) and record.copies
 
 
 def _is_in_the_lists(plan: Plan) -> bool:

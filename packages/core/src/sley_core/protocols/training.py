@@ -77,7 +77,7 @@ class GradientHandler(Protocol):
 
     def exchanges(self) -> Sequence[HandlerExchange] | None:
         """Returns what a step exchanges, in the order in which it is started; None if the handler cannot tell. Called once
-        attached, in a fake world too: estimates of seconds ask it, and refuse a plan with a handler that cannot tell.
+        attached, in a fake world too: estimates of seconds ask it, and where it cannot tell take steps, which lasts longer.
         """
         return None
 

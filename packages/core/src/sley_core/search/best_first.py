@@ -1,20 +1,29 @@
-"""Looks for the fastest layouts that fit, the most promising first, until no other can be better.
+"""Puts layouts in order, the fastest first, and looks only at those whose turn comes.
 
-Layouts come in the order of a bound, the seconds that they do not undercut. One is passed over if it does not fit, or once
-as many as are wanted are faster than its bound and one that was seen is both faster and smaller: it can be neither among the
-fastest nor on the front of memory against time.
+    shapes ──least──> | heap by seconds | ──bound──> its layouts ──> | heap | ──estimate──> | heap | ──> the next fastest
+
+Nothing undercuts the seconds with which it lies on the heap: when its turn comes, a shape is opened, a layout is estimated and
+put back, and one that was estimated is the fastest of all that are left. What does not fit is dropped on the way.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
+from math import inf
 from typing import Protocol
 
 from sley_core.errors import SleyError
-from sley_core.search.layouts import Candidate
+from sley_core.search.layouts import Candidate, Shape
+
+SLOWEST = 1.2
+"""Nobody waits longer than this many times the fastest step for less memory."""
+
+LESS = 0.8
+"""What a slower layout needs at most of the memory of those before it, to be worth a line."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +35,31 @@ class Estimate:
 
 
 class Estimator(Protocol):
-    """Tells what layouts take. Both raise a SleyError for one that cannot be assembled."""
+    """Tells what layouts take. All raise a SleyError for what cannot be assembled, or not be told."""
+
+    def least(self, shape: Shape) -> Estimate:
+        """Returns seconds and bytes that no layout of the shape undercuts; very cheap."""
+        ...
 
     def bound(self, layout: Candidate) -> Estimate:
-        """Returns seconds that the layout does not undercut, and its bytes; cheap."""
+        """Returns seconds and bytes that the layout does not undercut; cheap."""
+        ...
+
+    def num_bytes(self, layout: Candidate) -> int:
+        """Returns the bytes of the rank that holds most."""
         ...
 
     def seconds(self, layout: Candidate) -> float:
         """Returns the seconds of its step."""
         ...
+
+
+class Space(Protocol):
+    """What there is to search: shapes, and the layouts within each."""
+
+    def shapes(self) -> Iterable[Shape]: ...
+    def within(self, shape: Shape) -> Iterable[Candidate]: ...
+    def num_within(self, shape: Shape) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -46,76 +71,124 @@ class Seen:
 
 
 @dataclass
-class Fastest:
-    """What a search saw.
-
-    fastest: those that fit, the fastest first. front: of all that were seen, those of which none is both faster and smaller, by
-    time. smallest: the one that needs the least memory, whether it fits or not, with the bound of its seconds; None if none can
-    be assembled. num_layouts: all that there are; num_seen: those whose seconds were estimated; too_large: those that do not
-    fit. refused: those that cannot be assembled, by the code of their first problem.
+class Tally:
+    """What a search met. num_layouts: all that there are; simulated: those whose steps were; too_large: those of which it saw
+    that they do not fit. refused: those that cannot be assembled, or not be told, by the reason.
     """
 
-    fastest: list[Seen] = field(default_factory=list)
-    front: list[Seen] = field(default_factory=list)
-    smallest: Seen | None = None
     num_layouts: int = 0
-    num_seen: int = 0
+    simulated: int = 0
     too_large: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
+    def refuse(self, error: SleyError, number: int = 1) -> None:
+        """Counts layouts that `error` refuses."""
+        problem = error.diagnostics[0]
+        self.refused[f"{problem.code}: {problem.message}"] += number
 
-def search(layouts: Iterable[Candidate], estimator: Estimator, *, memory: int | None = None, top: int = 5) -> Fastest:
-    """Returns the `top` fastest layouts that need at most `memory` bytes on any rank, and the front of those that do.
 
-    What is returned does not depend on the order of `layouts`, but for layouts of equal seconds.
+class InOrder:
+    """Gives layouts of `space` that need at most `memory` bytes on any rank, one after the other, the fastest first.
+
+    What is given does not depend on the order of the space, but for layouts of equal seconds.
     """
-    found = Fastest()
-    for seen in sorted(_bounded(layouts, estimator, found, memory), key=lambda seen: seen.estimate.seconds):
-        if not _is_out(seen.estimate, found, top):
-            _look(seen, estimator, found, top)
-    return found
 
+    def __init__(self, space: Space, estimator: Estimator, memory: int | None = None) -> None:
+        self.tally = Tally()
+        self._space = space
+        self._estimator = estimator
+        self._memory = memory
+        self._numbers = count()
+        self._heap: list[tuple[float, int, Shape | Candidate, int, bool]] = []
+        for shape in space.shapes():
+            self._put_shape(shape)
 
-def _bounded(layouts: Iterable[Candidate], estimator: Estimator, found: Fastest, memory: int | None) -> list[Seen]:
-    """Returns the layouts that fit, with their bounds."""
-    fitting = []
-    for layout in layouts:
-        found.num_layouts += 1
+    def next(self, below: int | None = None, slowest_s: float = inf) -> Seen | None:
+        """Returns the fastest layout that has not been given; None if there is none that takes at most `slowest_s`.
+
+        below: passes over layouts that need as many bytes or more, for good.
+        """
+        while self._heap and self._heap[0][0] <= slowest_s:
+            seconds, _, what, num_bytes, is_estimated = heapq.heappop(self._heap)
+            if below is not None and num_bytes >= below:
+                continue
+            if isinstance(what, Shape):
+                self._open(what)
+            elif is_estimated:
+                return Seen(what, Estimate(seconds, num_bytes))
+            else:
+                self._estimate(what, below)
+        return None
+
+    def front(self, fastest: Iterable[Seen]) -> Iterator[Seen]:
+        """Yields layouts that are slower than `fastest`, which were given before: each the fastest of those that need a fifth
+        less memory than all before it; none that takes over `SLOWEST` times as long as the first.
+        """
+        seen = [one.estimate for one in fastest]
+        slowest_s = SLOWEST * seen[0].seconds if seen else 0.0
+        while seen and (found := self.next(int(LESS * min(one.num_bytes for one in seen)), slowest_s)):
+            seen.append(found.estimate)
+            yield found
+
+    def _put(self, what: Shape | Candidate, seconds: float, num_bytes: int, *, is_estimated: bool = False) -> None:
+        heapq.heappush(self._heap, (seconds, next(self._numbers), what, num_bytes, is_estimated))
+
+    def _put_shape(self, shape: Shape) -> None:
+        number = self._space.num_within(shape)
+        self.tally.num_layouts += number
         try:
-            seen = Seen(layout, estimator.bound(layout))
+            least = self._estimator.least(shape)
         except SleyError as error:
-            found.refused[error.diagnostics[0].code] += 1
+            self.tally.refuse(error, number)
+            return
+        if self._fits(least.num_bytes, number):
+            self._put(shape, least.seconds, least.num_bytes)
+
+    def _open(self, shape: Shape) -> None:
+        for layout in self._space.within(shape):
+            try:
+                bound = self._estimator.bound(layout)
+            except SleyError as error:
+                self.tally.refuse(error)
+                continue
+            if self._fits(bound.num_bytes):
+                self._put(layout, bound.seconds, bound.num_bytes)
+
+    def _estimate(self, layout: Candidate, below: int | None) -> None:
+        try:
+            num_bytes = self._estimator.num_bytes(layout)
+            if not self._fits(num_bytes) or (below is not None and num_bytes >= below):
+                return
+            seconds = self._estimator.seconds(layout)
+        except SleyError as error:
+            self.tally.refuse(error)
+            return
+        self.tally.simulated += 1
+        self._put(layout, seconds, num_bytes, is_estimated=True)
+
+    def _fits(self, num_bytes: int, number: int = 1) -> bool:
+        fits = self._memory is None or num_bytes <= self._memory
+        self.tally.too_large += 0 if fits else number
+        return fits
+
+
+def smallest(space: Space, estimator: Estimator) -> Seen | None:
+    """Returns the layout that needs the least memory, with the bound of its seconds; None if none can be assembled."""
+    least: list[tuple[int, int, Shape]] = []
+    for number, shape in enumerate(space.shapes()):
+        try:
+            least.append((estimator.least(shape).num_bytes, number, shape))
+        except SleyError:
             continue
-        if found.smallest is None or seen.estimate.num_bytes < found.smallest.estimate.num_bytes:
-            found.smallest = seen
-        if memory is None or seen.estimate.num_bytes <= memory:
-            fitting.append(seen)
-        else:
-            found.too_large += 1
-    return fitting
-
-
-def _is_out(bound: Estimate, found: Fastest, top: int) -> bool:
-    """Returns whether a layout with this bound can be neither among the fastest nor on the front."""
-    too_slow = len(found.fastest) == top and found.fastest[-1].estimate.seconds <= bound.seconds
-    return too_slow and any(_dominates(seen.estimate, bound) for seen in found.front)
-
-
-def _look(bounded: Seen, estimator: Estimator, found: Fastest, top: int) -> None:
-    try:
-        estimate = Estimate(estimator.seconds(bounded.layout), bounded.estimate.num_bytes)
-    except SleyError as error:
-        found.refused[error.diagnostics[0].code] += 1
-        return
-    found.num_seen += 1
-    seen = Seen(bounded.layout, estimate)
-    insort(found.fastest, seen, key=lambda one: one.estimate.seconds)
-    del found.fastest[top:]
-    if not any(_dominates(other.estimate, estimate) for other in found.front):
-        found.front = [other for other in found.front if not _dominates(estimate, other.estimate)]
-        insort(found.front, seen, key=lambda one: one.estimate.seconds)
-
-
-def _dominates(one: Estimate, other: Estimate) -> bool:
-    """Returns whether `one` is at least as fast and as small as `other`; of equal ones the first that was seen stays."""
-    return one.seconds <= other.seconds and one.num_bytes <= other.num_bytes
+    found: Seen | None = None
+    for num_bytes, _, shape in sorted(least):
+        if found is not None and num_bytes >= found.estimate.num_bytes:
+            return found
+        for layout in space.within(shape):
+            try:
+                estimate = Estimate(estimator.bound(layout).seconds, estimator.num_bytes(layout))
+            except SleyError:
+                continue
+            if found is None or estimate.num_bytes < found.estimate.num_bytes:
+                found = Seen(layout, estimate)
+    return found

@@ -6,8 +6,10 @@ The plan's own choice comes first, whatever it is; a record without variants is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from sley_core.errors import PluginError
 from sley_core.loader import Loader, Plugin
@@ -20,10 +22,16 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to fill a table. name: of the record. options: the table's other keys, as a plan would have them."""
+    """One way to fill a table.
+
+    name: of the record. options: the table's other keys, as a plan would have them. record, config: what the name stands for,
+    and the whole table; None of a factory.
+    """
 
     name: str
     options: Options
+    record: Record | None = field(default=None, compare=False, repr=False)
+    config: Any = field(default=None, compare=False, repr=False)
 
     @property
     def table(self) -> dict[str, Any]:
@@ -39,14 +47,13 @@ class Choice:
 class Choices:
     """What may stand in each table that decides a layout.
 
-    offload: lists of managers, of which the first is the plan's own. weights, attention: empty where nothing that is installed
-    shards weights, or attends over slices of sequences. skipped: plugins that could not be loaded, with the reason.
+    weights, attention: empty where nothing that is installed shards weights, or attends over slices of sequences. skipped:
+    plugins that could not be loaded, and variants that are no tables of their records, with the reason.
     """
 
     schedules: tuple[Choice, ...]
     policies: tuple[Choice, ...]
     reducers: tuple[Choice, ...]
-    offload: tuple[tuple[Choice, ...], ...]
     weights: tuple[Choice, ...]
     attention: tuple[Choice, ...]
     skipped: tuple[str, ...] = ()
@@ -54,45 +61,49 @@ class Choices:
 
 def choices_of(plan: Plan) -> Choices:
     """Returns what `plan` and the installed plugins offer. Imports these plugins; one that is broken is skipped, by name."""
-    plugins, skipped = _plugins(plan.loader)
+    offered = _Offered(plan.loader)
     reducers = [one for one in plan.gradient_handlers if _is_reducer(one.record)]
-    managers = tuple(_own(one) for one in plan.offload)
-    others = [(one,) for one in _offered(plugins, "offload_managers") if (one,) != managers]
+    handlers = [one for one in offered.of("gradient_handlers") if _is_reducer(one.record)]
     return Choices(
-        _with_own(plan.pipeline, _offered(plugins, "schedules")),
-        _with_own(plan.activations, _offered(plugins, "activation_policies")),
-        _with_own(reducers[0] if reducers else None, _reducers(plugins)),
-        (managers, *([()] if managers else []), *others),
-        _with_own(plan.weights, _offered(plugins, "weight_communicators")),
-        _with_own(plan.sequence, _offered(plugins, "sequence_attentions")),
-        skipped,
+        _with_own(plan.pipeline, offered.of("schedules")),
+        _with_own(plan.activations, offered.of("activation_policies")),
+        _with_own(reducers[0] if reducers else None, handlers),
+        _with_own(plan.weights, offered.of("weight_communicators")),
+        _with_own(plan.sequence, offered.of("sequence_attentions")),
+        tuple(offered.skipped),
     )
 
 
-def _plugins(loader: Loader) -> tuple[list[Plugin], tuple[str, ...]]:
-    found, skipped = [], []
-    for name in loader.names():
-        try:
-            found.append(loader.load(name))
-        except PluginError as error:
-            skipped.append(f"{name}: {error.diagnostics[0].message}")
-    return found, tuple(skipped)
+class _Offered:
+    """What installed plugins declare. skipped: what of it cannot be taken, and why."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.skipped: list[str] = []
+        self._plugins: list[Plugin] = []
+        for name in loader.names():
+            try:
+                self._plugins.append(loader.load(name))
+            except PluginError as error:
+                self.skipped.append(f"{name}: {error.diagnostics[0].message}")
+
+    def of(self, kind: RecordKind) -> list[Choice]:
+        """Returns the variants of all records of a kind."""
+        found = []
+        for name, record in _records(self._plugins, kind):
+            for options in record.variants:
+                try:
+                    found.append(Choice(name, options, record, record.config.model_validate(options)))
+                except ValidationError as error:
+                    self.skipped.append(
+                        f"{name}: its variant {dict(options)} is no table of it: {error.errors()[0]['msg']}"
+                    )
+        return found
 
 
 def _records(plugins: list[Plugin], kind: RecordKind) -> Iterator[tuple[str, Record]]:
     for plugin in plugins:
         for name, record in plugin.records.get(kind, {}).items():
             yield f"{plugin.name}.{name}", record
-
-
-def _offered(plugins: list[Plugin], kind: RecordKind) -> list[Choice]:
-    return [Choice(name, options) for name, record in _records(plugins, kind) for options in record.variants]
-
-
-def _reducers(plugins: list[Plugin]) -> list[Choice]:
-    """Returns the reducers among the gradient handlers that plugins offer."""
-    found = _records(plugins, "gradient_handlers")
-    return [Choice(name, options) for name, record in found if _is_reducer(record) for options in record.variants]
 
 
 def _is_reducer(record: object) -> bool:
@@ -116,4 +127,4 @@ def _own(component: Component) -> Choice:
             break
         given = given[part]
     options = {key: value for key, value in given.items() if key not in ("use", "factory")}
-    return Choice(component.name, options)
+    return Choice(component.name, options, component.record, component.config)

@@ -1,5 +1,8 @@
 """Every layout that a plan could have in a world of so many ranks: sizes, micro-batches, and what fills its tables.
 
+    shape       sizes, activation policy, weight communicator, attention: what a layer takes
+    candidate   a shape, with a schedule and a reducer
+
 A layout is a change of the plan's tables, no more; `Candidate.plan` makes it, and whoever takes it checks it as any plan.
 """
 
@@ -16,8 +19,8 @@ from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord, ScheduleRecord
 from sley_core.search.choices import Choice, Choices
 
-Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "offload", "reducer"]
-"""What differs from layout to layout; `dp` follows."""
+Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
+"""What differs from layout to layout; `dp` follows. Offload stays as the plan has it: its seconds are not known."""
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -40,32 +43,35 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One candidate. schedule: None without stages. weights, attention: None where these axes have one rank. reducer: None
-    where no two ranks hold the same weight.
-    """
+class Shape:
+    """Sizes, and what changes how long a layer takes. weights, attention: None where these axes have one rank."""
 
     sizes: Sizes
-    schedule: Choice | None
     activations: Choice
-    reducer: Choice | None
-    offload: tuple[Choice, ...]
     weights: Choice | None
     attention: Choice | None
 
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout. schedule: None without stages. reducer: None where no two ranks hold the same weight."""
+
+    shape: Shape
+    schedule: Choice | None
+    reducer: Choice | None
+
     def plan(self, plan: Plan, world: int) -> Plan:
         """Returns `plan` in this layout, in a world of `world` ranks. Raises PlanError as any plan does that does not fit."""
-        sizes = self.sizes
+        sizes, shape = self.shape.sizes, self.shape
         tables: dict[str, Any] = {
             "parallel": _own_table(plan, "parallel")
             | {"dp": world // (sizes.pp * sizes.sp), "pp": sizes.pp, "sp": sizes.sp, "wp": sizes.wp},
             "batch": _own_table(plan, "batch") | {"micro_size": sizes.micro_size},
-            "activations": self.activations.table,
+            "activations": shape.activations.table,
             "gradient_handlers": self._handlers(plan),
-            "offload": [one.table for one in self.offload] or None,
             "pipeline": self.schedule.table if self.schedule else None,
-            "weights": self.weights.table if self.weights else None,
-            "sequence": self.attention.table if self.attention else None,
+            "weights": shape.weights.table if shape.weights else None,
+            "sequence": shape.attention.table if shape.attention else None,
         }
         if self.schedule is None:
             tables |= {"link": None, "partition": None, "timeline": None}
@@ -75,7 +81,7 @@ class Candidate:
 
     def _moves_cuts(self, plan: Plan) -> bool:
         own = plan.pipeline.name if plan.pipeline else None
-        return plan.parallel.pp != self.sizes.pp or self.schedule is None or self.schedule.name != own
+        return plan.parallel.pp != self.shape.sizes.pp or self.schedule is None or self.schedule.name != own
 
     def _handlers(self, plan: Plan) -> list[dict[str, Any]]:
         """Returns the list of gradient handlers: this reducer, ties where there are stages, and the plan's own others."""
@@ -86,70 +92,83 @@ class Candidate:
             if not (isinstance(component.record, GradientHandlerRecord) and component.record.role in ("reducer", "tie"))
         ]
         reducers = [self.reducer.table] if self.reducer else []
-        return [*reducers, *self._ties(plan), *others]
+        return [*reducers, *self._ties(), *others]
 
-    def _ties(self, plan: Plan) -> list[dict[str, Any]]:
-        if self.schedule is None:
-            return []
-        record = plan.loader.record("schedules", self.schedule.name)
+    def _ties(self) -> list[dict[str, Any]]:
+        record = self.schedule.record if self.schedule else None
         named = record.ties if isinstance(record, ScheduleRecord) else None
         return [{"use": named}] if named else []
 
     def __str__(self) -> str:
-        sizes = self.sizes
+        sizes, shape = self.shape.sizes, self.shape
         words = [f"pp {sizes.pp}, sp {sizes.sp}, wp {sizes.wp}, micro_size {sizes.micro_size}"]
-        chosen = (self.schedule, self.activations, self.reducer, *self.offload)
+        chosen = (self.schedule, shape.activations, self.reducer, shape.weights, shape.attention)
         return "; ".join([*words, *(str(one) for one in chosen if one is not None)])
 
 
-def layouts(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Candidate]:
-    """Yields every layout of `plan` in a world of `world` ranks; sizes that do not divide are left out.
+class Layouts:
+    """Every layout of `plan` in a world of `world` ranks; sizes that do not divide are left out.
 
     keep: axes on which the plan's own value stays. Raises UsageError "no-axis" for one that there is not.
     """
-    for axis in keep:
-        if axis not in AXES:
-            raise UsageError("no-axis", f"there is no axis `{axis}`", hint=f"the axes are {', '.join(AXES)}")
-    for sizes in all_sizes(plan, world, choices, keep):
-        yield from of_sizes(plan, world, sizes, choices, keep)
 
+    def __init__(self, plan: Plan, world: int, choices: Choices, keep: Collection[Axis] = ()) -> None:
+        for axis in keep:
+            if axis not in AXES:
+                raise UsageError("no-axis", f"there is no axis `{axis}`", hint=f"the axes are {', '.join(AXES)}")
+        self.plan = plan
+        self.world = world
+        self.choices = choices
+        self.keep = keep
 
-def all_sizes(plan: Plan, world: int, choices: Choices, keep: Collection[Axis] = ()) -> Iterator[Sizes]:
-    """Yields every division of `world` ranks and of the plan's batch that is whole."""
-    own = plan.parallel
-    stages = [own.pp] if "pp" in keep else divisors(world) if choices.schedules else [1]
-    slices = [own.sp] if "sp" in keep else divisors(world, MOST_SLICES) if choices.attention else [1]
-    shards = [own.wp] if "wp" in keep else divisors(world) if choices.weights else [1]
-    for pp, sp, wp in product(stages, slices, shards):
-        if world % (pp * sp) or world % (pp * wp):
-            continue
-        dp = world // (pp * sp)
-        if plan.batch.global_size % dp:
-            continue
-        rows = plan.batch.global_size // dp
-        for micro_size in [plan.batch.micro_size] if "micro_size" in keep else powers_of_two(rows):
-            if rows % micro_size == 0:
-                yield Sizes(pp, sp, wp, micro_size)
+    def shapes(self) -> Iterator[Shape]:
+        """Yields all shapes."""
+        policies = self._of("activations", self.choices.policies)
+        for sizes in self.sizes():
+            weights: tuple[Choice | None, ...] = self._of("wp", self.choices.weights) if sizes.wp > 1 else (None,)
+            attention = self.choices.attention[0] if sizes.sp > 1 else None
+            for policy, communicator in product(policies, weights):
+                yield Shape(sizes, policy, communicator, attention)
 
+    def sizes(self) -> Iterator[Sizes]:
+        """Yields every division of the ranks and of the plan's batch that is whole."""
+        own, world, choices = self.plan.parallel, self.world, self.choices
+        stages = [own.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
+        slices = [own.sp] if "sp" in self.keep else divisors(world, MOST_SLICES) if choices.attention else [1]
+        shards = [own.wp] if "wp" in self.keep else divisors(world) if choices.weights else [1]
+        batch = self.plan.batch
+        for pp, sp, wp in product(stages, slices, shards):
+            if world % (pp * sp) or world % (pp * wp):
+                continue
+            dp = world // (pp * sp)
+            if batch.global_size % dp:
+                continue
+            rows = batch.global_size // dp
+            for micro_size in [batch.micro_size] if "micro_size" in self.keep else powers_of_two(rows):
+                if rows % micro_size == 0:
+                    yield Sizes(pp, sp, wp, micro_size)
 
-def of_sizes(
-    plan: Plan, world: int, sizes: Sizes, choices: Choices, keep: Collection[Axis] = ()
-) -> Iterator[Candidate]:
-    """Yields every layout with these sizes."""
-    replicas = world // (sizes.pp * sizes.wp)
-    per_stage = world // sizes.pp
-    schedules: tuple[Choice | None, ...] = _kept(choices.schedules, "schedule" in keep and plan.pipeline is not None)
-    weights: tuple[Choice | None, ...] = choices.weights
-    reducers: tuple[Choice | None, ...] = _kept(choices.reducers, "reducer" in keep)
-    for schedule, policy, reducer, offload, gathers in product(
-        schedules if sizes.pp > 1 else (None,),
-        _kept(choices.policies, "activations" in keep),
-        reducers if per_stage > 1 or replicas > 1 else (None,),
-        choices.offload[:1] if "offload" in keep else choices.offload,
-        weights if sizes.wp > 1 else (None,),
-    ):
-        attention = choices.attention[0] if sizes.sp > 1 else None
-        yield Candidate(sizes, schedule, policy, reducer, offload, gathers, attention)
+    def schedules(self, sizes: Sizes) -> tuple[Choice | None, ...]:
+        """Returns what may fill `[pipeline]` with these sizes."""
+        keeps = "schedule" in self.keep and self.plan.pipeline is not None
+        offered = self.choices.schedules[:1] if keeps else self.choices.schedules
+        return offered if sizes.pp > 1 else (None,)
+
+    def reducers(self, sizes: Sizes) -> tuple[Choice | None, ...]:
+        """Returns what may sum gradients with these sizes."""
+        return self._of("reducer", self.choices.reducers) if self.world > sizes.pp else (None,)
+
+    def within(self, shape: Shape) -> Iterator[Candidate]:
+        """Yields every layout of a shape."""
+        for schedule, reducer in product(self.schedules(shape.sizes), self.reducers(shape.sizes)):
+            yield Candidate(shape, schedule, reducer)
+
+    def num_within(self, shape: Shape) -> int:
+        """Returns how many layouts a shape has."""
+        return len(self.schedules(shape.sizes)) * len(self.reducers(shape.sizes))
+
+    def _of(self, axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        return offered[:1] if axis in self.keep else offered
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -162,10 +181,6 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 def powers_of_two(most: int) -> list[int]:
     """Returns 1, 2, 4, ... up to `most`."""
     return [1 << bits for bits in range(most.bit_length()) if 1 << bits <= most]
-
-
-def _kept(offered: tuple[Choice, ...], is_kept: bool) -> tuple[Choice, ...]:
-    return offered[:1] if is_kept else offered
 
 
 def _own_table(plan: Plan, key: str, default: Any = None) -> Any:

@@ -39,9 +39,9 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
 
 
 def _treatment(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
-    """What the activation policy does to the layer: alike for those that it names, or leaves; else for itself."""
-    if type(policy) is Keep:
-        return None
+    """What the activation policy does to the layer: nothing to those that it does not name; else for itself."""
     names = getattr(policy, "names", None)
-    chosen = layer.name in names if isinstance(names, frozenset) else layer.name
+    if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
+        return None
+    chosen = None if isinstance(names, frozenset) else layer.name
     return plan.activations.name, plain(plan.activations.config, "activations"), chosen

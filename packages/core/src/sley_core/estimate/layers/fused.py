@@ -2,7 +2,8 @@
 
 Without memory torch takes its plain attention, which writes the scores of all pairs of positions; no device that has a fused
 kernel does. So `F.scaled_dot_product_attention` is noted here as that kernel: it reads queries, keys and values and writes the
-context, and of a causal square it multiplies half. `F.rms_norm` reads its input once, and not once per step of its formula.
+context, and of a causal square it multiplies half. It is called as torch's fused operator, so that a policy which keeps what
+attention gave sees it, and it is not noted again. `F.rms_norm` reads its input once, and not once per step of its formula.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import sdpa_flop_count
 
 from sley_core.estimate.layers.operators import Operator
-from sley_core.estimate.layers.recorder import NAMES, moved_bytes
+from sley_core.estimate.layers.recorder import ATTENTION, attention, moved_bytes
 
 BACKWARD = 2.5
 """Products of the backward per product of the forward: five for two, as the scores are computed again."""
@@ -45,6 +46,10 @@ class FusedKernels(TorchFunctionMode):
             return _noted(self.recorder, *args, **kwargs)
         if func in (F.rms_norm, torch.rms_norm):
             return _normed(self.recorder, *args, **kwargs)
+        if func is torch.autograd.backward:
+            # Of tensors it would run with this mode off, and layers that run again within it would not be fused.
+            with self:
+                return func([get_gradient_edge(tensor) for tensor in args[0]], *args[1:], **kwargs)
         return func(*args, **kwargs)
 
 
@@ -94,13 +99,13 @@ class _RMSNorm(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Notes, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-        grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
-        of_values = *grouped[:-1], value.shape[-1]
-        ctx.flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
         ctx.save_for_backward(query, key, value)
-        ctx.recorder = recorder
-        context = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        _note(ctx, ctx.flops, query, key, value, context)
+        ctx.recorder, ctx.is_causal = recorder, is_causal
+        if query.ndim == 4 and query.shape[-1] == value.shape[-1]:
+            context: Tensor = ATTENTION(query, key, value, 0.0, is_causal)[0]
+            return context
+        context = query.new_empty((*query.shape[:-1], value.shape[-1]))  # torch's fused operator takes no such shapes
+        recorder.note(attention(query, key, value, context, is_causal=is_causal))
         return context
 
     @staticmethod
@@ -108,11 +113,8 @@ class _Attention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         (gradient,) = gradients
+        forward = attention(query, key, value, gradient, is_causal=ctx.is_causal)
         # the context is read once more beside its gradient
-        _note(ctx, int(ctx.flops * BACKWARD), query, key, value, gradient, gradient, *made)
+        num_bytes = forward.num_bytes + sum(map(moved_bytes, (gradient, *made)))
+        ctx.recorder.note(Operator(forward.name, num_bytes, int(forward.flops * BACKWARD), forward.dtype))
         return None, *made, None
-
-
-def _note(ctx: Any, flops: int, *moved: Tensor) -> None:
-    dtype = NAMES.get(moved[0].dtype, "fp32")
-    ctx.recorder.note(Operator("attention", sum(map(moved_bytes, moved)), flops, dtype))

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 
+Traced = dict[tuple[str, object], tuple[LayerWork, Value]]
+"""Work and output of layers, by their keys and what they are given."""
+
+
 @dataclass(frozen=True)
 class PricedLayer:
     """A layer's seconds, the bytes that it hands on, and whether they were measured. key: alike for what costs the same."""
@@ -56,14 +60,17 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
     return found
 
 
-def layer_works(plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str]) -> list[LayerWork]:
+def layer_works(
+    plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], known: Traced | None = None
+) -> list[LayerWork]:
     """Returns the work of each layer; each distinct one is traced once, on what the layer before it hands on.
 
-    keys: as `layer_keys` gives them. Raises PlanError "estimate-layer" as `trace` does.
+    keys: as `layer_keys` gives them. known: what was traced before, which is added to. Raises PlanError "estimate-layer" as
+    `trace` does.
     """
     policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
     working, gradients = dtypes(plan)[0], DTYPES[plan.precision.gradients]
-    known: dict[tuple[str, object], tuple[LayerWork, Value]] = {}
+    known = {} if known is None else known
     found: list[LayerWork] = []
     value: Value | None = None
     for layer, key in zip(model.layers, keys, strict=True):

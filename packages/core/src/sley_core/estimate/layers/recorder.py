@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from sley_core.estimate.layers.operators import Operator, PhaseName
 
@@ -22,6 +22,9 @@ FREE = {
     aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_, aten.promote_types, aten._local_scalar_dense,
 }  # fmt: skip
 """Operators that move nothing and are no views to torch."""
+
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+"""As what `FusedKernels` calls an attention: of torch's fused ones that which runs on tensors of any type."""
 
 QUESTIONS = ("prim", "profiler")
 """Namespaces of what is asked of tensors, and of marks in profiles."""
@@ -77,6 +80,9 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     packet = func._overloadpacket
     if func.namespace in QUESTIONS or packet in FREE or getattr(func, "is_view", False) or func is aten.detach.default:
         return None
+    if packet is ATTENTION:
+        query, key, value = args[:3]
+        return attention(query, key, value, result[0], is_causal=len(args) > 4 and args[4])  # a default may be left out
     given = _tensors((args, kwargs))
     made = _tensors(result)
     if packet in LOOK_UPS:
@@ -88,6 +94,17 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         return Operator(str(packet), num_bytes)
     dtype = next((NAMES[one.dtype] for one in given if one.dtype in NAMES), "fp32")
     return Operator(str(packet), num_bytes, int(formula(*args, **kwargs, out_val=result)), dtype)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_causal: bool) -> Operator:
+    """Returns an attention as one kernel: it reads queries, keys and values and writes the context; of a causal square it
+    multiplies half.
+    """
+    grouped = (*query.shape[:-2], *key.shape[-2:])  # each key serves the queries of its group
+    of_values = *grouped[:-1], value.shape[-1]
+    flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
+    num_bytes = sum(map(moved_bytes, (query, key, value, context)))
+    return Operator("attention", num_bytes, flops, NAMES.get(query.dtype, "fp32"))
 
 
 def _out_of_place(packet: Any) -> Any:

@@ -17,13 +17,15 @@ from sley_core.estimate.seconds.step import StepWork, programs_of
 @dataclass(frozen=True)
 class StepSeconds:
     """A simulated step. timeline: the actions of all stages. exchanges: what ran beside them. exposed: where a stage did
-    nothing but wait for an exchange. computing_s: seconds that each stage computes. seconds: of the step, its update included.
+    nothing but wait for an exchange. computing_s: seconds that each stage computes, and of these updating_s in no action: norm
+    and update. seconds: of the step, its update included.
     """
 
     timeline: Timeline
     exchanges: tuple[LaneSpan, ...]
     exposed: tuple[Exposed, ...]
     computing_s: tuple[float, ...]
+    updating_s: tuple[float, ...]
     seconds: float
 
     def idle(self, stage: int) -> float:
@@ -51,17 +53,24 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
     """Returns the step that the programs of all representatives make. Raises as `simulate_step`."""
     lanes = Lanes(programs)
     lanes.run()
-    computing = [0.0] * len(programs)
+    computing, updating = [0.0] * len(programs), [0.0] * len(programs)
     spans: dict[tuple[int, Action], TimedAction] = {}
     for span in lanes.computed:
         computing[span.rank] += span.end_s - span.start_s
         word = programs[span.rank][span.at]
         assert isinstance(word, Compute), word
-        if word.action is not None:
+        if word.action is None:
+            updating[span.rank] += span.end_s - span.start_s
+        else:
             before = spans.get((span.rank, word.action))
             start_s = before.start_s if before else span.start_s
             spans[span.rank, word.action] = TimedAction(span.rank, word.action, start_s, span.end_s)
     timeline = Timeline.of(len(programs), spans.values())
     return StepSeconds(
-        timeline, tuple(lanes.exchanged), tuple(lanes.exposed), tuple(computing), max(lanes.ends_s, default=0.0)
+        timeline,
+        tuple(lanes.exchanged),
+        tuple(lanes.exposed),
+        tuple(computing),
+        tuple(updating),
+        max(lanes.ends_s, default=0.0),
     )

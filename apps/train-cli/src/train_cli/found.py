@@ -1,0 +1,102 @@
+"""What a search found, as text: a table, two layouts compared, and the plan file of the fastest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sley_core.plan.write import sections
+from train_cli.commands.estimate import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sley_core.plan.plan import Plan
+    from sley_core.search.exact import Exact
+    from sley_core.search.find import Final, Found
+    from sley_core.search.layouts import Candidate
+
+
+def lines(found: Found, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
+    """Yields what is printed of a search. skipped: plugins that could not be loaded. limit: bytes of a device."""
+    tally = found.tally
+    yield f"{tally.num_layouts:,} layouts; {tally.simulated:,} simulated, {tally.too_large:,} seen not to fit"
+    yield from (f"  {count:,} left out: {reason}" for reason, count in tally.refused.most_common())
+    yield from (f"  left out: {name}" for name in skipped)
+    if found.dropped:
+        yield f"  {found.dropped:,} that seemed to fit do not, by their own steps"
+    if not found.fastest:
+        yield _none(found, limit)
+        return
+    yield "fastest" if found.fastest[0].exact else "fastest, at a glance"
+    yield from (_row(one.seconds, one.num_bytes, one.seen.layout) for one in found.fastest)
+    if found.front:
+        yield "less memory for more time, at a glance"
+        yield from (_row(seen.estimate.seconds, seen.estimate.num_bytes, seen.layout) for seen in found.front)
+
+
+def compared(own: Exact, best: Exact) -> Iterator[str]:
+    """Yields the parts of two estimates, side by side. own: of the plan as it is."""
+    from sley_core.search.compare import bytes_parts, seconds_parts
+
+    yield f"{'':34}{'as it is':>14}{'fastest':>14}{'difference':>14}"
+    step, best_step = own.seconds.step, best.seconds.step
+    yield _compared("a step, in seconds", step.seconds, best_step.seconds)
+    yield from (_compared(f"  {part.name}", part.one, part.other) for part in seconds_parts(step, best_step))
+    yield _compared("most bytes of a rank, in GiB", own.fullest.peak / GIB, best.fullest.peak / GIB)
+    for part in bytes_parts(own.fullest, best.fullest):
+        yield _compared(f"  {part.name.replace('_', ' ')}", part.one / GIB, part.other / GIB)
+
+
+def written(plan: Plan, world: int, best: Final) -> str:
+    """Returns the plan file of a layout of `plan`, with a comment on every table that the search filled."""
+    layout = best.seen.layout
+    made = layout.plan(plan, world)
+    how = "by its own steps" if best.exact else "at a glance"
+    head = f"# {world} ranks: {best.seconds:.4g} s per step, {shown(best.num_bytes)} on the fullest rank, {how}\n"
+    why = _comments(layout)
+    return head + "\n".join(_commented(text, why) for text in sections(made.tables))
+
+
+def _comments(layout: Candidate) -> dict[str, str]:
+    """Returns a comment for each header of a table that a search fills."""
+    sizes, shape = layout.shape.sizes, layout.shape
+    found = {
+        "[parallel]": f"search: pp = {sizes.pp}, sp = {sizes.sp}, wp = {sizes.wp}; dp follows",
+        "[batch]": f"search: micro_size = {sizes.micro_size}",
+        "[activations]": f"search: {shape.activations}",
+    }
+    for header, choice in {
+        "[pipeline]": layout.schedule,
+        "[weights]": shape.weights,
+        "[sequence]": shape.attention,
+        "[[gradient_handlers]]": layout.reducer,
+    }.items():
+        if choice is not None:
+            found[header] = f"search: {choice}"
+    return found
+
+
+def _commented(text: str, why: dict[str, str]) -> str:
+    """Returns a section of a plan with its comment above; of tables of one header the first has it."""
+    comment = why.pop(text.split("\n", 1)[0], None)
+    return f"# {comment}\n{text}" if comment else text
+
+
+GIB = 1 << 30
+
+
+def _compared(name: str, one: float, other: float) -> str:
+    return f"{name:34}{one:14.4g}{other:14.4g}{other - one:+14.4g}"
+
+
+def _row(seconds: float, num_bytes: int, layout: Candidate) -> str:
+    return f"  {seconds:10.4g} s  {shown(num_bytes):>12}  {layout}"
+
+
+def _none(found: Found, limit: int | None) -> str:
+    if found.smallest is None or limit is None:
+        return "no layout of this plan can be assembled in this world"
+    need = shown(found.smallest.estimate.num_bytes)
+    return (
+        f"nothing fits into {shown(limit)}: the smallest layout found needs {need} at a glance, {found.smallest.layout}"
+    )

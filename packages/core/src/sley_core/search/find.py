@@ -1,0 +1,90 @@
+"""Finds the fastest layouts that fit: put in order at a glance, and taken once their own steps have said the same.
+
+InOrder ──the next fastest──> exact ──fits──> one of the `top`
+              ^                  └──no──> dropped
+              └──────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sley_core.errors import SleyError
+from sley_core.search.best_first import InOrder, Seen, Tally, smallest
+from sley_core.search.exact import Exact, exact
+
+if TYPE_CHECKING:
+    from sley_core.search.layouts import Candidate, Layouts
+    from sley_core.search.quick import Quick
+
+
+@dataclass(frozen=True)
+class Final:
+    """A layout that fits. seen: what it takes at a glance. exact: by its own steps; None where nobody asked for that."""
+
+    seen: Seen
+    exact: Exact | None
+
+    @property
+    def seconds(self) -> float:
+        return self.exact.estimate.seconds if self.exact else self.seen.estimate.seconds
+
+    @property
+    def num_bytes(self) -> int:
+        return self.exact.estimate.num_bytes if self.exact else self.seen.estimate.num_bytes
+
+
+@dataclass
+class Found:
+    """What a search found. fastest: layouts that fit, the fastest first. front: slower ones that need less memory, at a glance.
+
+    dropped: how many fitted at a glance, and not by their own steps. smallest: if nothing fits, the layout that needs least.
+    """
+
+    tally: Tally
+    fastest: list[Final] = field(default_factory=list)
+    front: list[Seen] = field(default_factory=list)
+    dropped: int = 0
+    smallest: Seen | None = None
+
+
+def find(
+    space: Layouts,
+    quick: Quick,
+    *,
+    memory: int | None = None,
+    top: int = 5,
+    verify: bool = True,
+    tell: Callable[[Candidate], None] = lambda layout: None,
+) -> Found:
+    """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on any rank.
+
+    verify: whether the figures of these are those of `train-cli estimate`, and one that does not fit by them is replaced by the
+    next. tell: called with each layout before its steps are taken, which lasts.
+    """
+    order = InOrder(space, quick, memory)
+    found = Found(order.tally)
+    seen = []
+    while len(found.fastest) < top and (one := order.next()):
+        seen.append(one)
+        if not verify:
+            found.fastest.append(Final(one, None))
+            continue
+        tell(one.layout)
+        try:
+            told = exact(quick, one.layout, memory)
+        except SleyError as error:
+            found.tally.refuse(error)
+            continue
+        if told is None:
+            found.dropped += 1
+        else:
+            found.fastest.append(Final(one, told))
+    found.fastest.sort(key=lambda final: final.seconds)
+    if found.fastest:
+        found.front = list(order.front(seen))
+    else:
+        found.smallest = smallest(space, quick)
+    return found

@@ -1,0 +1,68 @@
+"""What a search can price at a glance: what records say of themselves. All else is refused by name, and never guessed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from sley_core.errors import PlanError
+from sley_core.records import (
+    ActivationPolicyRecord,
+    GradientHandlerRecord,
+    SequenceAttentionRecord,
+    WeightCommunicatorRecord,
+)
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+    from sley_core.search.choices import Choice
+    from sley_core.search.layouts import Shape
+
+CODE = "not-at-a-glance"
+
+
+def check_plan_at_a_glance(plan: Plan) -> None:
+    """Raises PlanError "not-at-a-glance" for what a plan has in all of its layouts, and a search cannot price."""
+    if plan.parallel.reduction == "canonical":
+        message = "how long canonical sums take cannot be told of many layouts at a glance"
+        hint = 'search with `--set parallel.reduction="fast"`, then ask `train-cli estimate --machine` of what is found'
+        raise PlanError.many([plan.diagnostic(CODE, message, ("parallel", "reduction"), hint)])
+    if plan.offload:
+        message = "how long copies to the host take is not known before a run"
+        hint = "search without [[offload]]; the bytes that it saves are told by `train-cli estimate`"
+        raise PlanError.many([plan.diagnostic(CODE, message, ("offload",), hint)])
+
+
+def check_shape(shape: Shape) -> None:
+    """Raises PlanError "not-at-a-glance" for records of a shape whose seconds follow from nothing that they say."""
+    policy, attention = shape.activations.record, shape.attention
+    if not isinstance(policy, ActivationPolicyRecord) or policy.copies:
+        raise _refused(f"copies of `{shape.activations.name}`")
+    if attention and not (isinstance(attention.record, SequenceAttentionRecord) and attention.record.swaps):
+        raise _refused(f"exchanges of `{attention.name}`")
+    if shape.weights and reduces(shape.weights) is None:
+        raise _refused(f"gathers of `{shape.weights}`")
+
+
+def check_reducer(reducer: Choice | None) -> None:
+    """Raises PlanError "not-at-a-glance" for a reducer that does not say that its sums are plain."""
+    if reducer is None:
+        return
+    record = reducer.record
+    if not isinstance(record, GradientHandlerRecord) or not record.plain_sums(reducer.config):
+        raise _refused(f"sums of `{reducer}`")
+
+
+def leaves_shards(reducer: Choice | None) -> bool:
+    """Returns whether behind this reducer a rank steps a part of its weights alone."""
+    record = reducer.record if reducer else None
+    return isinstance(record, GradientHandlerRecord) and record.result == "shard"
+
+
+def reduces(weights: Choice | None) -> Literal["micro_batch", "step"] | None:
+    """Returns how often a weight communicator reduces gradients; None if its exchanges do not follow from that."""
+    record = weights.record if weights else None
+    return record.reduces(weights.config) if weights and isinstance(record, WeightCommunicatorRecord) else None
+
+
+def _refused(what: str) -> PlanError:
+    return PlanError(CODE, f"{what} cannot be told at a glance")

@@ -1,0 +1,230 @@
+"""What every layer of a model takes in a layout: seconds of its actions and bytes, as arrays over the layers.
+
+    traced on one sample and on two, once per policy ──> any micro-batch, any slice ──> seconds, kept bytes
+                                                         swaps of an attention      ──> added
+                                                         gathers and reductions     ──> the longer of both
+
+Weights are gathered, and gradients reduced, beside the computing of the layer before. So a layer takes the longer of its
+computing and of its exchanges.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.draft import DTYPES, draft_model, dtypes
+from sley_core.engine.on_meta import meta_micro_batch
+from sley_core.errors import SleyError
+from sley_core.estimate.layers.distinct import layer_keys
+from sley_core.estimate.layers.of_plan import layer_works
+from sley_core.estimate.layers.operators import LayerWork, Operator
+from sley_core.estimate.seconds.layer_seconds import LayerSeconds
+from sley_core.estimate.seconds.links import collective
+from sley_core.search.glance import reduces
+from sley_core.search.grown import grown
+from sley_core.search.layouts import Candidate, Shape, Sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import Collective
+    from sley_core.search.choices import Choice
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+ATTENTION = "attention"
+"""The operator as which `FusedKernels` notes an attention."""
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
+    waits for the backward; `output`, of what is handed on.
+    """
+
+    forward: Floats
+    backward: Floats
+    input_gradient: Floats
+    weight_gradient: Floats
+    kept: Integers
+    output: Integers
+
+    @cached_property
+    def least_back(self) -> Floats:
+        """Seconds of the cheaper way to go back: whole, or in two halves."""
+        return np.minimum(self.backward, self.input_gradient + self.weight_gradient)
+
+    def seconds(self, at: int) -> LayerSeconds:
+        """Returns the seconds of one layer."""
+        each = self.forward, self.backward, self.input_gradient, self.weight_gradient
+        return LayerSeconds(*(float(values[at]) for values in each))
+
+
+class LayerTables:
+    """Makes the tables of a plan's model for all layouts; a layer is traced when a layout first asks for it.
+
+    numel: trained elements of each layer.
+    """
+
+    def __init__(self, plan: Plan, machine: MachineFile) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+        self.model: Model = draft_model(plan, self.dataset.info)
+        trained = [[one for one in layer.module.parameters() if one.requires_grad] for layer in self.model.layers]
+        self.numel = np.array([sum(one.numel() for one in some) for some in trained], dtype=np.int64)
+        self._traced: dict[Any, Any] = {}
+        self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
+        self._tables: dict[Any, LayerTable | SleyError] = {}
+        self._cut: dict[str, Integers | SleyError] = {}
+
+    def keys(self, policy: Choice) -> list[str]:
+        """Returns a key for each layer under a policy; equal for layers that are alike."""
+        return self._keyed(policy, 1)[2]
+
+    def of(self, shape: Shape) -> LayerTable:
+        """Returns the table of a shape. Raises PlanError for layers that cannot be counted, and for a machine file that lacks
+        what they need.
+        """
+        sizes = shape.sizes
+        key = sizes.sp, sizes.wp, sizes.micro_size, str(shape.activations), str(shape.weights), str(shape.attention)
+        return once(self._tables, key, lambda: self._sharded(shape) if sizes.wp > 1 else self._whole(shape))
+
+    def cut(self, shape: Shape) -> Integers:
+        """Returns how many trained elements of each layer the shape's weight communicator shards."""
+        if shape.weights is None:
+            return np.zeros_like(self.numel)
+        return once(self._cut, str(shape.weights), lambda: self._cut_by_communicator(shape))
+
+    def _sharded(self, shape: Shape) -> LayerTable:
+        """Returns the table of sharded weights: a layer takes the longer of its computing and of its exchanges."""
+        whole = self.of(replace(shape, sizes=replace(shape.sizes, wp=1), weights=None))
+        cut, ranks = self.cut(shape), range(shape.sizes.wp)
+        gather = self._exchanged("gather", cut * dtypes(self.plan)[0].itemsize, ranks)
+        reduce = self._exchanged("reduce", cut * DTYPES[self.plan.precision.gradients].itemsize, ranks)
+        if reduces(shape.weights) == "step":
+            reduce = np.zeros_like(reduce)
+        return replace(
+            whole,
+            forward=np.maximum(whole.forward, gather),
+            backward=np.maximum(whole.backward, gather + reduce),
+            input_gradient=np.maximum(whole.input_gradient, gather),
+            weight_gradient=np.maximum(whole.weight_gradient, reduce),
+        )
+
+    def _exchanged(self, kind: Collective, sizes: Integers, ranks: Sequence[int]) -> Floats:
+        """Returns the seconds of an exchange of so many bytes for each layer; none where there are none."""
+        known = {
+            size: sum(collective(kind, int(size), ranks, self.machine.links)) if size else 0.0 for size in set(sizes)
+        }
+        return np.array([known[size] for size in sizes])
+
+    def _whole(self, shape: Shape) -> LayerTable:
+        """Returns the table of whole weights."""
+        sizes, policy = shape.sizes, shape.activations
+        ones, twos = self._works_of(policy, 1), self._works_of(policy, 2)
+        samples = sizes.micro_size / sizes.sp
+        known: dict[int, tuple[LayerSeconds, LayerWork]] = {}
+        found = []
+        for one, two in zip(ones, twos, strict=True):
+            if id(one) not in known:
+                work = grown(one, two, samples)
+                known[id(one)] = self._swapped(LayerSeconds.computed(work, self.machine.device), work, sizes.sp), work
+            found.append(known[id(one)])
+        for at, table in self._measured(sizes, policy).items():
+            found[at] = table, found[at][1]
+        seconds = np.array(
+            [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of, _ in found], dtype=np.float64
+        )
+        kept, output = ([getattr(work, name) for _, work in found] for name in ("kept_bytes", "output_bytes"))
+        forward, backward, input_gradient, weight_gradient = seconds.T
+        of_bytes = np.array(kept, dtype=np.int64), np.array(output, dtype=np.int64)
+        return LayerTable(forward, backward, input_gradient, weight_gradient, *of_bytes)
+
+    def _swapped(self, seconds: LayerSeconds, work: LayerWork, sp: int) -> LayerSeconds:
+        """Returns the seconds of a layer with the swaps of its attentions; who runs an attention again swaps again."""
+        if sp == 1:
+            return seconds
+        there, again = self._swaps_s(work.forward, sp), self._swaps_s(work.recompute, sp)
+        return LayerSeconds(
+            seconds.forward + there,
+            seconds.backward + there + again,
+            seconds.input_gradient + there + again,
+            seconds.weight_gradient,
+        )
+
+    def _swaps_s(self, operators: Iterable[Operator], sp: int) -> float:
+        """Returns the seconds of the two swaps around each attention: of what it reads, and of what it writes."""
+        each = [one.num_bytes for one in operators if one.name == ATTENTION]
+        return sum(2 * sum(collective("swap", num_bytes // 2, range(sp), self.machine.links)) for num_bytes in each)
+
+    def _works_of(self, policy: Choice, micro_size: int) -> list[LayerWork]:
+        """Returns the traced work of all layers; the same object for layers that are alike."""
+
+        def traced() -> list[LayerWork]:
+            plan, fields, keys = self._keyed(policy, micro_size)
+            return layer_works(plan, self.model, fields, keys, self._traced)
+
+        return once(self._works, (str(policy), micro_size), traced)
+
+    def _measured(self, sizes: Sizes, policy: Choice) -> dict[int, LayerSeconds]:
+        """Returns what the machine file says of layers, by their numbers; of slices it says nothing."""
+        if not self.machine.layers or sizes.sp > 1:
+            return {}
+        known = {table.key: LayerSeconds.measured(table) for table in self.machine.layers}
+        keys = self._keyed(policy, sizes.micro_size)[2]
+        return {at: known[key] for at, key in enumerate(keys) if key in known}
+
+    def _keyed(self, policy: Choice, micro_size: int) -> tuple[Plan, Any, list[str]]:
+        shape = Shape(Sizes(1, 1, 1, micro_size), policy, None, None)
+        plan = Candidate(shape, None, None).plan(self.plan, 1)
+        fields = meta_micro_batch(plan, self.dataset)
+        built = plan.activations.build([layer.name for layer in self.model.layers])
+        return plan, fields, layer_keys(plan, self.model, built, fields)
+
+    def _cut_by_communicator(self, shape: Shape) -> Integers:
+        """Asks the communicator, as a run does before it shards. An element that several layers hold counts in each."""
+        plan = Candidate(replace(shape, sizes=Sizes(1, 1, 2, 1), attention=None), None, None).plan(self.plan, 2)
+        assert plan.weights is not None, shape
+        communicator = plan.weights.build()
+        communicator.prepare(self.model.layers)
+        places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for layer in self.model.layers:
+            for module in layer.module.modules():
+                for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    places[id(parameter)].append((module, name))
+        cut = {key for key, held in places.items() if communicator.cuts(held) is not None}
+        trained = [[one for one in layer.module.parameters() if one.requires_grad] for layer in self.model.layers]
+        return np.array([sum(one.numel() for one in some if id(one) in cut) for some in trained], dtype=np.int64)
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def once(known: dict[Key, Value | SleyError], key: Key, make: Callable[[], Value]) -> Value:
+    """Returns what `make` made for `key` the first time, or raises what it raised."""
+    if key not in known:
+        try:
+            known[key] = make()
+        except SleyError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, SleyError):
+        raise found
+    return found
