@@ -9,6 +9,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.errors import is_foreign
 from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
 
@@ -56,6 +57,18 @@ def test_hooks_are_given_the_tensors_that_an_action_concerns(watched, small, spy
     assert [tuple(output.shape) for output in outputs] == [(1, 12, 16)] * 4
     assert outputs[0] is outputs[1]
     assert outputs[0].requires_grad
+
+
+@pytest.mark.parametrize("event", ["before_forward", "after_loss", "after_backward"])
+def test_what_a_hook_raises_says_whose_it_is(watched, small, spy, monkeypatch, event):
+    def fails(*_: object) -> None:
+        raise ValueError("no good")
+
+    monkeypatch.setattr(spy.Spy, event, fails)
+    with watched(small()) as run, pytest.raises(ValueError, match="no good") as caught:
+        run.step()
+    assert caught.value.__notes__ == [f"in `{event}` of the scheduler hook Spy"]
+    assert is_foreign(caught.value)
 
 
 def test_recomputation_is_reported_layer_by_layer(watched, small, spy):

@@ -207,15 +207,13 @@ class Executor:
         if not self._is_first(micro.chunk):
             args = (held.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
             self._ready()
-        for hook in self.hooks:
-            hook.before_forward(micro, args[0] if args else None)
+        self._tell_hooks("before_forward", micro, args[0] if args else None)
         for layer in self.chunks[micro.chunk]:
             named = {name: fields[name] for name in layer.fields}
             args = (self.caller(layer, args, named, micro),)
         (output,) = args
         held.check_unwritten(self.chunks[micro.chunk][0].name)
-        for hook in self.hooks:
-            hook.after_forward(micro, output)
+        self._tell_hooks("after_forward", micro, output)
         if self._is_last(micro.chunk):
             held.loss = self._loss(micro, output, fields)
             place = total[micro.micro] if self.keeps_apart else total
@@ -228,8 +226,7 @@ class Executor:
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of one micro-batch; calls the loss hooks around it."""
-        for hook in self.hooks:
-            hook.before_loss(micro, output)
+        self._tell_hooks("before_loss", micro, output)
         try:
             loss = self.loss.loss(output, fields)
         except Exception as error:
@@ -237,8 +234,7 @@ class Executor:
             raise
         if self.over_positions is not None:
             self.over_positions.check(output, fields)
-        for hook in self.hooks:
-            hook.after_loss(micro, loss)
+        self._tell_hooks("after_loss", micro, loss)
         return loss
 
     def _backward(self, micro: MicroStep, held: InFlight, weight: BatchWeight | None) -> None:
@@ -249,11 +245,9 @@ class Executor:
         else:
             _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
         self._ready()
-        for hook in self.hooks:
-            hook.before_backward(micro, gradients if held.loss is None else gradients[0])
+        self._tell_hooks("before_backward", micro, gradients if held.loss is None else gradients[0])
         made = held.backward(gradients)
-        for hook in self.hooks:
-            hook.after_backward(micro, None if held.description is None else made)
+        self._tell_hooks("after_backward", micro, None if held.description is None else made)
         if held.description is not None:
             payload = gradients_of(held.description), made
             self.crossing.give("backward", micro.chunk, micro.micro, payload)
@@ -267,11 +261,18 @@ class Executor:
 
     def _weight_gradients(self, micro: MicroStep) -> None:
         """Runs the weight gradients that D of this micro-batch deferred; no tensor crosses a boundary."""
-        for hook in self.hooks:
-            hook.before_backward(micro, None)
+        self._tell_hooks("before_backward", micro, None)
         self.queue.run((micro.chunk, micro.micro))
+        self._tell_hooks("after_backward", micro, None)
+
+    def _tell_hooks(self, event: str, *arguments: Any) -> None:
+        """Calls `event` of each scheduler hook. What one raises says whose it is."""
         for hook in self.hooks:
-            hook.after_backward(micro, None)
+            try:
+                getattr(hook, event)(*arguments)
+            except Exception as error:
+                note_origin(error, f"`{event}` of the scheduler hook {type(hook).__name__}", hook)
+                raise
 
     def _is_first(self, chunk: int) -> bool:
         return self.crossing.placement.previous(self.crossing.stage, chunk) is None
