@@ -64,7 +64,7 @@ def test_what_a_hook_raises_says_whose_it_is(watched, small, spy, monkeypatch, e
     def fails(*_: object) -> None:
         raise ValueError("no good")
 
-    monkeypatch.setattr(spy.Spy, event, fails)
+    monkeypatch.setattr(spy.Spy, event, fails, raising=False)
     with watched(small()) as run, pytest.raises(ValueError, match="no good") as caught:
         run.step()
     assert caught.value.__notes__ == [f"in `{event}` of the scheduler hook Spy"]
