@@ -24,6 +24,7 @@ CASES = {
     "scaled": {"precision": {"compute": "fp16"}},
     "fused SGD, tied": {"optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9}, "model__tie_embeddings": True},
     "by factory": {"optimizer": {"factory": "torch.optim:RMSprop", "lr": 0.01}},
+    "canonical": {"parallel": {"reduction": "canonical"}, "batch__micro_size": 1},
     "frozen": {"optimizer__groups": [{"match": "embed.*", "freeze": True}]},
 }
 

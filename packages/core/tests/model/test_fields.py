@@ -6,6 +6,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from sley_core.comm.device import Device
 from sley_core.model.fields import once_per_field
 
 
@@ -63,3 +64,14 @@ def test_a_value_has_no_gradient_history() -> None:
     field = torch.arange(3.0)
     weight = torch.ones(3, requires_grad=True)
     assert not once_per_field(field, "weighted", lambda: field * weight).requires_grad
+
+
+def test_what_is_cached_for_a_moved_field_ends_with_it_though_the_batch_stays() -> None:
+    """On a CPU too, where a micro-batch is where it was."""
+    batch = torch.arange(6)
+    moved = Device.pick("cpu").move(batch)
+    table = weakref.ref(once_per_field(moved, "double", Counted(moved)))
+    assert moved.data_ptr() == batch.data_ptr()
+    del moved
+    gc.collect()
+    assert table() is None
