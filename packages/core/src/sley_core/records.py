@@ -8,7 +8,7 @@ therefore costs no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
@@ -135,7 +135,7 @@ class GradientHandlerRecord(Record):
     tolerance: float = 0.0
     tolerance_of: Callable[[Any], float] | None = None
     canonical: bool = False
-    plain_sums: Callable[[Any], bool] = lambda config: False
+    plain_sums: Callable[[Any], bool] = field(default=lambda config: False, compare=False)
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
 
@@ -162,7 +162,7 @@ class WeightCommunicatorRecord(Record):
     """
 
     canonical: bool = False
-    reduces: Callable[[Any], Literal["micro_batch", "step"] | None] = lambda config: None
+    reduces: Callable[[Any], Literal["micro_batch", "step"] | None] = field(default=lambda config: None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
