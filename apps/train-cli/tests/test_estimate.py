@@ -33,6 +33,7 @@ def test_a_world_that_no_layout_divides_is_refused_as_by_check(cli: Cli, plan: P
     result = cli("estimate", plan, "--world", "3")
     assert result.code == 3
     assert cli("check", plan, "--world", "3").err == result.err
+    assert cli("estimate", plan, "--nodes", "3", "--per-node", "1").err == result.err
 
 
 def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:

@@ -14,7 +14,16 @@ from sley_core.actions.draw_svg import picture, timeline_elements
 from sley_core.errors import UsageError
 from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
-from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
+from train_cli.options import (
+    FormatOption,
+    NodesOption,
+    OutputFormat,
+    PerNodeOption,
+    PlanArgument,
+    SetOption,
+    WorldOption,
+    given_world,
+)
 from train_cli.seconds import seconds_data, seconds_lines, seconds_of
 from train_cli.surroundings import num_cores
 
@@ -36,6 +45,8 @@ def estimate(
     plan: PlanArgument,
     overrides: SetOption = None,
     world: WorldOption = None,
+    nodes: NodesOption = None,
+    per_node: PerNodeOption = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +72,8 @@ def estimate(
     """Say how many bytes each stage of a run holds at most, when, and what of; no device is needed."""
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
-    size = resolved.world(world) if world is None else world
+    given = given_world(world, nodes, per_node)
+    size = resolved.world(None) if given is None else given
     known = None if machine is None else load_machine(machine)
     found = stages(resolved, size)  # first: after a backward in this process, those forked from it could have none
     timed = None if known is None else seconds_of(resolved, size, known)
