@@ -178,3 +178,14 @@ def test_torchrun_starts_a_run_again_and_it_goes_on_by_itself(start: Start, own_
     assert result.code == 0, result.err
     assert "going on after step" in result.err
     assert [row["step"] for row in rows(folder)] == list(range(1, 9))
+
+
+def test_a_run_whose_steps_are_all_taken_is_left_as_it_is(cli: Cli, plan: Path, folder: Path) -> None:
+    changes = [*ALONE, EVERY]
+    assert cli("run", plan, changes=changes).code == 0
+    made = folder / "runs" / "small"
+    before = {name: (made / name).read_bytes() for name in ("summary.json", "metrics.jsonl", "start.json", "plan.toml")}
+    again = cli("run", plan, "--resume", "auto", changes=changes)
+    assert again.code == 0, again.err
+    assert "nothing is left to do: all " in again.err
+    assert {name: (made / name).read_bytes() for name in before} == before

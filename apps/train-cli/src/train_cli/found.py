@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sley_core.plan.plan import Plan
-    from sley_core.search.exact import Exact
-    from sley_core.search.find import Final, Found
+    from sley_core.search.exact import ExactEstimate
+    from sley_core.search.find import Final, SearchFound
     from sley_core.search.layouts import Candidate
 
 
-def lines(found: Found, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
+def lines(found: SearchFound, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
     """Yields what is printed of a search. skipped: plugins that could not be loaded. limit: bytes of a device."""
     tally = found.tally
     yield f"{tally.num_layouts:,} layouts; {tally.simulated:,} simulated, {tally.too_large:,} seen not to fit"
@@ -29,12 +29,22 @@ def lines(found: Found, skipped: Sequence[str], limit: int | None) -> Iterator[s
         return
     yield "fastest" if found.fastest[0].exact else "fastest, at a glance"
     yield from (_row(one.seconds, one.num_bytes, one.seen.layout) for one in found.fastest)
+    yield from _sources(found)
     if found.front:
         yield "less memory for more time, at a glance"
         yield from (_row(seen.estimate.seconds, seen.estimate.num_bytes, seen.layout) for seen in found.front)
 
 
-def compared(own: Exact, best: Exact) -> Iterator[str]:
+def _sources(found: SearchFound) -> Iterator[str]:
+    """Yields where the layers' seconds come from, where it is not the same for all that is shown."""
+    layers = [layer for one in found.fastest if one.exact for layer in one.exact.seconds.layers]
+    measured = sum(layer.is_measured for layer in layers)
+    if 0 < measured < len(layers):
+        yield "  Some layers' seconds were measured on the machine, others are computed from their operators: they may be far"
+        yield "  apart. `calibrate --plan` measures a plan's layers at its own `micro_size` and [activations]."
+
+
+def compared(own: ExactEstimate, best: ExactEstimate) -> Iterator[str]:
     """Yields the parts of two estimates, side by side. own: of the plan as it is."""
     from sley_core.search.compare import bytes_parts, seconds_parts
 
@@ -93,7 +103,7 @@ def _row(seconds: float, num_bytes: int, layout: Candidate) -> str:
     return f"  {seconds:10.4g} s  {shown(num_bytes):>12}  {layout}"
 
 
-def _none(found: Found, limit: int | None) -> str:
+def _none(found: SearchFound, limit: int | None) -> str:
     if found.smallest is None or limit is None:
         return "no layout of this plan can be assembled in this world"
     need = shown(found.smallest.estimate.num_bytes)

@@ -82,6 +82,8 @@ def meet(plan: Plan) -> Meeting | None:
 
     meeting = Meeting.at(os.environ, timeout_s=plan.limits.start_timeout_s)
     facts = {"the plan": plan.digest, "torch": torch.__version__}
+    if plan.run.device != "cpu":  # with other devices they would wait for one another in different backends
+        facts["CUDA devices"] = "some" if torch.cuda.is_available() else "none"
     facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
     meeting.agree(facts, {"the plan": digested(plan)})
     return meeting

@@ -98,6 +98,9 @@ def _late(folder: Path, joined: list[World]) -> None:
 
 def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, line: bool, verbose: bool) -> None:
     """Runs the training; on rank 0 also writes plan and summary, and shows progress."""
+    if run.num_steps_done >= run.plan.run.steps:  # all ranks have loaded one checkpoint
+        _tell_done(run, folder)
+        return
     if run.world.rank != 0:
         stopping.working(run.stop)
         run.train()
@@ -126,6 +129,14 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     content = _summarize(run, folder, outcome, totals, reporter)
     weights = _keep_weights(run, folder)  # after the summary, which a full disk may still have room for
     say(closing(content, folder, weights, verbose=verbose))
+
+
+def _tell_done(run: Run, folder: Path) -> None:
+    """Leaves the folder of a run whose steps are all taken, but for final weights, before which it may have been killed."""
+    weights = _keep_weights(run, folder)
+    if run.world.rank == 0:
+        where = f"; its weights are in {weights}" if weights else ""
+        say(f"nothing is left to do: all {run.plan.run.steps} steps are taken{where}; `--set run.steps=...` takes more")
 
 
 def _keep_weights(run: Run, folder: Path) -> Path | None:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,15 @@ def history(file: Path, messages: Any) -> list[tuple[int, float]]:
     return found
 
 
+@pytest.fixture
+def no_service() -> Iterator[None]:
+    """Ends the process that the package starts, which would serve this one until its end."""
+    yield
+    import_module("wandb").teardown()
+
+
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("no_children", "no_service")
 def test_offline_rows_are_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from sley_core.errors import PlanError, UsageError
+from sley_core.errors import EXIT_OK, PlanError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
@@ -132,7 +132,7 @@ def run(
             from train_cli.rank import train
 
             code = train(resolved, folder, resume=resume, line=line, verbose=verbose > 0)
-        if found is not None and (told := put_beside(found, folder)):
+        if found is not None and code == EXIT_OK and (told := put_beside(found, folder)):
             console.say("\n".join(told))
     raise typer.Exit(code)
 

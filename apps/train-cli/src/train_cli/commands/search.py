@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sley_core.plan.plan import Plan
-    from sley_core.search.exact import Exact
-    from sley_core.search.find import Found
+    from sley_core.search.exact import ExactEstimate
+    from sley_core.search.find import SearchFound
     from sley_core.search.layouts import Candidate
 
 
@@ -67,7 +67,7 @@ def search(
 
 def _found(
     plan: Plan, world: int, file: Path, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
-) -> tuple[Found, Sequence[str]]:
+) -> tuple[SearchFound, Sequence[str]]:
     """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
     from sley_core.search.choices import choices_of
     from sley_core.search.find import find
@@ -82,7 +82,7 @@ def _found(
         raise plan.located(error) from error.__cause__
 
 
-def _as_it_is(plan: Plan, world: int, file: Path) -> Exact:
+def _as_it_is(plan: Plan, world: int, file: Path) -> ExactEstimate:
     """Returns the estimate of the plan as it is. Raises SleyError with its place in the plan, as `estimate` does."""
     from sley_core.search.exact import exact_of_plan
 

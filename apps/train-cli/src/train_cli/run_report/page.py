@@ -161,7 +161,7 @@ def _step(run: RecordedRun, most_spans: int) -> StepFigure:
     predicted = {title: one for title, one in run.timelines.items() if title.startswith(PREDICTED)}
     if not measured or not predicted:
         return StepFigure(
-            run.label, "No step was drawn: neither [pipeline] nor [timeline] in the plan, or ended before."
+            run.label, "No step was drawn: no [pipeline] or [timeline] in the plan, or the run did not take that step."
         )
     stages = times_of_stages(next(iter(measured.values())), placement_of(next(iter(predicted.values()))))
     late = list(ends(measured)) if len(measured) > 1 else []

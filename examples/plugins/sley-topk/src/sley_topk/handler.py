@@ -61,6 +61,8 @@ class TopK(GradientHandler):
         self._sparse[entry.name] = SparseSum(gradient, self.config.ratio, group, self._sent, entry.name)
 
     def finish_step(self, step: StepState) -> None:
+        for one in self._sparse.values():
+            one.wait()  # for all of them, before any error changes: a step that fails changes none
         for name, one in self._sparse.items():
             if name not in self._errors:
                 self._errors[name] = torch.empty_like(self._store.gradient(self._book[name])).view(-1)

@@ -34,7 +34,10 @@ class Layers(GradientHandler):
         self._store = parts.store
         of_layer: dict[str, list[tuple[Entry, float]]] = {}
         for entry in parts.book.trainable:
-            layer = _layer_of(entry.name, [one.name for one in parts.layers])
+            if len(entry.stages) > 1:  # not every stage that holds it knows the layer after which it is named
+                layer = entry.name.rpartition(".")[0]
+            else:
+                layer = _layer_of(entry.name, [one.name for one in parts.layers])
             of_layer.setdefault(layer, []).append((entry, parts.numbers.fraction(entry)))
         kinds: dict[str, Callable[[Entry], Tensor]] = {"gradient": parts.store.gradient}
         if self.config.weights:

@@ -47,7 +47,7 @@ class Checkpoints:
         self.counts = dict.fromkeys(COUNTS, 0.0)
         self._background: Background | None = None
         self._memory = KeptMemory()
-        self._num_copied = 0
+        self._num_unread = 0
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._is_written = False
@@ -99,7 +99,7 @@ class Checkpoints:
                 self.finish()
                 writing = self._prepare(Destination(self._folder(), True), step)
                 device = self.tensors.parts.world.device
-                self._background = Background(writing, device, self._memory, self._num_copied)
+                self._background = Background(writing, device, self._memory, self._num_unread)
         except RunError as error:
             if error.diagnostics[0].code != FAILED:
                 raise
@@ -127,8 +127,8 @@ class Checkpoints:
             return
         began = time.perf_counter()
         background.wait()
-        self._num_copied = background.live.num_copied
-        self.counts["copied_bytes"] += self._num_copied
+        self._num_unread = background.live.num_unread
+        self.counts["copied_bytes"] += background.live.num_copied
         try:
             self._done(background.failed)
         except RunError as error:

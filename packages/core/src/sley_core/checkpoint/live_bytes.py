@@ -3,7 +3,7 @@
 writer     | copies e, d | a | b | c c ....... | d | e |
 training   forward, backward ....... | copies c's rest | update | next forward ...
 
-As many bytes as the save before had to copy, the writer copies first, from the end, beside the forward.
+As many bytes as were unread at that time in the save before, the writer copies first, from the end, beside the forward.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class LiveBytes:
     """Of `pieces`, each read once, in order, by a thread. What lies on an asynchronous device is on its way to the host from
     the beginning, beside the device's own work. memory: for copies aside; of one save at a time.
 
-    num_copied: bytes that were copied aside on the host.
+    num_copied: bytes that were copied aside on the host. num_unread: bytes on the host that nobody had
+    read when `secure` was called: what had to be copied aside before that.
     """
 
     def __init__(self, pieces: Sequence[TensorPiece], device: Device, memory: KeptMemory) -> None:
-        self.num_copied = 0
+        self.num_copied = self.num_unread = 0
         self._turn = Condition()
         self._is_wanted = False
         self._is_secure = False
@@ -52,6 +53,7 @@ class LiveBytes:
             if source.device.type == "cpu" and not self._is_host(source)
         }
         self._places = memory.places(living)
+        self._on_host = set(living)
 
     def copy_ahead(self, num_bytes: int) -> None:
         """Copies aside at least `num_bytes`, or all there is, the last pieces first; ends early once `secure` is called."""
@@ -115,6 +117,7 @@ class LiveBytes:
                     self._event.hold_device()
                 changed = (piece.name for piece, version in self._versions if piece.tensor._version != version)
                 self._torn = next(changed, "")
+                self.num_unread = sum(one.nbytes for key, one in self._sources.items() if key in self._on_host)
                 self._copy()
             finally:
                 self._is_wanted, self._is_secure = False, True

@@ -7,7 +7,7 @@ counted for itself, which takes longer and is never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import Any
@@ -38,7 +38,10 @@ def kind_of(module: nn.Module, place: str) -> Any:
     ]
     hooks = [(name, place) for name in OWN if name.endswith("hooks") and vars(module)[name]]  # a program's: for itself
     inner = [(name, one and kind_of(one, f"{place}.{name}")) for name, one in module._modules.items()]
-    return type(module).__module__, type(module).__qualname__, own, tensors, hooks, inner
+    made = (
+        place if "<" in type(module).__qualname__ else ""
+    )  # a class of a function's own has what the function was given
+    return type(module).__module__, type(module).__qualname__, made, own, tensors, hooks, inner
 
 
 def plain(value: Any, place: str) -> Any:
@@ -55,6 +58,8 @@ def plain(value: Any, place: str) -> Any:
         return type(value).__qualname__, value.model_dump_json()
     if is_dataclass(value) and not isinstance(value, type):
         return type(value).__qualname__, plain(asdict(value), place)
-    if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]  # a class to isinstance
-        return getattr(value, "__module__", ""), value.__qualname__
+    name = getattr(value, "__qualname__", "<")
+    # A function of a module, or a class: what is made within another function, or bound to an object, has more than its name.
+    if callable(value) and "<" not in name and not hasattr(value, "__self__"):
+        return getattr(value, "__module__", ""), name
     return place

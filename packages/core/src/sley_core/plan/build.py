@@ -27,7 +27,7 @@ from sley_core.plan.write import inline, leaves, sections
 
 
 @dataclass(frozen=True)
-class Draft:
+class PlanDraft:
     """What a plan is to say, beside what its base says. Never changed: `set` returns another.
 
     tables: as TOML has them; arrays of tables are lists of dicts. base: the plan that it extends; None where it stands alone.
@@ -36,7 +36,7 @@ class Draft:
     tables: Mapping[str, Any] = field(default_factory=dict)
     base: Path | None = None
 
-    def set(self, **tables: Any) -> Draft:
+    def set(self, **tables: Any) -> PlanDraft:
         """Returns the draft with these tables in it, merged key by key as `extends` does: arrays, and tables that name another
         `use` or `factory`, take the place of what was there. Raises UsageError "not-toml" for a value without a form in TOML.
         """
@@ -67,9 +67,9 @@ class Draft:
         return plan
 
 
-def draft(base: str | Path | None = None, **tables: Any) -> Draft:
+def draft(base: str | Path | None = None, **tables: Any) -> PlanDraft:
     """Returns the draft of a plan that extends `base`, a file, or stands alone, and says `tables`: `run={"steps": 5}`."""
-    return Draft(base=None if base is None else Path(base).absolute()).set(**tables)
+    return PlanDraft(base=None if base is None else Path(base).absolute()).set(**tables)
 
 
 def _check_toml(path: KeyPath, value: Any) -> None:

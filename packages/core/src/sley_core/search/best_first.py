@@ -71,7 +71,7 @@ class Seen:
 
 
 @dataclass
-class Tally:
+class SearchTally:
     """What a search met. num_layouts: all that there are; simulated: those whose steps were; too_large: those of which it saw
     that they do not fit. refused: those that cannot be assembled, or not be told, by the reason.
     """
@@ -94,7 +94,7 @@ class InOrder:
     """
 
     def __init__(self, space: Space, estimator: Estimator, memory: int | None = None) -> None:
-        self.tally = Tally()
+        self.tally = SearchTally()
         self._space = space
         self._estimator = estimator
         self._memory = memory

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactEstimate:
     """The estimate of a layout. fullest: what the stage holds that holds most, of those that were asked."""
 
     plan: Plan
@@ -33,13 +33,13 @@ class Exact:
         return Estimate(self.seconds.step.seconds, self.fullest.peak)
 
 
-def exact_of_plan(plan: Plan, size: int, machine: MachineFile) -> Exact:
+def exact_of_plan(plan: Plan, size: int, machine: MachineFile) -> ExactEstimate:
     """Returns the estimate of a plan as it is, on `size` ranks. Raises as `exact` does."""
     fullest = max(stage_bytes(plan, size), key=lambda one: one.peak)
-    return Exact(plan, estimate_seconds(plan, size, machine), fullest)
+    return ExactEstimate(plan, estimate_seconds(plan, size, machine), fullest)
 
 
-def exact(quick: Quick, layout: Candidate, memory: int | None = None) -> Exact | None:
+def exact(quick: Quick, layout: Candidate, memory: int | None = None) -> ExactEstimate | None:
     """Returns the estimate of a layout; None if a stage needs more than `memory` bytes.
 
     Raises PlanError for all that the plan's checks find, "estimate-seconds" for what steps do not tell, and RunError
@@ -56,7 +56,7 @@ def exact(quick: Quick, layout: Candidate, memory: int | None = None) -> Exact |
             return None
         fullest = found if fullest is None or found.peak > fullest.peak else fullest
     assert fullest is not None, layout
-    return Exact(plan, estimate_seconds(plan, quick.world, quick.machine), fullest)
+    return ExactEstimate(plan, estimate_seconds(plan, quick.world, quick.machine), fullest)
 
 
 def _asked(quick: Quick, layout: Candidate) -> Sequence[int]:

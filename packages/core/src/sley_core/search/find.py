@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sley_core.errors import SleyError
-from sley_core.search.best_first import InOrder, Seen, Tally, smallest
-from sley_core.search.exact import Exact, exact
+from sley_core.search.best_first import InOrder, SearchTally, Seen, smallest
+from sley_core.search.exact import ExactEstimate, exact
 
 if TYPE_CHECKING:
     from sley_core.search.layouts import Candidate, Layouts
@@ -25,7 +25,7 @@ class Final:
     """A layout that fits. seen: what it takes at a glance. exact: by its own steps; None where nobody asked for that."""
 
     seen: Seen
-    exact: Exact | None
+    exact: ExactEstimate | None
 
     @property
     def seconds(self) -> float:
@@ -37,13 +37,13 @@ class Final:
 
 
 @dataclass
-class Found:
+class SearchFound:
     """What a search found. fastest: layouts that fit, the fastest first. front: slower ones that need less memory, at a glance.
 
     dropped: how many fitted at a glance, and not by their own steps. smallest: if nothing fits, the layout that needs least.
     """
 
-    tally: Tally
+    tally: SearchTally
     fastest: list[Final] = field(default_factory=list)
     front: list[Seen] = field(default_factory=list)
     dropped: int = 0
@@ -58,18 +58,18 @@ def find(
     top: int = 5,
     verify: bool = True,
     tell: Callable[[Candidate], None] = lambda layout: None,
-) -> Found:
+) -> SearchFound:
     """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on any rank.
 
     verify: whether the figures of these are those of `train-cli estimate`, and one that does not fit by them is replaced by the
     next. tell: called with each layout before its steps are taken, which lasts.
     """
     order = InOrder(space, quick, memory)
-    found = Found(order.tally)
+    found = SearchFound(order.tally)
     seen = []
     while len(found.fastest) < top and (one := order.next()):
-        seen.append(one)
         if not verify:
+            seen.append(one)
             found.fastest.append(Final(one, None))
             continue
         tell(one.layout)
@@ -81,6 +81,7 @@ def find(
         if told is None:
             found.dropped += 1
         else:
+            seen.append(one)
             found.fastest.append(Final(one, told))
     found.fastest.sort(key=lambda final: final.seconds)
     if found.fastest:

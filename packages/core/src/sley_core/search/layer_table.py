@@ -52,7 +52,7 @@ ATTENTION = "attention"
 
 
 @dataclass(frozen=True)
-class LayerTable:
+class LayerColumns:
     """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
     waits for the backward; `output`, of what is handed on.
     """
@@ -90,14 +90,14 @@ class LayerTables:
         self.numel = np.array([sum(one.numel() for one in some) for some in trained], dtype=np.int64)
         self._traced: dict[Any, Any] = {}
         self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
-        self._tables: dict[Any, LayerTable | SleyError] = {}
+        self._tables: dict[Any, LayerColumns | SleyError] = {}
         self._cut: dict[str, Integers | SleyError] = {}
 
     def keys(self, policy: Choice) -> list[str]:
         """Returns a key for each layer under a policy; equal for layers that are alike."""
         return self._keyed(policy, 1)[2]
 
-    def of(self, shape: Shape) -> LayerTable:
+    def of(self, shape: Shape) -> LayerColumns:
         """Returns the table of a shape. Raises PlanError for layers that cannot be counted, and for a machine file that lacks
         what they need.
         """
@@ -111,7 +111,7 @@ class LayerTables:
             return np.zeros_like(self.numel)
         return once(self._cut, str(shape.weights), lambda: self._cut_by_communicator(shape))
 
-    def _sharded(self, shape: Shape) -> LayerTable:
+    def _sharded(self, shape: Shape) -> LayerColumns:
         """Returns the table of sharded weights: a layer takes the longer of its computing and of its exchanges."""
         whole = self.of(replace(shape, sizes=replace(shape.sizes, wp=1), weights=None))
         cut, ranks = self.cut(shape), range(shape.sizes.wp)
@@ -134,7 +134,7 @@ class LayerTables:
         }
         return np.array([known[size] for size in sizes])
 
-    def _whole(self, shape: Shape) -> LayerTable:
+    def _whole(self, shape: Shape) -> LayerColumns:
         """Returns the table of whole weights."""
         sizes, policy = shape.sizes, shape.activations
         ones, twos = self._works_of(policy, 1), self._works_of(policy, 2)
@@ -154,7 +154,7 @@ class LayerTables:
         kept, output = ([getattr(work, name) for _, work in found] for name in ("kept_bytes", "output_bytes"))
         forward, backward, input_gradient, weight_gradient = seconds.T
         of_bytes = np.array(kept, dtype=np.int64), np.array(output, dtype=np.int64)
-        return LayerTable(forward, backward, input_gradient, weight_gradient, *of_bytes)
+        return LayerColumns(forward, backward, input_gradient, weight_gradient, *of_bytes)
 
     def _swapped(self, seconds: LayerSeconds, work: LayerWork, sp: int) -> LayerSeconds:
         """Returns the seconds of a layer with the swaps of its attentions; who runs an attention again swaps again."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from sley_core.protocols import Collective
-    from sley_core.search.layer_table import LayerTable
+    from sley_core.search.layer_table import LayerColumns
     from sley_core.search.layouts import Candidate
     from sley_core.search.quick import Exchanged, Quick, StageCut
 
@@ -38,7 +38,7 @@ MOST_LAYERS_WHOLE = 2
 class QuickStep:
     """Raises PlanError "schedule-too-long" for a step of more micro-batches than any plan may have."""
 
-    def __init__(self, quick: Quick, layout: Candidate, cut: StageCut, table: LayerTable) -> None:
+    def __init__(self, quick: Quick, layout: Candidate, cut: StageCut, table: LayerColumns) -> None:
         self.quick = quick
         self.layout = layout
         self.cut = cut
