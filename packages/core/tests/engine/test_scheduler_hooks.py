@@ -9,6 +9,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import is_foreign
 from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
@@ -69,6 +70,18 @@ def test_what_a_hook_raises_says_whose_it_is(watched, small, spy, monkeypatch, e
         run.step()
     assert caught.value.__notes__ == [f"in `{event}` of the scheduler hook Spy"]
     assert is_foreign(caught.value)
+
+
+def test_what_a_hook_raises_in_a_recomputation_says_whose_it_is(watched, small, spy, monkeypatch):
+    def fails(_: object, micro: MicroStep, value: object) -> None:
+        if micro.phase is Phase.RECOMPUTE:
+            raise ValueError("no good")
+
+    monkeypatch.setattr(spy.Spy, "before_forward", fails, raising=False)
+    tables = small(activations={"use": "core.recompute"})
+    with watched(tables) as run, pytest.raises(ValueError, match="no good") as caught:
+        run.step()
+    assert caught.value.__notes__ == ["in `before_forward` of the scheduler hook Spy"]
 
 
 def test_recomputation_is_reported_layer_by_layer(watched, small, spy):

@@ -97,8 +97,17 @@ class LayerCaller:
 
     def _report_recomputation(self, layer: Layer, args: tuple[Any, ...], micro: MicroStep) -> None:
         again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
-        for hook in self.hooks:
-            hook.before_forward(again, args[0] if args else None)
+        tell_hooks(self.hooks, "before_forward", again, args[0] if args else None)
+
+
+def tell_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
+    """Calls `event` of each scheduler hook. What one raises says whose it is."""
+    for hook in hooks:
+        try:
+            getattr(hook, event)(*arguments)
+        except Exception as error:
+            note_origin(error, f"`{event}` of the scheduler hook {type(hook).__name__}", hook)
+            raise
 
 
 def _words(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sley_core.actions.action import Action, Kind, Lowered, Transfer, actions_of
 from sley_core.engine.boundary import gradients_of
+from sley_core.engine.call import LayerCaller, tell_hooks
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.engine.weight_queue import WeightQueue
@@ -25,7 +26,6 @@ from sley_core.errors import note_origin
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.data.dataset import Batch, Field
-    from sley_core.engine.call import LayerCaller
     from sley_core.engine.clock import ActionClock
     from sley_core.engine.crossing import Crossing
     from sley_core.engine.loss_weight import BatchWeight
@@ -207,13 +207,13 @@ class Executor:
         if not self._is_first(micro.chunk):
             args = (held.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
             self._ready()
-        self._tell_hooks("before_forward", micro, args[0] if args else None)
+        tell_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
         for layer in self.chunks[micro.chunk]:
             named = {name: fields[name] for name in layer.fields}
             args = (self.caller(layer, args, named, micro),)
         (output,) = args
         held.check_unwritten(self.chunks[micro.chunk][0].name)
-        self._tell_hooks("after_forward", micro, output)
+        tell_hooks(self.hooks, "after_forward", micro, output)
         if self._is_last(micro.chunk):
             held.loss = self._loss(micro, output, fields)
             place = total[micro.micro] if self.keeps_apart else total
@@ -226,7 +226,7 @@ class Executor:
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of one micro-batch; calls the loss hooks around it."""
-        self._tell_hooks("before_loss", micro, output)
+        tell_hooks(self.hooks, "before_loss", micro, output)
         try:
             loss = self.loss.loss(output, fields)
         except Exception as error:
@@ -234,7 +234,7 @@ class Executor:
             raise
         if self.over_positions is not None:
             self.over_positions.check(output, fields)
-        self._tell_hooks("after_loss", micro, loss)
+        tell_hooks(self.hooks, "after_loss", micro, loss)
         return loss
 
     def _backward(self, micro: MicroStep, held: InFlight, weight: BatchWeight | None) -> None:
@@ -245,9 +245,9 @@ class Executor:
         else:
             _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
         self._ready()
-        self._tell_hooks("before_backward", micro, gradients if held.loss is None else gradients[0])
+        tell_hooks(self.hooks, "before_backward", micro, gradients if held.loss is None else gradients[0])
         made = held.backward(gradients)
-        self._tell_hooks("after_backward", micro, None if held.description is None else made)
+        tell_hooks(self.hooks, "after_backward", micro, None if held.description is None else made)
         if held.description is not None:
             payload = gradients_of(held.description), made
             self.crossing.give("backward", micro.chunk, micro.micro, payload)
@@ -261,18 +261,9 @@ class Executor:
 
     def _weight_gradients(self, micro: MicroStep) -> None:
         """Runs the weight gradients that D of this micro-batch deferred; no tensor crosses a boundary."""
-        self._tell_hooks("before_backward", micro, None)
+        tell_hooks(self.hooks, "before_backward", micro, None)
         self.queue.run((micro.chunk, micro.micro))
-        self._tell_hooks("after_backward", micro, None)
-
-    def _tell_hooks(self, event: str, *arguments: Any) -> None:
-        """Calls `event` of each scheduler hook. What one raises says whose it is."""
-        for hook in self.hooks:
-            try:
-                getattr(hook, event)(*arguments)
-            except Exception as error:
-                note_origin(error, f"`{event}` of the scheduler hook {type(hook).__name__}", hook)
-                raise
+        tell_hooks(self.hooks, "after_backward", micro, None)
 
     def _is_first(self, chunk: int) -> bool:
         return self.crossing.placement.previous(self.crossing.stage, chunk) is None
