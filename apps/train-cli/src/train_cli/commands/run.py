@@ -118,9 +118,11 @@ def run(
     from train_cli.model_check import check_model
 
     check_model(resolved, size)
-    from train_cli.foresight import foreseen, put_beside
+    found = None
+    if estimate:
+        from train_cli.foresight import foreseen
 
-    found = foreseen(resolved, size, machine) if estimate else None
+        found = foreseen(resolved, size, machine)
     with held_run_folder(resolved, overwrite=overwrite, resume=stays) as folder:
         if size > 1:
             arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
@@ -132,8 +134,11 @@ def run(
             from train_cli.rank import train
 
             code = train(resolved, folder, resume=resume, line=line, verbose=verbose > 0)
-        if found is not None and code == EXIT_OK and (told := put_beside(found, folder)):
-            console.say("\n".join(told))
+        if found is not None and code == EXIT_OK:
+            from train_cli.foresight import put_beside
+
+            if told := put_beside(found, folder):
+                console.say("\n".join(told))
     raise typer.Exit(code)
 
 
