@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -28,6 +29,7 @@ def named(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.module}.{alias.name}"
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """By module, the modules that it imports, those for annotations too."""
     trees = modules()

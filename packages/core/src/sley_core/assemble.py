@@ -8,26 +8,18 @@ checks ──> layers on meta, ties ──> groups, agree ──> book closed �
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sley_core.attach import stepper_of
 from sley_core.comm.groups import Groups
 from sley_core.comm.malloc import keep_freed_memory
-from sley_core.data.slices import sliced_info
 from sley_core.draft import DTYPES, Draft, draft_of, dtypes
 from sley_core.engine import layer_costs
 from sley_core.engine.book import ParameterBook
-from sley_core.engine.call import LayerCaller
 from sley_core.engine.canonical.cost import cost_note
 from sley_core.engine.canonical.model_check import check_model
 from sley_core.engine.canonical.order import CanonicalOrder
-from sley_core.engine.compiled import compile_layers
-from sley_core.engine.crossing import Crossing
-from sley_core.engine.direct import accumulate_directly
-from sley_core.engine.direct_embedding import add_rows_directly
-from sley_core.engine.execute import Executor
-from sley_core.engine.first_values import check_first_values
 from sley_core.engine.foretold import Foretold, foretold
 from sley_core.engine.gradient_hooks import check_hooks
 from sley_core.engine.layout import by_reduce_group, loose
@@ -35,13 +27,10 @@ from sley_core.engine.left_over import refuse_left_over
 from sley_core.engine.load import WeightLoader, names_of
 from sley_core.engine.parts import Parts
 from sley_core.engine.pools import Pools
-from sley_core.engine.positions import OverPositions
 from sley_core.engine.shards import AXIS, cut_on_meta, left_whole, shards_of
 from sley_core.engine.stage import Stage
-from sley_core.engine.stand_in import close_stand_ins
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.step_state import StepState
-from sley_core.engine.stepper import Stepper
 from sley_core.engine.store import GradientStore
 from sley_core.engine.waits import Waits
 from sley_core.engine.weight_queue import WeightQueue
@@ -50,33 +39,22 @@ from sley_core.equip import checkpoints_of, outputs_of, samples_of
 from sley_core.equipment import AssemblyFacts
 from sley_core.errors import KeyPath, PlanError
 from sley_core.join import join
-from sley_core.losses.parameters import check_no_parameters
 from sley_core.memory.assemble import memory_of, move_numbers
 from sley_core.model.imagine import imagine
 from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
 from sley_core.plan.check import check_plan
-from sley_core.records import GradientHandlerRecord, LossRecord
 from sley_core.run import Run
-from sley_core.updates import make_update
+from sley_core.uncompiled import leave_compiler_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sley_core.comm.device import Device
     from sley_core.comm.world import World
-    from sley_core.data.dataset import DataInfo
     from sley_core.engine.shards import Shards
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import (
-        ActivationPolicy,
-        GradientHandler,
-        SchedulerHook,
-        SequenceCommunicator,
-        StageLink,
-        WeightCommunicator,
-    )
+    from sley_core.protocols import SequenceCommunicator, WeightCommunicator
     from sley_core.topology import Topology
 
 
@@ -103,6 +81,8 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
         raise PlanError.many(problems)
     if plan.run.keep_freed_memory and world.device.torch_device.type == "cpu" and not world.is_fake:
         keep_freed_memory()
+    if not plan.model.config.compile:
+        leave_compiler_out()
     topology = plan.topology(world.size)
     draft = draft or draft_of(plan, world)
     dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
@@ -128,7 +108,7 @@ def _assemble(plan: Plan, world: World, folder: Path | None, draft: Draft | None
         _materialize(plan, world, model, stage, shards)
         parts = make_parts(plan, world, topology, groups, stage.layers, book, announced)
         numbers = move_numbers(plan, parts)
-        stepper = _stepper(plan, parts, model, stage, dataset.info, communicator, undo)
+        stepper = stepper_of(plan, parts, model, stage, dataset.info, communicator, undo)
         samples = samples_of(plan, parts, model, dataset, stepper)
         memory = memory_of(plan, parts, stepper, numbers, undo)
     if parts.store.canonical is not None:
@@ -206,94 +186,6 @@ def make_parts(
         pool=Pools(plan),
         foretold=announced,
     )
-
-
-def _stepper(
-    plan: Plan,
-    parts: Parts,
-    model: Model,
-    stage: Stage,
-    info: DataInfo,
-    communicator: WeightCommunicator | None,
-    undo: ExitStack,
-) -> Stepper:
-    """Returns what takes this rank's steps. Attaches all plugins' objects to `parts`; `undo` detaches them."""
-    topology, device = parts.topology, parts.world.device
-    hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
-    if plan.model.config.compile:
-        compile_layers(stage.layers, undo)
-    undo.callback(parts.store.close)
-    handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
-    for handler in handlers:
-        handler.attach(parts)
-        undo.callback(handler.detach)
-    # A hook or handler that knows nothing of shards may read weights at any time.
-    parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
-    crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
-    check_no_parameters(loss := plan.loss.build())
-    if hasattr(loss, "attach"):
-        loss.attach(parts)
-    update = make_update(plan, parts)
-    if communicator is not None:
-        communicator.attach(parts)
-        undo.callback(close_stand_ins, parts.book)
-        undo.callback(communicator.detach)
-    policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
-    policy.attach(parts)
-    undo.callback(policy.detach)
-    parts.numbers.agree()
-    standing = parts.groups.progress.standing = parts.store.state.standing
-    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits, standing)
-    fields = sliced_info(info, topology.sp).fields
-    is_additive = (
-        isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
-    )  # core's own: a sum over positions
-    asks = topology.sp > 1 and not is_additive and not parts.world.is_fake
-    over_positions = OverPositions(loss, fields) if asks else None
-    is_canonical = parts.store.canonical is not None
-    executor = Executor(
-        stage.chunks,
-        crossing,
-        caller,
-        loss,
-        fields,
-        device,
-        hooks,
-        parts.queue,
-        communicator,
-        over_positions,
-        keeps_apart=is_canonical,
-    )
-    compare = None if parts.world.is_fake else partial(check_first_values, parts, model.per_rank_buffers)
-    stepper = Stepper(
-        executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
-    )
-    splits = stage.lists.splits_backward(plan.num_micros(topology))
-    if splits or is_canonical or _accumulates_directly(plan, device):
-        all_types = splits or is_canonical  # the same products in every layout
-        undo.callback(accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=all_types))
-    if is_canonical:
-        undo.callback(add_rows_directly(parts.layers, parts.book, parts.store, parts.queue))
-    parts.store.watch()
-    return stepper
-
-
-def _takes_shards(record: object) -> bool:
-    return isinstance(record, GradientHandlerRecord) and (record.takes_shards or record.result == "shard")
-
-
-def _link(plan: Plan, parts: Parts) -> StageLink | None:
-    """Returns the plan's stage link, prepared; None if there is only one stage."""
-    if plan.link is None or parts.topology.pp == 1:
-        return None
-    link: StageLink = plan.link.build()
-    link.prepare(parts)
-    return link
-
-
-def _accumulates_directly(plan: Plan, device: Device) -> bool:
-    wanted = plan.precision.accumulation
-    return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
 
 
 def _found(plan: Plan, world: World, costs: list[float]) -> dict[KeyPath, Any]:

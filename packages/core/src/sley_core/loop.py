@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sley_core.comm.progress import BETWEEN, DEVICE
 from sley_core.engine.not_finite import is_no_number, is_refused, refusal
 from sley_core.engine.totals import Votes
 from sley_core.errors import RunError
@@ -129,6 +130,8 @@ class Loop:
     def go_on(self, num_steps: int) -> None:
         """Takes note that a checkpoint has brought the run behind its step `num_steps`."""
         self.num_steps_done = num_steps
+        if self.outputs.timeline is not None:
+            self.outputs.timeline.go_on(num_steps, self.plan.run.steps)
         self.weights_loaded()
 
     def weights_loaded(self) -> None:
@@ -199,7 +202,10 @@ class Loop:
         """Waits for a step's totals, evaluates if due, writes its row and returns it. Raises RunError, on all ranks
         alike, if the step was refused.
         """
+        standing = self.parts.store.state.standing
+        standing.comes(DEVICE)
         result = launched.totals.read()
+        standing.comes(BETWEEN)
         if self.outputs.timeline is not None:
             self.outputs.timeline.write(launched.number)
         now = time.perf_counter()

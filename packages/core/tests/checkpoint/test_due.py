@@ -128,6 +128,52 @@ def test_a_run_that_is_asked_to_stop_saves_itself(texts, tmp_path, saves):
     assert (tmp_path / "checkpoints" / "step-00000003").exists() == saves
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_run_that_has_ended_can_be_made_longer_from_its_last_step(texts, tmp_path, mode):
+    """Its last step is no multiple of `every_steps`: those since the newest checkpoint were to be taken again."""
+    tables = plan(checkpoint={"every_steps": 4, "mode": mode})
+    run = trained(tables, texts, tmp_path)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+    assert run.counts["checkpoint"]["saved"] == 2
+    longer = trained(changed(tables, run__steps=8), texts, tmp_path, lambda run: run.load_checkpoint("auto"))
+    assert names(tmp_path) == ["step-00000006", "step-00000008"], "the newest of those that `keep` says"
+    assert longer.counts["checkpoint"]["saved"] == 1, "step 8 is a multiple, and is saved once"
+    whole = trained(plan(run__steps=8), texts, tmp_path)
+    assert all(weights(longer)[name].equal(weight) for name, weight in weights(whole).items())
+
+
+def test_a_run_that_fails_has_no_checkpoint_of_the_step_in_which_it_did(texts, tmp_path):
+    def fail(run: Run) -> None:
+        run.listeners.append(lambda row: 1 / 0 if row["step"] == 5 else None)
+
+    with pytest.raises(ZeroDivisionError):
+        trained(plan(checkpoint={"every_steps": 4}), texts, tmp_path, fail)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_a_last_save_that_fails_does_not_fail_a_run_that_has_taken_all_steps(texts, tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be", "utf-8")
+    run = trained(plan(checkpoint={"every_steps": 4}), texts, tmp_path)
+    assert run.counts["checkpoint"]["failed"] == 2
+    assert run.notes[-1].endswith("the run ends without it")
+
+
+def test_a_run_without_a_folder_ends_with_a_note(texts):
+    """A program that assembles without one: nothing was due, and nothing can be saved."""
+    tables = plan(run__steps=2, checkpoint={"every_steps": 4})
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        assert run.train() == "finished"
+    assert run.notes == ["the run has no folder, so there is no checkpoint of its last step"]
+
+
+def test_a_run_that_is_stopped_in_its_last_step_has_ended(texts, tmp_path):
+    def stop(run: Run) -> None:
+        run.listeners.append(lambda row: run.stop() if row["step"] == 5 else None)
+
+    trained(plan(checkpoint={"every_steps": 4, "on_interrupt": False}), texts, tmp_path, stop)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
 def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be", "utf-8")
     run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path)

@@ -40,6 +40,22 @@ def test_joined_by_the_environment_and_left_again(ranks):
         assert groups["pp"] == groups["sp"] == (1, 0, [])
 
 
+def sum_of_ranks():
+    with World.join("cpu", timeout_s=10) as world:
+        value = torch.full((), float(world.rank + 1))
+        all_reduce(value, world.groups(Topology.of(2), 10)["control"], what="a test").wait()
+    return value.item()
+
+
+def sum_twice():
+    return sum_of_ranks(), sum_of_ranks()
+
+
+def test_a_program_may_join_again_after_it_has_left(ranks):
+    """As one that trains with several settings, one after the other: the store still has the first world's addresses."""
+    assert ranks(2, 30, init=False)(sum_twice) == [(3.0, 3.0), (3.0, 3.0)]
+
+
 def leave_it():
     before = dist.get_rank()
     with World.join("cpu", environ={"RANK": "5", "WORLD_SIZE": "7"}) as world:

@@ -103,9 +103,7 @@ def test_a_failed_step(small, own, place):
     assert_untouched(traces, model.layers)
 
 
-@pytest.mark.parametrize(
-    "at", ["sley_core.assemble.Stepper", "sley_core.assemble.samples_of", "sley_core.assemble.Run"]
-)
+@pytest.mark.parametrize("at", ["sley_core.attach.Stepper", "sley_core.assemble.samples_of", "sley_core.assemble.Run"])
 def test_an_assembly_that_fails(small, own, monkeypatch, at):
     """However late."""
 

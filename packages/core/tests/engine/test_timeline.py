@@ -57,6 +57,20 @@ def test_nothing_is_drawn_unless_asked_for_and_reached(own, small, tmp_path, ste
     assert not list(tmp_path.glob("timeline*"))
 
 
+@pytest.mark.parametrize(("step", "drawn"), [(1, 4), (2, 4), (3, 3)])
+def test_a_run_that_goes_on_behind_the_step_draws_its_second_one(own, small, tmp_path, step, drawn):
+    """A run that was brought to its next machines has other times: nothing was drawn there, and nothing said."""
+    with World.join("cpu") as world, assemble(plan_from_dict(small(), own), world) as run:
+        for _ in range(2):
+            run.step()
+        run.save_checkpoint(tmp_path / "saved")
+    tables = small(timeline={"step": step}, run={**small()["run"], "steps": 4})
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world, folder=tmp_path) as run:
+        run.load_checkpoint(tmp_path / "saved")
+        run.train()
+    assert next(iter(spans(tmp_path / "timeline.json"))) == f"measured, step {drawn}"
+
+
 def test_drawing_changes_no_number(own, small, tmp_path):
     assert train(small(timeline={"step": 2}), own, tmp_path, 3) == train(small(), own, None, 3)
 

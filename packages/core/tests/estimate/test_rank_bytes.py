@@ -40,6 +40,18 @@ def test_it_is_what_the_allocator_says(texts, changes):
     assert estimated.peak - estimated.batch == pytest.approx(real.peak, rel=0.01)
 
 
+def test_a_device_has_no_scratch_of_the_cpus_operators(texts):
+    """Its kernels read several types; between steps both hold the same."""
+    on_cpu, on_device = (
+        rank_bytes(plan_from_dict(changed(PLAN, precision={"compute": "fp16"}, run__device=device), texts), 0, 1)
+        for device in ("cpu", "cuda")
+    )
+    assert on_device.states == on_cpu.states
+    both = list(zip(on_device.curve, on_cpu.curve, strict=True))
+    assert all(device.num_bytes <= cpu.num_bytes for device, cpu in both)
+    assert any(device.num_bytes < cpu.num_bytes for device, cpu in both)
+
+
 def test_what_was_alive_at_the_peak_is_the_peak(texts):
     """Nothing is left out of the parts, and the curve has the peak where it is said to be."""
     found = rank_bytes(plan_from_dict(PLAN, texts), 0, 1)

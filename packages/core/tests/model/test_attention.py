@@ -110,7 +110,7 @@ def reference_varlen(
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_rows_are_laid_end_to_end_for_the_varlen_kernel(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
-    monkeypatch.setattr(attention, "_VARLEN", reference_varlen)
+    monkeypatch.setattr(attention, "varlen", lambda: reference_varlen)
     q, k, v = inputs(4, kv_heads)
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
     torch.testing.assert_close(attention._by_document(q, k, v, cu_seqlens), naive(q, k, v, BOUNDS))
@@ -118,7 +118,7 @@ def test_rows_are_laid_end_to_end_for_the_varlen_kernel(monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="that of torch 2.11 knows no groups of heads")
 def test_this_torch_has_the_varlen_kernel() -> None:
-    assert attention._HAS_VARLEN
+    assert attention.varlen() is not None
 
 
 @pytest.mark.gpu

@@ -143,6 +143,7 @@ class Embed(nn.Module):
 def layers(data, width=4): return [Embed(data.vocab_size), nn.Linear(4, width)]
 def nothing(): return None
 def fails(): return nn.Linear(-1, -1, device="nowhere")
+def draws(): return [nn.init.normal_(nn.Linear(4, 4).weight, std=-1.0)]
 number = 3
 """
 
@@ -175,6 +176,7 @@ def test_a_factory_of_the_plan_is_built_on_meta(tmp_path: Path, info: DataInfo) 
         ("own_model:absent", "factory-import"),
         ("own_model:number", "factory-import"),
         ("own_model:fails", "factory-failed"),
+        ("own_model:draws", "factory-failed"),
         ("own_model:nothing", "model-factory"),
     ],
 )

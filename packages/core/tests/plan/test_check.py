@@ -48,6 +48,13 @@ def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
     assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "a world of 4 ranks would do") in found
 
 
+def test_a_batch_is_checked_in_a_world_that_does_not_fit(make: Make) -> None:
+    """Where the plan says how many ranks share the samples, another number of ranks does not hide a batch that fails."""
+    batch = {"global_size": 9, "micro_size": 2}
+    assert set(codes(make(batch=batch), 3)) == {"batch-does-not-divide", "layout"}
+    assert set(codes(make(batch=batch, parallel={"sp": 2}), 3)) == {"layout", "sequence-missing"}
+
+
 @pytest.mark.parametrize(
     ("lines", "world", "line"),
     [("pp = 2\nsp = 3", 4, 27), ("sp = 3\npp = 1", 4, 27), ("dp = 2\nwp = 4", 2, 28), ("pp = 2\ndp = 1", 4, 28)],

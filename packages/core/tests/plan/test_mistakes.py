@@ -224,3 +224,36 @@ def test_a_plan_with_more_mistakes_than_anybody_reads(text: str, before: str, af
     if told is not None:
         assert any(told in one for one in found), found[-2:]
         assert "more-problems" in found[-1], found[-1]
+
+
+def test_tables_without_a_mistake_are_checked_against_each_other_in_a_plan_that_has_one(
+    text: str, loader: Loader
+) -> None:
+    """Found only after the other mistake was mended, once: whoever writes a plan had as many rounds as mistakes."""
+    wrong = text.replace("hidden = 16", "hiden = 16").replace("micro_size = 2", "micro_size = 3")
+    wrong += '\n[timeline]\nstep = 21\n\n[precision]\ngradients = "fp64"\n'
+    with pytest.raises(PlanError) as caught:
+        plan_from_text(wrong, loader=loader)
+    assert {one.code for one in caught.value.diagnostics} == {
+        "unknown-key",
+        "missing-key",
+        "batch-does-not-divide",
+        "beyond-the-run",
+        "precision-unsupported",
+    }
+
+
+def test_data_that_is_not_there_is_told_beside_other_mistakes(text: str, loader: Loader) -> None:
+    wrong = text.replace("hidden = 16", "hiden = 16").replace('source = "python-stdlib"', 'files = ["nowhere.txt"]')
+    with pytest.raises(PlanError) as caught:
+        plan_from_text(wrong, loader=loader)
+    assert {one.code for one in caught.value.diagnostics} == {"unknown-key", "missing-key", "data-missing"}
+
+
+@pytest.mark.parametrize(("micro", "dp"), [('"3"', "2"), ("3", '"2"'), ("3", '"auto"')])
+def test_what_depends_on_a_mistake_is_not_told_beside_it(text: str, loader: Loader, micro: str, dp: str) -> None:
+    """A batch is judged by sizes that are known: not by a table with a mistake, nor by ranks that only the start counts."""
+    wrong = text.replace("hidden = 16", "hiden = 16").replace("micro_size = 2", f"micro_size = {micro}")
+    with pytest.raises(PlanError) as caught:
+        plan_from_text(wrong.replace("dp = 2", f"dp = {dp}"), loader=loader)
+    assert "batch-does-not-divide" not in {one.code for one in caught.value.diagnostics}

@@ -16,21 +16,10 @@ from sley_core.search.choices import choices_of
 from sley_core.search.layouts import Layouts
 from sley_core.search.quick import Quick
 from sley_core.table import Table
+from sley_core.testing.machines import small_machine
 from sley_core.testing.plans import small_plan
 
-MACHINE = machine_from_dict(
-    {
-        "format": 1,
-        "device": {
-            "name": "even",
-            "kind": "cuda",
-            "memory_bandwidth": 1e11,
-            "launch_s": 1e-6,
-            "matmul": {"fp64": {"flops_per_s": 1e11}},
-        },
-        "links": {"ranks_per_host": 8, "same_host": {"latency_s": 1e-5, "bandwidth": 1e10}},
-    }
-)
+MACHINE = machine_from_dict(small_machine())
 
 
 class Rank(Table):

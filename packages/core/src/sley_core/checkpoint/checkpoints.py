@@ -107,11 +107,33 @@ class Checkpoints:
         self.counts["seconds_blocked"] += time.perf_counter() - began
 
     def train_done(self, step: int, *, was_stopped: bool) -> None:
-        """Ends the save in progress, and saves a run that was asked to stop. All ranks call it, after their last step."""
+        """Ends the save in progress, and saves the run as it is after its last step, or after that in which it was asked to
+        stop, if the plan wants that. All ranks call it, after their last step.
+
+        A run that has taken all of its steps does not fail for want of this checkpoint, which is a note then.
+        """
         self.finish()
         table = self.plan.checkpoint
-        if was_stopped and table is not None and table.on_interrupt and not self._is_saved(step):
+        if table is None:
+            return
+        if not was_stopped or step == self.plan.run.steps:
+            if step != self._saved_step:  # else it was tried just now
+                self._save_last(step)
+        elif table.on_interrupt and not self._is_saved(step):
             self.save(None, step)
+
+    def _save_last(self, step: int) -> None:
+        if self.folder is None:
+            self.notes.append("the run has no folder, so there is no checkpoint of its last step")
+            return
+        began = time.perf_counter()
+        try:
+            self.save(None, step)
+        except RunError as error:
+            if error.diagnostics[0].code != FAILED:
+                raise
+            self._note(said(error), "the run ends without it")
+        self.counts["seconds_blocked"] += time.perf_counter() - began
 
     def secure(self) -> None:
         """Must be called before weights, masters or states change or move; a save in progress copies what it has not read."""
@@ -164,9 +186,9 @@ class Checkpoints:
     def _is_saved(self, step: int) -> bool:
         return self._saved_step == step and self._is_written
 
-    def _note(self, failed: str) -> None:
+    def _note(self, failed: str, so: str = "the run goes on without it") -> None:
         self.counts["failed"] += 1
-        self.notes.append(f"{failed}; the run goes on without it")
+        self.notes.append(f"{failed}; {so}")
 
     def load(self, path: str | Path, origin: RunOrigin | None) -> tuple[Restored | None, int]:
         """Loads the checkpoint at `path`, or the newest whole one of several there. All ranks call it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,12 @@ KEPT = 32
 BEGINNING = "the beginning of the step"
 """What a standing says before the first entry of the list."""
 
+REDUCTION, UPDATE, BETWEEN = "the end of the gradients' reduction", "the update", "what comes between two steps"
+"""What it says after the last one, in this order."""
+
+DEVICE = "the wait for the device"
+"""What it says while the host waits for the results of a step; on CUDA that may be when the next one has been started."""
+
 
 @dataclass
 class Standing:
@@ -32,7 +38,8 @@ class Standing:
 
     step: the optimizer step, from 1; 0 before the first. finished, pending: the last entry of the list that is over, and the
     one that is under way, as `str` shows them. layer: the one that was called last. follow: called with each entry as it
-    begins.
+    begins. follow_layer: called with the name of each layer as its call begins, and with "" when those of a chunk are over.
+    follow_output: called with a layer's name and what it has returned, recomputations aside.
     """
 
     step: int = 0
@@ -40,6 +47,8 @@ class Standing:
     pending: object = "the start of the run"
     layer: str = ""
     follow: Callable[[object], None] | None = None
+    follow_layer: Callable[[str], None] | None = None
+    follow_output: Callable[[str, Any], None] | None = None
 
     def begin(self, step: int) -> None:
         """Notes that optimizer step `step`, from 1, begins."""
@@ -51,6 +60,17 @@ class Standing:
         self.finished, self.pending = self.pending, entry
         if self.follow is not None:
             self.follow(entry)
+
+    def calls(self, layer: str) -> None:
+        """Notes that the call of `layer` begins."""
+        self.layer = layer
+        if self.follow_layer is not None:
+            self.follow_layer(layer)
+
+    def has_called(self) -> None:
+        """Notes that a chunk's layers are called, and something else begins; the last one stays `layer`."""
+        if self.follow_layer is not None:
+            self.follow_layer("")
 
 
 class Listener(Protocol):
@@ -81,7 +101,8 @@ class Progress:
     A queue is what the members of a group start in one order: the exchanges of one lane, or the messages from one rank to
     another. numbers: how many exchanges of each queue this rank has started. recent: the last `KEPT` of each. store: in which
     ranks tell each other; None until there is one. timeout_s: the limit of waits. standing: where the rank is in its list.
-    listener: in a fake world, who is told what would be exchanged.
+    listener: in a fake world, who is told what would be exchanged. follow_wait: called at the end of each wait, with the
+    exchange and when the wait began, by `time.perf_counter`.
 
     An exchange takes 20 us and more; what is noted of it here is a tuple in a list and the time, under 1 us.
     """
@@ -92,6 +113,7 @@ class Progress:
     timeout_s: float = 0.0
     standing: Standing = field(default_factory=Standing)
     listener: Listener | None = None
+    follow_wait: Callable[[Turn, float], None] | None = None
     _turn: Turn | None = None
     _since: float = 0.0
     _failure: tuple[float, str, int | None] | None = None
@@ -128,7 +150,9 @@ class Progress:
 
     def waited(self) -> None:
         """Notes that the wait is over, and did not fail."""
-        self._turn = None
+        turn, self._turn = self._turn, None
+        if self.follow_wait is not None and turn is not None:
+            self.follow_wait(turn, self._since)
 
     def failed(self, end: str, peer: int | None = None) -> None:
         """Notes how the wait has failed; a rank that reports its error reports it."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sley_core.data.config import NUM_BYTES, DataConfig, TextConfig, TokensConfig
 from sley_core.data.documents import File, Found, text_files, token_files
 from sley_core.data.pin import pin_problem
-from sley_core.data.reading import documents_inside
+from sley_core.data.reading import documents_inside, of_split
 from sley_core.data.sizes import count_samples
 from sley_core.data.tokenizer import Tokenizer
 from sley_core.errors import SleyError
@@ -63,9 +63,10 @@ def check_table(config: DataConfig, *, evaluates: bool) -> Iterator[Problem]:
     if problems:
         return
     try:
-        yield from _train_problems(config, count_samples(config, "train", train[0]))
+        alone = _only_document(config, train[0])
+        yield from _train_problems(config, count_samples(config, "train", train[0]), alone)
         if evaluates:
-            yield from _held_out_problems(config, count_samples(config, "held_out", held_out[0]))
+            yield from _held_out_problems(config, count_samples(config, "held_out", held_out[0]), alone)
     except SleyError as error:
         yield from _problems_of(error)
     except OSError as error:
@@ -108,26 +109,43 @@ def _problems_of(error: SleyError) -> Iterator[Problem]:
     return (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
 
 
-def _train_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:
+def _only_document(config: TextConfig | TokensConfig, files: Sequence[File]) -> File | None:
+    """Returns the file that is the only document of a text of which a share is to be held out; None for any other data."""
+    if not isinstance(config, TextConfig) or not config.held_out or documents_inside(config) is not None:
+        return None
+    return files[0] if len(files) == 1 else None
+
+
+def _train_problems(config: TextConfig | TokensConfig, count: int | None, alone: File | None) -> Iterator[Problem]:
     """Yields a problem for a train split shorter than one sample, or of another size than the plan is pinned to."""
-    if count == 0:
+    if alone is not None and isinstance(config, TextConfig) and not of_split([alone], config, "train"):
+        message = f"`{alone.path}` is one document, and held out as such: nothing is left to train on"
+        hint = '`separator = "\\n\\n"` makes each paragraph a document; or write `held_out = 0.0`'
+        yield Problem(("data", "files"), message, hint, "data-short")
+    elif count == 0:
         hint = "give more data or a smaller `sequence`"
         yield Problem(("data", "sequence"), f"the data is shorter than {_sample(config)}", hint, "data-short")
     elif count is not None and (problem := pin_problem(config, count)):
         yield problem
 
 
-def _held_out_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:
-    """Yields a problem if evaluation is wanted and the held-out split has no sample."""
+def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, alone: File | None) -> Iterator[Problem]:
+    """Yields a problem if evaluation is wanted and the held-out split has no sample. alone: see `_only_document`."""
+    if count != 0:
+        return
+    if alone is not None:
+        message = f"`{alone.path}` is one document, and documents are held out whole: none is left to evaluate on"
+        hint = '`separator = "\\n\\n"` makes each paragraph a document; or name another file in `held_out_files`'
+        yield Problem(("evaluation",), message, hint, "held-out")
+        return
     if config.held_out_files or (isinstance(config, TextConfig) and config.held_out):
         message = f"the held-out data is shorter than {_sample(config)}"
     else:
         message = "there is no held-out data to evaluate on"
-    if count == 0:
-        hint = "name (more) `held_out_files` in `[data]`"
-        if isinstance(config, TextConfig):
-            hint += ", or raise `held_out`, which takes whole documents (see `separator`)"
-        yield Problem(("evaluation",), message, hint, "held-out")
+    has_share = isinstance(config, TextConfig) and not config.held_out_files
+    more = ", or raise `held_out`, which takes whole documents (see `separator`)"
+    hint = "name (more) `held_out_files` in `[data]`" + (more if has_share else "")
+    yield Problem(("evaluation",), message, hint, "held-out")
 
 
 def _sample(config: TextConfig | TokensConfig) -> str:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
     from sley_core.protocols import ActivationPolicy, SchedulerHook
 
+GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio: its multiples are far apart, in their low 32 bits too, which is what torch's CPU generator
+takes of a seed (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014)."""
+
 
 class LayerCaller:
     """Calls layers, before each of which, recomputation included, it calls what is due of `waits`.
@@ -51,15 +55,23 @@ class LayerCaller:
         self.standing = standing or Standing()
         self._keeps_all = type(policy) is Keep  # a policy derived from it may do more
         self._slice = ("slice", slice_index) if slice_index else ()
-        self._place: tuple[int, int] | None = None
+        self._step = -1
+        self._step_seed = 0
         self._layer_seeds: dict[str, int] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Returns `layer(*args, **fields)`, called under the activation policy. args: the previous layer's output, or
         () for the first layer.
         """
-        if micro.phase is Phase.EVALUATE or self._keeps_all:
-            return self._run(layer, args, fields, micro)
+        if self._keeps_all or micro.phase is Phase.EVALUATE:
+            output = self._run(layer, args, fields, micro)
+        else:
+            output = self._under_policy(layer, args, fields, micro)
+        if (follow := self.standing.follow_output) is not None:
+            follow(layer.name, output)
+        return output
+
+    def _under_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         runs = 0
 
         def run(*args: Any, **fields: Any) -> Any:
@@ -75,25 +87,22 @@ class LayerCaller:
         """Waits for the layer's weights, seeds the generators, and calls it; recomputation comes here again with the
         same seed.
         """
-        self.standing.layer = layer.name
+        self.standing.calls(layer.name)
         self.waits.wait_for(layer.name)
-        self.device.seed(self._of_micro(micro) ^ self._of_layer(layer.name))
+        self.device.seed(self._seed(layer.name, micro))
         try:
             return layer.module(*args, **fields)
         except Exception as error:
             note_origin(error, _words(layer, args, fields, micro), layer.module)
             raise
 
-    def _of_micro(self, micro: MicroStep) -> int:
-        place = micro.step, micro.global_micro
-        if place != self._place:
-            self._place, self._micro_seed = place, derive(self.seed, "forward", *place)
-        return self._micro_seed
-
-    def _of_layer(self, name: str) -> int:
-        if name not in self._layer_seeds:
-            self._layer_seeds[name] = derive(self.seed, "layer", name, *self._slice)
-        return self._layer_seeds[name]
+    def _seed(self, layer: str, micro: MicroStep) -> int:
+        """Returns the seed of a layer in a micro-batch; hashes once per layer and per step, as that takes as long as a call."""
+        if layer not in self._layer_seeds:
+            self._layer_seeds[layer] = derive(self.seed, "layer", layer, *self._slice)
+        if micro.step != self._step:
+            self._step, self._step_seed = micro.step, derive(self.seed, "forward", micro.step)
+        return (self._step_seed + micro.global_micro * GOLDEN) % (1 << 63) ^ self._layer_seeds[layer]
 
     def _report_recomputation(self, layer: Layer, args: tuple[Any, ...], micro: MicroStep) -> None:
         again = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from sley_core.model.attention import varlen
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -17,6 +19,7 @@ _KEPT = "_compiled_call_impl"
 
 def compile_layers(layers: Iterable[Layer], undo: ExitStack) -> None:
     """Makes calls of `layers` go through torch.compile, until `undo` closes: then modules are called as before."""
+    varlen()  # what is compiled cannot import it
     for layer in layers:
         before = vars(layer.module).get(_KEPT)
         layer.module.compile()

@@ -211,6 +211,7 @@ class Executor:
         for layer in self.chunks[micro.chunk]:
             named = {name: fields[name] for name in layer.fields}
             args = (self.caller(layer, args, named, micro),)
+        self.caller.standing.has_called()
         (output,) = args
         held.check_unwritten(self.chunks[micro.chunk][0].name)
         tell_hooks(self.hooks, "after_forward", micro, output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -50,6 +50,16 @@ class GradientViews:
         if self._are_freed:
             raise without_gradients()
         return self._cut[entry].parts[entry] if entry in self._cut else self.gradient(entry)
+
+    def parts(self, entries: Sequence[Entry]) -> list[Tensor | None]:
+        """Returns what `part` does for each of `entries`, in one call, since every step asks for all; None for a frozen one."""
+        if self._are_freed:
+            raise without_gradients()
+        cut, slots = self._cut, self._slots
+        return [
+            cut[entry].parts[entry] if entry in cut else slots[entry].view if entry in slots else None
+            for entry in entries
+        ]
 
     def span(self, entry: Entry) -> Span | None:
         """Returns which elements of its gradient this rank gets, maybe none, where the reducer leaves shards; else None."""

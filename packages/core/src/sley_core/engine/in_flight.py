@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.errors import RunError
@@ -128,12 +128,19 @@ class InFlight:
                     "the loss of a micro-batch depends on no parameter that is trained",
                     hint="a layer or the loss detaches what it is given, or all that the micro-batch uses is frozen",
                 )
-            torch.autograd.backward(self.loss, gradients[0])
+            _backward_of_loss(self.loss, gradients[0])
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
         # The edges own the graph; with them go what autograd saved and the weights' stand-ins.
         self.loss, self.edges = None, []
         return [came.take_gradient() for came in self.inputs if came.leaf.has_gradient]
+
+
+def _backward_of_loss(loss: Tensor, gradient: Tensor) -> None:
+    """Does as `torch.autograd.backward`, which compares shapes as symbols, and imports sympy for it: a third of a second."""
+    if loss.ndim:
+        torch.autograd.backward(loss, gradient)  # says what is wrong
+    _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:

@@ -147,8 +147,9 @@ class Masters:
         self.follow()
         if self.home is not None:
             return
-        for stepped in self.stepped:
-            stepped.parameter.grad = store.part(stepped.entry) if stepped.entry in store else None
+        gradients = store.parts([stepped.entry for stepped in self.stepped])
+        for stepped, gradient in zip(self.stepped, gradients, strict=True):
+            stepped.parameter.grad = gradient
 
     def write_back(self) -> None:
         """Copies masters, rounded, into the working weights, unless whoever steps has done that (`home`); drops the references

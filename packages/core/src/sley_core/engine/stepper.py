@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from sley_core.actions.action import actions_of
+from sley_core.comm.progress import BETWEEN, REDUCTION, UPDATE
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.loss_weight import BatchWeight
 from sley_core.engine.not_finite import is_no_number
@@ -111,11 +112,11 @@ class Stepper:
         for handler in self.handlers:
             handler.begin_step(self.state)
         loss = self.executor.train(steps, batch.micros, self.state, self.store, weight, clock)
-        self.state.standing.comes("the end of the gradients' reduction")
+        self.state.standing.comes(REDUCTION)
         for handler in self.handlers:
             handler.finish_step(self.state)
         self.left_in_flight = False
-        self.state.standing.comes("the update")
+        self.state.standing.comes(UPDATE)
         call(self.events.gradients_done)
         if (skips := self.update.skips) is not None:
             skips.settle()
@@ -132,7 +133,7 @@ class Stepper:
         call(self.events.after_update)
         for handler in self.handlers:
             handler.weights_updated(self.state)
-        self.state.standing.comes("what comes between two steps")
+        self.state.standing.comes(BETWEEN)
         return pending
 
     def _weight(self, batch: StepBatch) -> BatchWeight | None:

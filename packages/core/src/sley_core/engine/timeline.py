@@ -53,6 +53,14 @@ class StepTimeline:
         self._clock: ActionClock | None = None
         self._num_micros = 0
 
+    def go_on(self, num_done: int, num_steps: int) -> None:
+        """Draws the second step from here if the run goes on behind the one to draw: the first one makes things ready.
+
+        num_done: steps; num_steps: of the plan. All ranks call it alike.
+        """
+        if num_done >= self.number:
+            self.number = min(num_done + 2, num_steps)
+
     def before_step(self, number: int, num_micros: int) -> ActionClock | None:
         """Waits for all ranks and returns a running clock if step `number` is the one to draw; else returns None at once."""
         if number != self.number:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,33 +21,44 @@ class Votes(NamedTuple):
     save: bool = False
 
 
+LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
+"""Where each of a step's totals stands. In fp16 the number of ranks with an overflow follows, then plugins' numbers."""
+
+USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
+"""Totals of a step that goes well, and whose gradients are clipped: for a device whose tensors have no values."""
+
+
 @dataclass(frozen=True)
 class StepTotals:
-    """Float64 scalars on the device, equal on all ranks except `own_loss` and `own_exchanges`.
+    """What ranks sum at the end of a step.
 
-    loss: the sum over the global batch. weight: its divisor. stops, saves: how many ranks ask to stop, and for a
-    checkpoint. own_loss, own_exchanges: this rank's share of the sum and its exchanges, to explain a failure. differs: 0 if all
-    ranks' unmarked exchanges were the same. numbers: [n], the sums of the numbers that plugins add to the row. loss_scale: of
-    this step, and overflows: how many ranks found a gradient that is not finite; only in fp16.
+    values: float64 [6 or more] on the device, the same on all ranks: the sum of the loss over the global batch, the gradient
+    norm, the batch's weight, how many ranks ask to stop, and for a checkpoint, and 0 if all ranks' unmarked exchanges were the
+    same; then, in fp16, how many ranks found a gradient that is not finite, and the sums of the numbers that plugins add.
+    own_loss, own_exchanges: this rank's share of the sum, a scalar, and its exchanges, to explain a failure. loss_scale: of
+    this step, only in fp16.
     """
 
-    loss: Tensor
-    weight: Tensor
-    grad_norm: Tensor
-    stops: Tensor
-    saves: Tensor
+    values: Tensor
     own_loss: Tensor
-    differs: Tensor
     own_exchanges: Exchanges
-    numbers: Tensor
     loss_scale: float | None = None
-    overflows: Tensor | None = None
+
+    def read(self, device: Device) -> list[float]:
+        """Returns the values on the host; waits for the device."""
+        return device.read(self.values, [*USUAL, *[0.0] * (self.values.numel() - len(USUAL))])
 
     @property
     def allow_a_step(self) -> Tensor:
-        """Bool tensor on the device: loss and norm are finite, the batch has weight, and all ranks exchanged the same."""
-        is_number = torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
-        return is_number & (self.weight > 0) & (self.differs == 0)
+        """Bool tensor on the device, what `allow_a_step` is on the host; nothing waits for it."""
+        is_number = torch.isfinite(self.values[:WEIGHT]).all()
+        return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)
+
+
+def allow_a_step(values: Sequence[float]) -> bool:
+    """Returns whether loss and norm are finite, the batch has weight, and all ranks exchanged the same."""
+    is_number = math.isfinite(values[LOSS]) and math.isfinite(values[NORM])
+    return is_number and values[WEIGHT] > 0 and values[DIFFERS] == 0
 
 
 @dataclass(frozen=True)
@@ -76,30 +88,23 @@ class PendingTotals:
     """Totals on their way to the host. own_loss: this rank's, on the device. own_exchanges: this rank's, without marks."""
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
-        overflows = [] if totals.overflows is None else [totals.overflows]
-        scalars = [totals.loss, totals.grad_norm, totals.stops, totals.saves, totals.weight, totals.differs, *overflows]
-        values = torch.cat([torch.stack(scalars), totals.numbers])
-        self._num_overflows = len(overflows)
         self._device = device
         self.own_loss = totals.own_loss
         self.own_exchanges = totals.own_exchanges
-        self._loss_scale = totals.loss_scale
+        self._totals = totals
         self._event: torch.cuda.Event | None = None
         if device.is_async:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values = host.copy_(values, non_blocking=True)
+            host = torch.empty(totals.values.shape, dtype=totals.values.dtype, pin_memory=True)
+            self._totals = replace(totals, values=host.copy_(totals.values, non_blocking=True))
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
             self._event.record()
-        else:
-            self._values = values
 
     def read(self) -> StepResult:
         """Returns the totals on the host; waits for their copy, and for nothing later on the device."""
         if self._event is not None:
             self._event.synchronize()
-        usual = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, *[0.0] * (self._values.numel() - 6)]
-        loss, grad_norm, stops, saves, weight, differs, *more = self._device.read(self._values, usual)
-        overflows, numbers = more[: self._num_overflows], more[self._num_overflows :]
+        scale = self._totals.loss_scale
+        loss, grad_norm, weight, stops, saves, differs, *more = self._totals.read(self._device)
+        skipped, numbers = (False, more) if scale is None else (more[0] > 0, more[1:])
         mean = loss / weight if weight else 0.0
-        votes, skipped = (stops > 0, saves > 0), any(overflows)
-        return StepResult(mean, grad_norm, weight, *votes, differs != 0, numbers, self._loss_scale, skipped)
+        return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, scale, skipped)

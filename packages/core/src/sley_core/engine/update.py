@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from sley_core.engine.skips import Skips
 from sley_core.engine.step_events import StepEvents, step_buckets
 from sley_core.engine.step_numbers import StepNumbers
 from sley_core.engine.store import GradientStore
-from sley_core.engine.totals import StepTotals, Votes
+from sley_core.engine.totals import LOSS, NORM, USUAL, StepTotals, Votes, allow_a_step
 from sley_core.optim.groups import scale_learning_rate
 from sley_core.optim.skip import skips_on_device, step_if
 
@@ -113,10 +112,15 @@ class Update:
         self._follow()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
         is_on_device &= self.masters.home is None
-        if not is_on_device and not self.device.read(totals.allow_a_step, [1.0])[0]:
-            return totals
+        if is_on_device:
+            norm: Tensor | float = totals.values[NORM]
+        else:
+            on_host = totals.read(self.device)
+            if not allow_a_step(on_host):
+                return totals
+            norm = on_host[NORM]
         if self.clip_norm is not None:
-            self._clip(pieces, totals.grad_norm, self.clip_norm)
+            self._clip(pieces, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.take_gradients(self.store)
         take = partial(step_if, self.optimizer, totals.allow_a_step) if is_on_device else self.optimizer.step
@@ -161,16 +165,15 @@ class Update:
             all_reduce(norm, everyone, "max", what="the gradient norm").wait()
         # All ranks of the world; every rank ends every step here, after its own reductions.
         all_reduce(scalars, everyone, what="loss and gradient norm").wait()
-        sum_of_losses = scalars[0]
+        values = scalars[:num_scalars]
         if exact is not None:
-            sum_of_losses, norm = exact.result(scalars[num_scalars:])
-        elif not math.isinf(self.norm_kind):
-            norm = scalars[1] ** (1 / self.norm_kind)
-        exchanges = exchanges_of(self._exchanging)
-        first = 7 if self.scale else 6
-        votes_of_all, numbers = (scalars[3], scalars[4]), scalars[first:num_scalars]
-        totals = StepTotals(sum_of_losses, scalars[2], norm, *votes_of_all, own_loss, scalars[5], exchanges, numbers)
-        return replace(totals, loss_scale=self.scale.value, overflows=scalars[6]) if self.scale else totals
+            values[LOSS], values[NORM] = exact.result(scalars[num_scalars:])
+        elif math.isinf(self.norm_kind):
+            values[NORM] = norm
+        else:
+            values[NORM].pow_(1 / self.norm_kind)
+        scale = self.scale.value if self.scale else None
+        return StepTotals(values, own_loss, exchanges_of(self._exchanging), scale)
 
     def _numbers(self) -> list[Tensor]:
         """Returns this rank's shares of the numbers that plugins add to the row."""
@@ -191,8 +194,7 @@ class Update:
         """Returns whether any rank's gradients overflowed, and adjusts the scale; the same on every rank. Waits for the
         device.
         """
-        assert totals.overflows is not None, "a scale without a vote"
-        overflowed = bool(self.device.read(totals.overflows, [0.0])[0])
+        overflowed = totals.read(self.device)[len(USUAL)] > 0
         scale.update(step, overflowed=overflowed)
         return overflowed
 
@@ -210,11 +212,16 @@ class Update:
                 total += norm**self.norm_kind / copies
         return total
 
-    def _clip(self, pieces: list[Piece], norm: Tensor, clip_norm: float) -> None:
-        """Scales all gradients in place so that their norm is `clip_norm` at most."""
-        # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
-        factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
-        if not self.device.is_async and self.device.read(factor, [0.5])[0] == 1.0:
+    def _clip(self, pieces: list[Piece], norm: Tensor | float, clip_norm: float) -> None:
+        """Scales all gradients in place so that their norm is `clip_norm` at most. norm: a number where the host knows it."""
+        if isinstance(norm, Tensor):
+            # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
+            factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
+        elif norm + CLIP_EPSILON > clip_norm:
+            factor = torch.full(
+                (), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device
+            )
+        else:
             return
         for piece in pieces:
             torch._foreach_mul_(piece.tensors, factor.to(piece.tensors[0].dtype))

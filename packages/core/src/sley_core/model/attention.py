@@ -15,15 +15,6 @@ from torch import Tensor, nn
 
 from sley_core.model.fields import once_per_field
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    _VARLEN: Any = varlen_attn
-    # the form of torch 2.10 had neither
-    _HAS_VARLEN = {"window_size", "enable_gqa"} <= set(inspect.signature(_VARLEN).parameters)
-except ImportError:  # a build of torch without it
-    _HAS_VARLEN = False
-
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -37,7 +28,7 @@ class Attention(nn.Module):
         cu_seqlens: [b, n + 1] integers: the starts of each row's documents, 0 first, then padded with s. None: one
         document per row.
         """
-        if cu_seqlens is not None and _HAS_VARLEN and q.is_cuda and q.dtype in _HALF:
+        if cu_seqlens is not None and q.is_cuda and q.dtype in _HALF and varlen() is not None:
             return _by_document(q, k, v, cu_seqlens)
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, q.shape[1])
         grouped = q.shape[2] != k.shape[2]
@@ -74,11 +65,33 @@ def _mask(cu_seqlens: Tensor, num_positions: int) -> Tensor:
     return (same & (positions[:, None] >= positions[None, :]))[:, None]
 
 
+_known: list[Any] = []
+
+
+def varlen() -> Any:
+    """Returns torch's attention over sequences of various lengths, None in a build without it; imported at the first call,
+    since torch's compiler, and with it sympy, comes along: a second of every start.
+    """
+    if not _known:  # no `functools.cache`, of which torch's compiler warns where it comes by
+        _known.append(_found())
+    return _known[0]
+
+
+def _found() -> Any:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    kernel: Any = varlen_attn
+    has_all = {"window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)  # torch 2.10 had neither
+    return kernel if has_all else None
+
+
 def _by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Computes the attention with torch's varlen kernel, which skips pairs of positions from two documents."""
     batch, num_positions = q.shape[:2]
     bounds = once_per_field(cu_seqlens, ("varlen", num_positions), lambda: _flat_bounds(cu_seqlens, num_positions))
-    context: Tensor = _VARLEN(
+    context: Tensor = varlen()(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),

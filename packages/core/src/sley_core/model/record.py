@@ -51,6 +51,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.journal = journal
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns no: nothing compiled runs under it, and to be skipped it would import torch's compiler (`uncompiled.py`)."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -124,7 +129,12 @@ class _Operation:
         if "device" in kwargs:
             kwargs["device"] = META
         kwargs.pop("generator", None)
-        found = self.func(*args, **kwargs)
+        if self.is_random and self.name.endswith("_") and len(self.inputs) == 1:
+            # `normal_` and the like, which torch does on meta in Python, with its compiler around: one element tells mistakes.
+            self.func(torch.empty(1, dtype=args[0].dtype), *args[1:], **kwargs, generator=torch.Generator())
+            found = args[0]
+        else:
+            found = self.func(*args, **kwargs)
         if not self.func.is_view:
             self._note(refs, found, self._seed() if self.is_random else None)
         return found

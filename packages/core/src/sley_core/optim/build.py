@@ -12,6 +12,7 @@ from sley_core.errors import PlanError
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, SGDConfig
 from sley_core.optim.late import with_late_gradients
 from sley_core.plan.factory import cause, import_factory
+from sley_core.uncompiled import stepping_without
 
 Groups = Sequence[dict[str, Any]]
 """What `parameter_groups` returns."""
@@ -69,6 +70,7 @@ def _fastest(
     """
     is_fused = device.type in FUSED_ON and not any(group.get("foreach") for group in groups)
     form: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
+    kind = stepping_without(kind)  # type: ignore[arg-type]  # a class can be hashed
     return with_late_gradients(kind(groups, **form, **options))
 
 

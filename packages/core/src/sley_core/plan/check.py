@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.errors import Diagnostic, PlanError
 from sley_core.optim.scope import scope_of
 from sley_core.plan.check_canonical import check_canonical
 from sley_core.plan.check_handlers import check_handlers
 from sley_core.plan.check_offload import check_offload
+from sley_core.plan.check_tables import check_tables
 from sley_core.plan.document import by_place
-from sley_core.plan.tables import ModelConfig
+from sley_core.plan.tables import OPTIONAL, TABLES, ModelConfig
 from sley_core.records import GradientHandlerRecord, PartitionerRecord, Problem
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-
-ACCUMULATION = {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "fp64": "fp64"}
-"""What a plan can compute in, and what gradients are accumulated in then; the plan's format knows more."""
 
 MOST_FORWARDS = 1_000_000
 """Of all parts of the model in one step: lists of more take minutes and gigabytes to check."""
@@ -28,15 +26,12 @@ MOST_FORWARDS = 1_000_000
 def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     """Returns all problems of `plan` with `world` ranks, sorted by place; empty if it can run. Starts no process.
 
-    Codes: "layout", "batch-does-not-divide", "precision-unsupported", "loss-scale-unused", "loss-scale-range",
-    "beyond-the-run", "skips-unused", "optimizer-layout", and more of this module's, those of `check_handlers`, `check_offload`
+    Codes: "layout", "optimizer-layout", and more of this module's, those of `check_tables`, `check_handlers`, `check_offload`
     and `check_canonical`, and those of the plugins' `sley_check_plan`, which are called only if the sizes fit. Raises
     PluginError if one of these hooks fails.
     """
     problems = [
-        *_precision(plan),
-        *_beyond(plan),
-        *_skips(plan),
+        *_accumulation(plan),
         *check_offload(plan),
         *check_canonical(plan),
         *_pipeline_is_there(plan),
@@ -44,12 +39,14 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
         *_sequence(plan),
     ]
     found: list[Diagnostic] = []
+    own = {name: getattr(plan, name) for name in (*TABLES, *OPTIONAL)}
     try:
         topology = plan.topology(world)
     except PlanError as error:
         found += error.diagnostics
+        problems += check_tables(own)
     else:
-        problems += [*_batch(plan, topology), *_optimizer(plan, topology), *check_handlers(plan, topology)]
+        problems += [*check_tables(own, topology.dp), *_optimizer(plan, topology), *check_handlers(plan, topology)]
         found += _schedule(plan, topology)
         for _, more in plan.call("sley_check_plan", plan=plan, topology=topology):
             problems += more
@@ -130,83 +127,13 @@ def _sequence(plan: Plan) -> Iterator[Problem]:
         yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
 
 
-def _precision(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a dtype of gradients, a loss scale or an accumulation that does not fit."""
-    compute, gradients = plan.precision.compute, plan.precision.gradients
-    if gradients != ACCUMULATION[compute]:
-        message = (
-            f"gradients of what is computed in {compute} are accumulated in {ACCUMULATION[compute]}, not {gradients}"
-        )
-        hint = f'use "{ACCUMULATION[compute]}", or leave it out'
-        yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
-    yield from _loss_scale(plan)
+def _accumulation(plan: Plan) -> Iterator[Problem]:
+    """Yields a problem for weight gradients that a compiled layer is to hand over."""
     config = plan.model.config
     if plan.precision.accumulation == "direct" and isinstance(config, ModelConfig) and config.compile:
         message = "a compiled layer cannot hand its weight gradients over itself"
         hint = 'use `accumulation = "autograd"`, or leave `compile` out'
         yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
-
-
-def _loss_scale(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a loss scale without fp16, or with a minimum above its initial value."""
-    scale = plan.precision.loss_scale
-    path: KeyPath = ("precision", "loss_scale")
-    if scale is None:
-        return
-    if plan.precision.compute != "fp16":
-        message = f"only fp16 has a loss scale, and this plan computes in {plan.precision.compute}"
-        yield Problem(path, message, "leave `loss_scale` out", "loss-scale-unused")
-    elif scale.min_scale > scale.init_scale:
-        message = f"the loss scale would begin at {scale.init_scale:g}, below its minimum {scale.min_scale:g}"
-        yield Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
-
-
-def _skips(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a limit of skipped steps where none is skipped."""
-    if plan.run.on_nan == "stop" and plan.run.max_skips is not None:
-        message = '`max_skips` limits steps that are skipped, but `on_nan = "stop"` skips none'
-        yield Problem(("run", "max_skips"), message, 'leave it out, or write on_nan = "skip"', "skips-unused")
-
-
-def _beyond(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a step to draw or profile that the run does not have.
-
-    An interval of evaluations may be longer than the run, which evaluates at its end in any case.
-    """
-    if plan.timeline is not None and plan.timeline.step > plan.run.steps:
-        message = f"the run has {plan.run.steps} steps, so step {plan.timeline.step} cannot be drawn"
-        yield Problem(("timeline", "step"), message, f"the last step is {plan.run.steps}", "beyond-the-run")
-    if plan.profile is None:
-        return
-    first, last = plan.profile.steps
-    path: KeyPath = ("profile", "steps")
-    if first > last:
-        message = f"the first step to record, {first}, comes after the last, {last}"
-        yield Problem(path, message, f"write [{last}, {first}]", "beyond-the-run")
-    elif last > plan.run.steps:
-        message = f"the run has {plan.run.steps} steps, so steps {first} to {last} cannot be recorded"
-        yield Problem(path, message, f"the last step is {plan.run.steps}", "beyond-the-run")
-
-
-def _batch(plan: Plan, topology: Topology) -> Iterator[Problem]:
-    """Yields a problem, with sizes that fit, if global_size is not a multiple of dp x micro_size."""
-    size, micro = plan.batch.global_size, plan.batch.micro_size
-    unit = topology.dp * micro
-    if size % unit == 0:
-        return
-    below = size // unit * unit
-    sizes = f"{below} or {below + unit}" if below else f"{unit}"
-    micros = [near for near in _divisors(size // topology.dp) if size % topology.dp == 0]
-    better = f", or micro_size = {min(micros, key=lambda near: (abs(near - micro), near))}" if micros else ""
-    message = (
-        f"global_size = dp x micro_size x accumulation fails: {size} is no multiple of {topology.dp} x {micro} = {unit}"
-    )
-    yield Problem(("batch", "global_size"), message, f"use global_size = {sizes}{better}", "batch-does-not-divide")
-
-
-def _divisors(number: int) -> list[int]:
-    """Returns the divisors up to a thousand; a larger micro-batch is not worth proposing."""
-    return [divisor for divisor in range(1, min(number, 1000) + 1) if number % divisor == 0]
 
 
 LOOKS = {"per_matrix": "looks at whole matrices", "global": "looks at all gradients at once"}

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, dotted
 from sley_core.loader import Loader, Plugin
+from sley_core.plan.check_tables import check_tables
 from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, without_default
 from sley_core.plan.document import MOST_PROBLEMS, Document, by_place, first_of
 from sley_core.plan.faults import faults, unknown_key
@@ -50,7 +51,7 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
         else:
             parts[spec.key] = resolver.components(spec, tables) if spec.many else resolver.component(spec)
     resolver.top_level()
-    resolver.raise_problems()
+    resolver.raise_problems(parts)
     plan = Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins, origins={})
     return replace(plan, origins=origins(plan, {*resolver.written_in, *found_by_core}))
 
@@ -151,11 +152,21 @@ class _Resolver:
             self._problem("plan-format", message, ("plan",))
         self.problems += first_of([key for key in self.tables if key not in TOP_LEVEL], self._unknown, "the plan")
 
-    def raise_problems(self) -> None:
-        """Raises PlanError or PluginError, if any problem was noted, or if a table that the plan names is not used."""
+    def raise_problems(self, parts: Mapping[str, Any]) -> None:
+        """Raises PlanError or PluginError, if any problem was noted, or if a table that the plan names is not used.
+
+        parts: the tables; those without a mistake are checked against each other, and the data's files too, so that all is
+        told at once.
+        """
         if not self.problems:
             self._faults(self.own_names.unused())
         if self.problems:
+            from sley_core.data.check import check_table  # what only a plan with mistakes needs here
+
+            found = list(check_tables(parts))
+            if parts["data"] is not None:
+                found += check_table(parts["data"].config, evaluates=parts["evaluation"] is not None)
+            self.problems += [self.document.diagnostic(one.code, one.message, one.path, one.hint) for one in found]
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
 

@@ -161,7 +161,7 @@ class EvaluationTable(Table):
 
 
 class CheckpointTable(Table):
-    """When a run saves itself, and where; left out, only when a program asks for it."""
+    """When a run saves itself, apart from its end, and where; left out, only when a program asks for it."""
 
     every_steps: Positive | None = None
     """Optimizer steps from one checkpoint to the next."""
@@ -193,7 +193,8 @@ class TimelineTable(Table):
     """Draws when each action of one step ran, and when it should have; a pipeline's plan has it, others may."""
 
     step: Positive
-    """The step to draw, counted from 1 as in `metrics.jsonl`; left out with the table, the fifth, or a shorter run's last."""
+    """The step to draw, counted from 1 as in `metrics.jsonl`; left out with the table, the fifth, or a shorter run's last. A
+    run that goes on from a checkpoint behind it draws its second step since."""
 
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]

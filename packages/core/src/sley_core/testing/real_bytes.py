@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from sley_core.assemble import assemble
@@ -33,15 +32,8 @@ class RealBytes:
 def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes."""
     plan = plan_from_dict(tables, folder)
-    profile = memory_profile()
-    with World.join("cpu") as world:
-        profile.start()
-        with assemble(plan, world) as run:
-            for _ in range(num_steps):
-                run.step()
-            states = dict(run.memory.bytes)
-        profile.stop()
-    with TemporaryDirectory() as made:
-        trace = Path(made, "trace.json")
-        profile.export_chrome_trace(str(trace))
-        return RealBytes(states, peak_bytes(trace))
+    with World.join("cpu") as world, memory_profile() as profile, assemble(plan, world) as run:
+        for _ in range(num_steps):
+            run.step()
+        states = dict(run.memory.bytes)
+    return RealBytes(states, peak_bytes(profile))

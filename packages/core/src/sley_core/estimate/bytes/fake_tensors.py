@@ -33,15 +33,16 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
     """Within it new tensors are fake; outside of it too, operations on fake ones come here. All memory goes into `ledger`.
 
     listener: is told of each operation, with its arguments and its result. recipes: what was made once is made again without
-    asking torch; the same, and faster. An operation whose result depends on values raises torch's
-    DataDependentOutputException, or the like.
+    asking torch; the same, and faster. has_scratch: whether memory counts that the CPU's operators take inside themselves. An
+    operation whose result depends on values raises torch's DataDependentOutputException, or the like.
     """
 
-    def __init__(self, ledger: Ledger, recipes: Recipes | None = None) -> None:
+    def __init__(self, ledger: Ledger, recipes: Recipes | None = None, *, has_scratch: bool = True) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.ledger = ledger
         self.listener: Callable[[Any, Any, Any, Any], None] | None = None
         self.recipes = recipes
+        self.has_scratch = has_scratch
         self._depth = 0
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
@@ -89,7 +90,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
                 self.listener(func, args, kwargs, result)
             return result
         found = self._ask(func, types, args, kwargs)
-        self.recipes.remember(key, args, kwargs, found, scratch_bytes(func, args, kwargs, found))
+        self.recipes.remember(key, args, kwargs, found, self._scratch(func, args, kwargs, found))
         return found
 
     def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -105,10 +106,13 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
             self._depth -= 1
         if not self._depth:  # what torch decomposes on the way is one operation
             self._see(found)
-            self.ledger.pass_by(scratch_bytes(func, args, kwargs, found))
+            self.ledger.pass_by(self._scratch(func, args, kwargs, found))
             if self.listener is not None:
                 self.listener(func, args, kwargs, found)
         return found
+
+    def _scratch(self, func: Any, args: Any, kwargs: Any, found: Any) -> int:
+        return scratch_bytes(func, args, kwargs, found) if self.has_scratch else 0
 
     def _see(self, found: Any) -> None:
         if isinstance(found, FakeTensor):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -17,6 +18,9 @@ import torch
 from sley_core.errors import RunError
 
 T = TypeVar("T")
+
+LIMIT_S = 600.0
+"""Of one call: the largest stage that was estimated took little more than a minute, and a fork may wait for ever for a lock."""
 
 
 def can_fork() -> bool:
@@ -29,15 +33,16 @@ def can_fork() -> bool:
         return False
 
 
-def forked(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[int, T]]:
+def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float = LIMIT_S) -> Iterator[tuple[int, T]]:
     """Yields the number and the result of each call, as they come. A call sees what was done here when it was started.
 
-    Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call; then,
-    and when the caller wants no more, the other processes are ended.
+    Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call, and
+    `estimate-late` for a call that takes longer than `limit_s`; then, and when the caller wants no more, the other processes
+    are ended.
     """
     context = multiprocessing.get_context("fork")
     left = enumerate(calls)
-    running: dict[Any, tuple[int, Any]] = {}
+    running: dict[Any, tuple[int, Any, float]] = {}
     try:
         while True:
             for number, call in islice(left, at_once - len(running)):
@@ -45,18 +50,30 @@ def forked(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[int
                 process = context.Process(target=_work, args=(call, sender), daemon=True)
                 process.start()
                 sender.close()
-                running[receiver] = number, process
+                running[receiver] = number, process, time.monotonic() + limit_s
             if not running:
                 return
-            for ended in wait(list(running)):
-                number, process = running[ended]
+            first_end = min(end for _, _, end in running.values())
+            done = wait(list(running), max(0.0, first_end - time.monotonic()))
+            if not done:
+                raise _late(limit_s)
+            for ended in done:
+                number, process, _ = running[ended]
                 result = _received(ended, process)
                 del running[ended]
                 yield number, result
     finally:
-        for _, process in running.values():
+        for _, process, _ in running.values():
             process.kill()
             process.join()
+
+
+def _late(limit_s: float) -> RunError:
+    return RunError(
+        "estimate-late",
+        f"a process that takes a stage's steps without values was not done after {limit_s:.0f} s",
+        hint="`train-cli run --dry-run` takes the same steps: does a layer wait for a lock, a file or a peer?",
+    )
 
 
 def _received(receiver: Any, process: Any) -> Any:

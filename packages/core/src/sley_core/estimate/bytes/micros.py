@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 LEAST = 3
 """The first, those in between, the last: gradients come with the first, and are reduced with the last."""
 
-LEAST_BETWEEN_STAGES = 10
-"""A link may have some messages under way that nobody waits for."""
+LEAST_BETWEEN_STAGES = 12
+"""A link may have eight messages under way that nobody waits for, while one is written, one is used and one is expected."""
 
 
 def fewest_micros(lists: Lists, num_micros: int) -> int:

@@ -85,7 +85,7 @@ def rank_bytes(
 ) -> RankBytes:
     """Returns what rank `rank` of `size` holds. Needs neither devices nor peers; blocks no other rank.
 
-    recipes: of ranks that were asked before, which spare time. draft: as `assemble` takes it.
+    recipes: of ranks of this plan that were asked before, which spare time. draft: as `assemble` takes it.
     Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
     with fake_run(plan, rank, size, recipes, draft) as (run, ledger, _):
@@ -114,7 +114,7 @@ def fake_run(
     """
     standing = _Standing()
     ledger = Ledger(standing.place)
-    tensors = FakeTensors(ledger, recipes or Recipes())
+    tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=plan.run.device != "cuda")
     device = FakeDevice(torch.device("cpu"), tensors=tensors)
     with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)

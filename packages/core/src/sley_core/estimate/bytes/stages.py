@@ -15,10 +15,10 @@ from sley_core.draft import draft_of
 from sley_core.errors import PlanError
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.forks import can_fork, forked
-from sley_core.estimate.bytes.kinds import stage_kinds
 from sley_core.estimate.bytes.ledger import Ledger, StepPlace
 from sley_core.estimate.bytes.rank import Moment, RankBytes, rank_bytes
 from sley_core.estimate.bytes.recipes import Recipes
+from sley_core.estimate.bytes.stage_kinds import stage_kinds
 from sley_core.plan.check import check_plan
 
 if TYPE_CHECKING:

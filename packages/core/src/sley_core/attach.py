@@ -1,0 +1,119 @@
+"""Attaches the objects of all plugins to a run's parts, in one order on every rank, and makes of them what takes its steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sley_core.data.slices import sliced_info
+from sley_core.engine.call import LayerCaller
+from sley_core.engine.compiled import compile_layers
+from sley_core.engine.crossing import Crossing
+from sley_core.engine.direct import accumulate_directly
+from sley_core.engine.direct_embedding import add_rows_directly
+from sley_core.engine.execute import Executor
+from sley_core.engine.first_values import check_first_values
+from sley_core.engine.positions import OverPositions
+from sley_core.engine.stand_in import close_stand_ins
+from sley_core.engine.stepper import Stepper
+from sley_core.losses.parameters import check_no_parameters
+from sley_core.records import GradientHandlerRecord, LossRecord
+from sley_core.updates import make_update
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.data.dataset import DataInfo
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.stage import Stage
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import ActivationPolicy, GradientHandler, SchedulerHook, StageLink, WeightCommunicator
+
+
+def stepper_of(
+    plan: Plan,
+    parts: Parts,
+    model: Model,
+    stage: Stage,
+    info: DataInfo,
+    communicator: WeightCommunicator | None,
+    undo: ExitStack,
+) -> Stepper:
+    """Returns what takes this rank's steps. Attaches all plugins' objects to `parts`; `undo` detaches them."""
+    topology, device = parts.topology, parts.world.device
+    hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
+    if plan.model.config.compile:
+        compile_layers(stage.layers, undo)
+    undo.callback(parts.store.close)
+    handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
+    for handler in handlers:
+        handler.attach(parts)
+        undo.callback(handler.detach)
+    # A hook or handler that knows nothing of shards may read weights at any time.
+    parts.weights.is_eager = bool(hooks) or not all(_takes_shards(one.record) for one in plan.gradient_handlers)
+    crossing = Crossing(stage.lists.placement, stage.lists.stage, _link(plan, parts))
+    check_no_parameters(loss := plan.loss.build())
+    if hasattr(loss, "attach"):
+        loss.attach(parts)
+    update = make_update(plan, parts)
+    if communicator is not None:
+        communicator.attach(parts)
+        undo.callback(close_stand_ins, parts.book)
+        undo.callback(communicator.detach)
+    policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
+    policy.attach(parts)
+    undo.callback(policy.detach)
+    parts.numbers.agree()
+    standing = parts.groups.progress.standing = parts.store.state.standing
+    caller = LayerCaller(device, plan.run.seed, policy, hooks, parts.groups["sp"].coord, parts.waits, standing)
+    fields = sliced_info(info, topology.sp).fields
+    is_additive = (
+        isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
+    )  # core's own: a sum over positions
+    asks = topology.sp > 1 and not is_additive and not parts.world.is_fake
+    over_positions = OverPositions(loss, fields) if asks else None
+    is_canonical = parts.store.canonical is not None
+    executor = Executor(
+        stage.chunks,
+        crossing,
+        caller,
+        loss,
+        fields,
+        device,
+        hooks,
+        parts.queue,
+        communicator,
+        over_positions,
+        keeps_apart=is_canonical,
+    )
+    compare = None if parts.world.is_fake else partial(check_first_values, parts, model.per_rank_buffers)
+    stepper = Stepper(
+        executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
+    )
+    splits = stage.lists.splits_backward(plan.num_micros(topology))
+    if splits or is_canonical or _accumulates_directly(plan, device):
+        all_types = splits or is_canonical  # the same products in every layout
+        undo.callback(accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=all_types))
+    if is_canonical:
+        undo.callback(add_rows_directly(parts.layers, parts.book, parts.store, parts.queue))
+    parts.store.watch()
+    return stepper
+
+
+def _takes_shards(record: object) -> bool:
+    return isinstance(record, GradientHandlerRecord) and (record.takes_shards or record.result == "shard")
+
+
+def _link(plan: Plan, parts: Parts) -> StageLink | None:
+    """Returns the plan's stage link, prepared; None if there is only one stage."""
+    if plan.link is None or parts.topology.pp == 1:
+        return None
+    link: StageLink = plan.link.build()
+    link.prepare(parts)
+    return link
+
+
+def _accumulates_directly(plan: Plan, device: Device) -> bool:
+    wanted = plan.precision.accumulation
+    return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)

@@ -1,0 +1,158 @@
+"""Ranks that die while others wait for them or build: rank 0 and each other rank keep a connection open, which the system
+closes with a process.
+
+    rank 0   Door ── port and token, in the store ──> Tether   rank n
+             closed: rank n has ended                 closed: rank 0 has ended
+
+Nothing is sent but who one is, and one byte by which the door says that it knows: a proxy before a closed port also accepts
+connections, and closes them. A host that is gone, or cut off, is told by the system's probes of idle connections. A process
+that a rank has forked holds its connection too, and a rank counts as there until that has ended with it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from selectors import EVENT_READ, DefaultSelector
+
+_BACKLOG = 4096
+_HELLO_BYTES = 300
+_KNOWN = b"\x06"
+"""What the door answers to a rank of its run."""
+
+_PROBES = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4}
+"""A host that no longer answers is given up after 12 s; where a system has no such options, after its own time."""
+
+
+class Door:
+    """Rank 0's end of all connections. Closed by `close`, or when nobody has it any more. address: where others come, a name or
+    a number; "" on all networks.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        """Listens. Raises OSError where the address is not of this machine."""
+        self._socket = _listening(address) if address else _listening_to_all()
+        self._socket.setblocking(False)
+        self.token = secrets.token_hex(16)
+        self.port: int = self._socket.getsockname()[1]
+        self._selector = DefaultSelector()
+        self._selector.register(self._socket, EVENT_READ)
+        self._heard: dict[socket.socket, bytes] = {}
+        self._gone: dict[int, str] = {}
+        self._finalizer = weakref.finalize(self, _close, self._selector, [self._socket], self._heard)
+
+    def close(self) -> None:
+        """Closes the port and all connections. May be called twice; `gone` is not called after it."""
+        self._finalizer()
+
+    def gone(self) -> dict[int, str]:
+        """Returns the ranks that have ended, with their hosts. Does not block. One thread at a time calls it."""
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._socket:
+                self._let_in()
+            else:
+                assert isinstance(key.fileobj, socket.socket), key
+                self._hear(key.fileobj)
+        return self._gone
+
+    def _let_in(self) -> None:
+        with suppress(OSError):  # it has left again
+            while True:
+                caller, _ = self._socket.accept()
+                caller.setblocking(False)
+                _probe(caller)
+                self._heard[caller] = b""
+                self._selector.register(caller, EVENT_READ)
+                self._hear(caller)  # who has come says so at once
+
+    def _hear(self, caller: socket.socket) -> None:
+        try:
+            text = caller.recv(_HELLO_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            text = b""
+        self._heard[caller] += text
+        who = self._named(self._heard[caller])
+        if text and len(self._heard[caller]) < _HELLO_BYTES:
+            if who is not None:
+                with suppress(OSError):  # it has left again, of which the next look tells
+                    caller.send(_KNOWN)
+            return
+        self._selector.unregister(caller)
+        del self._heard[caller]
+        caller.close()
+        if who is not None:
+            rank, host = who
+            self._gone[rank] = host
+
+    def _named(self, heard: bytes) -> tuple[int, str] | None:
+        """Returns the rank and the host of a caller that has said all; None for one that has not, and for a stranger."""
+        token, _, who = heard.decode("utf-8", "replace").partition(" ")
+        rank, _, host = who.partition(" ")
+        is_known = token == self.token and rank.isdecimal() and host.endswith("\n")
+        return (int(rank), host.strip()) if is_known else None
+
+
+class Tether:
+    """Another rank's end of its connection to rank 0. Closed by `close`, or when nobody has it any more."""
+
+    def __init__(self, address: str, port: int, who: str, timeout_s: float) -> None:
+        """Connects. who: the door's token, the rank and its host. Raises OSError, as behind a firewall."""
+        self._socket = socket.create_connection((address, port), timeout=timeout_s)
+        self._finalizer = weakref.finalize(self, self._socket.close)
+        _probe(self._socket)
+        self._socket.sendall(f"{who}\n".encode())
+        self._socket.setblocking(False)
+        self._is_known = False
+
+    def close(self) -> None:
+        """Closes the connection. May be called twice; `is_cut` is not asked after it."""
+        self._finalizer()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether rank 0 has ended, as far as this connection tells: nothing before the door has answered. Does not block."""
+        try:
+            while text := self._socket.recv(1):
+                self._is_known = self._is_known or text == _KNOWN
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return self._is_known
+
+
+def _listening_to_all() -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
+def _listening(address: str) -> socket.socket:
+    """Returns a socket where `address` leads first: callers try all that it leads to, in this order."""
+    failure: OSError | None = None
+    for family, _, _, _, found in socket.getaddrinfo(address, 0, 0, socket.SOCK_STREAM):
+        try:
+            return socket.create_server((str(found[0]), 0), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"{address} leads nowhere")
+
+
+def _probe(connection: socket.socket) -> None:
+    """Lets the system find out whether the other host is still there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _close(selector: DefaultSelector, *every: Iterable[socket.socket]) -> None:
+    selector.close()
+    for sockets in every:
+        for one in sockets:
+            one.close()

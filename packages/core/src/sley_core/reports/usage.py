@@ -1,0 +1,18 @@
+"""What the kernel says of this process: its time, page faults and lost processors. Nothing on systems that do not say it."""
+
+from __future__ import annotations
+
+from sley_core.reports.work_record import Usage
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+
+def used() -> Usage:
+    """Returns what this process has used since its start, all its threads together."""
+    if resource is None:
+        return Usage(0.0, 0.0, 0, 0, 0)
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(found.ru_utime, found.ru_stime, found.ru_minflt, found.ru_majflt, found.ru_nivcsw)

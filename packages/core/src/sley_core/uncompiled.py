@@ -1,0 +1,52 @@
+"""Starts without torch's compiler, which a run needs only where its plan compiles.
+
+torch marks what its compiler must not trace, such as an optimizer's `add_param_group`, with a wrapper that imports the
+compiler at the first call, and sympy with it: about 850 modules and a second of processor time in every rank. What the wrapper
+then calls is kept as an attribute of the function behind it; set beforehand to that function, nothing is imported. Only code
+that is compiled would see a difference, and the compiler traces none of these: a plan compiles layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+MARKED: tuple[Callable[..., Any], ...] = (
+    Optimizer.add_param_group,
+    Optimizer.zero_grad,
+    Optimizer.state_dict,
+    Optimizer.load_state_dict,
+)
+
+
+def leave_compiler_out() -> None:
+    """Lets what a run calls of torch be used without importing the compiler; does nothing where torch marks it otherwise."""
+    for function in MARKED:
+        behind = getattr(function, "__wrapped__", None)
+        if behind is not None and not hasattr(behind, "__dynamo_disable"):
+            behind.__dynamo_disable = behind
+
+
+@cache
+def stepping_without(kind: type[Optimizer]) -> type[Optimizer]:
+    """Returns a subclass of torch's optimizer `kind` that steps as it does, hooks included, without importing the compiler.
+
+    torch does so at each step, to break a graph that is being compiled there. Not for `differentiable`. What is pickled, or
+    copied, is one of `kind`.
+    """
+    behind: Any = inspect.unwrap(kind.step)
+
+    @torch.no_grad()
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        found: float | None = behind(self, closure)
+        return found
+
+    def reduced(self: Optimizer) -> tuple[Any, ...]:
+        return object.__new__, (kind,), self.__getstate__()
+
+    return type(kind.__name__, (kind,), {"step": step, "__reduce__": reduced, "__doc__": kind.__doc__})
