@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.live_bytes import memory_profile
+from sley_core.testing.live_bytes import allocations, memory_profile
 
 FOREIGN = {"data": {"factory": "isp_parts:Points"}, "loss": {"factory": "isp_parts:Squares"}}
 SHORT = {"batch": {"global_size": 4, "micro_size": 1}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
@@ -67,27 +65,21 @@ def test_a_use_takes_no_time_for_the_layers_other_weights(ranks, sharded, texts,
         assert 0 < many <= few < 100
 
 
-def allocated(tables: dict[str, Any], folder: Any, out: Path) -> tuple[list[int], int]:
+def allocated(tables: dict[str, Any], folder: Any) -> tuple[list[int], int]:
     """What the third step allocates of at least a shard's size, and how many shards there are of that."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()
         run.step()
-        with memory_profile() as profiler:
+        with memory_profile() as profile:
             run.step()
-        trace = out / f"{world.rank}.json"
-        profiler.export_chrome_trace(str(trace))
         own = run.book["experts.0.weight"].parameter.nbytes
         number = sum(entry.parameter.nbytes >= own for entry in run.book if entry.shard is not None)
-    events = json.loads(trace.read_text("utf-8"))["traceEvents"]
-    sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
-    return [size for size in sizes if size >= own], number
+    return [one.num_bytes for one in allocations(profile) if one.num_bytes >= own], number
 
 
-def test_a_step_allocates_nothing_as_large_as_a_gradient(ranks, sharded, texts, own, tmp_path):
+def test_a_step_allocates_nothing_as_large_as_a_gradient(ranks, sharded, texts, own):
     """By bytes, in four micro-batches: no placeholder, no product beside the buffers, no sum twice."""
     model = {"factory": "isp_parts:experts", "options": {"number": 3, "width": 50}}
-    for sizes, number in ranks(2, 60, fresh=True)(
-        allocated, sharded(2, model=model, **FOREIGN, **SHORT), texts, tmp_path
-    ):
+    for sizes, number in ranks(2, 60, fresh=True)(allocated, sharded(2, model=model, **FOREIGN, **SHORT), texts):
         assert number == 3
         assert sizes == []

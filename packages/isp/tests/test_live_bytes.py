@@ -12,24 +12,21 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.testing.live_bytes import memory_profile, peak_bytes
 
 
-def live(plans: list[dict[str, Any]], folder: Any, out: Any) -> list[tuple[int, int]]:
+def live(plans: list[dict[str, Any]], folder: Any) -> list[tuple[int, int]]:
     """Of each plan: tensor bytes alive at most, in its second step, and what its reductions say they held at most."""
     found = []
     for tables in plans:
         with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
             run.step()
-            profiler = memory_profile()
-            with profiler:
+            with memory_profile() as profile:
                 run.step()
-            trace = out / f"{world.rank}.json"
-            profiler.export_chrome_trace(str(trace))
-            found.append((peak_bytes(trace), run.stepper.executor.weights.reductions.max_live_bytes))
+            found.append((peak_bytes(profile), run.stepper.executor.weights.reductions.max_live_bytes))
     return found
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("attaches", [True, False])
-def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, attaches):
+def test_full_gradients_take_what_is_counted(ranks, sharded, texts, attaches):
     """Two more gradients of blocks on their way take what the counter says, and no byte more, by live tensors.
 
     By messages, what comes from the other rank is received beside each: half of it again. The two peaks need not fall on the
@@ -47,7 +44,7 @@ def test_full_gradients_take_what_is_counted(ranks, sharded, texts, tmp_path, at
     }
     plans = [sharded(2, weights={"reductions": bound, "pool": "isp.fresh"}, **changes) for bound in (4, 6)]
     whole = (4 * 64 * 64 + 3 * 64 * 704) * 8
-    for (few, few_counted), (many, many_counted) in ranks(2, fresh=True)(live, plans, texts, tmp_path):
+    for (few, few_counted), (many, many_counted) in ranks(2, fresh=True)(live, plans, texts):
         counted = many_counted - few_counted
         print(
             f"{many - few} bytes alive for two more gradients of blocks, {counted} counted, {2 * whole} without scratch"

@@ -23,31 +23,28 @@ GROWTH = 1.8
 ACTIVATIONS = 0.8
 
 
-def live_bytes(lengths, folder):
+def live_bytes(lengths):
     """For each length of a sequence: the peak of live tensor bytes of a run's second step, and how many are activations."""
     found = []
     with World.join("cpu") as world:
         for length in lengths:
             tables = PLAN | {"data": {"factory": "zeros:Zeros", "options": {"sequence": length}}}
             tables |= {"parallel": {"sp": world.size, "dp": 1}, "sequence": {"use": "isp.all_to_all"}}
-            profiler = memory_profile()
-            with profiler, assemble(plan_from_dict(tables, OWN), world) as run:
+            with memory_profile() as profile, assemble(plan_from_dict(tables, OWN), world) as run:
                 for _ in range(2):
                     run.step()
                 lasting = sum(run.memory.bytes.values())
-            trace = Path(folder, f"{world.rank}.json")
-            profiler.export_chrome_trace(str(trace))
-            peak = peak_bytes(trace)
+            peak = peak_bytes(profile)
             found.append((peak, peak - lasting))
     return found
 
 
-def test_two_ranks_hold_almost_twice_the_sequence(ranks, tmp_path, monkeypatch):
+def test_two_ranks_hold_almost_twice_the_sequence(ranks, monkeypatch):
     """At least 1.8 times the length in the bytes that one rank needs, where activations are at least 80 % of them."""
     monkeypatch.syspath_prepend(OWN)
-    ((budget, activations),) = ranks(1, fresh=True)(live_bytes, [LENGTH], tmp_path)[0]
+    ((budget, activations),) = ranks(1, fresh=True)(live_bytes, [LENGTH])[0]
     assert activations >= ACTIVATIONS * budget, (activations, budget)
     longer = int(GROWTH * LENGTH) // 8 * 8 + 8
-    for ((peak, _),) in ranks(2, fresh=True)(live_bytes, [longer], tmp_path):
+    for ((peak, _),) in ranks(2, fresh=True)(live_bytes, [longer]):
         print(f"{LENGTH} positions on one rank: {budget} bytes; {longer} on two: {peak}, {peak / budget:.3f} of it")
         assert peak <= budget, (peak, budget)

@@ -30,6 +30,7 @@ from sley_pp.announcements import Announcements
 from sley_pp.lending import Lending
 from sley_pp.lines import Lines, heads_are_apart
 from sley_pp.message import Message, layout_of, mismatch
+from sley_pp.outbox import Outbox
 from sley_pp.walk import Walk, differ
 
 if TYPE_CHECKING:
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 Key = Hashable
 """The shapes of a micro-batch's fields. They alone determine the contents of a boundary, except for the tensors' flags."""
-
-SENDS_UNDER_WAY = 8
-"""With tensors on the host, the number of messages that a stage may have in flight before it waits for the oldest."""
 
 
 @dataclass
@@ -61,7 +59,6 @@ class Link:
         self._known: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
         self._waiting: dict[Direction, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
         self._posted: dict[Transfer, _Posted] = {}
-        self._sending: deque[tuple[list[Pending], Message]] = deque()
         self._returning: dict[tuple[int, int], Description] = {}
         self._owed: dict[tuple[int, int], Description] = {}
         self._has_backwards = False
@@ -73,6 +70,7 @@ class Link:
         self._pool = parts.pool(self._config.pool)
         self._memory = Lending(self._pool, device, apart=self._lines.apart)
         self._stage = self._lines.stage
+        self._outbox = Outbox(self._lines, self._memory)
         self._announcements = Announcements(self._lines)
         self._walk = Walk(self._lines)
         self._foretold = parts.foretold
@@ -144,8 +142,7 @@ class Link:
         Every posted transfer must have been taken.
         """
         self._walk.end()
-        while self._sending:
-            self._end_send()
+        self._outbox.drain()
         self._announcements.end()
         self._memory.collect()
         left = [*self._posted, *self._waiting["up"], *self._waiting["down"]]
@@ -178,56 +175,17 @@ class Link:
 
     def _forget(self) -> None:
         """Drops all transfers and announcements in flight, without waiting for them."""
-        lists: list[Any] = [self._posted, self._sending, *self._waiting.values(), self._returning, self._owed]
+        lists: list[Any] = [self._posted, *self._waiting.values(), self._returning, self._owed]
         for under_way in lists:
             under_way.clear()
+        self._outbox.forget()
         self._announcements.forget()
         self._walk.forget()
 
     def _send(self, transfer: Transfer, expected: Description, came: Description, tensors: list[Tensor]) -> None:
-        """Leases, fills and sends a message of layout `expected`; sends nothing where that has no tensors.
-
-        If `came`, the description of `tensors`, does not fit, sends the mismatch in the head, waits for that and raises
-        RunError `boundary-mismatch`.
-        """
-        if not expected.leaves:
-            if came != expected:  # no message comes, in which the receiver could be told
-                raise mismatch(f"{self._name(transfer, 'sends to')}: expected {expected}, came {came}")
-            return
-        what = self._name(transfer, "sends to")
-        message = self._memory.lease(layout_of(expected.leaves))
-        fault = "" if came.fits(expected) else f"{what}: expected {expected}, came {came}"
-        message.write_head(self._walk.number, transfer.micro, expected.flags if fault else came.flags, fault)
-        if not fault:
-            for place, tensor in zip(message.tensors, tensors, strict=True):
-                place.copy_(tensor)
-        message.seal()
-        self._sending.append((self._lines.send(message.pieces, transfer.peer, f"what {what}"), message))
-        if fault:
-            for pending in self._sending[-1][0]:
-                pending.wait()
-            raise mismatch(fault)
-        self._end_sends()
-
-    def _end_sends(self) -> None:
-        """Returns messages whose send is over to the pool; on gloo, waits for the oldest beyond SENDS_UNDER_WAY.
-
-        Gloo reports the end of a send only to a wait. The wait delays only a stage that would be delayed anyway: the
-        peer reaches its receive without anything that this stage issues later (`sley_core.actions.posts`), and long
-        before, unless it is slower.
-        """
-        if self._lines.apart:
-            while self._sending and self._sending[0][0][-1].is_done():
-                self._end_send()
-        while not self._lines.apart and len(self._sending) > SENDS_UNDER_WAY:
-            self._end_send()
-
-    def _end_send(self) -> None:
-        """Waits for the oldest send. NCCL releases its tensors only in a wait, even if the send is done."""
-        under_way, message = self._sending.popleft()
-        for pending in under_way:
-            pending.wait()
-        self._memory.give_back(message)
+        """Sends `tensors`, described by `came`, in a message of layout `expected`. Raises RunError `boundary-mismatch`."""
+        head = self._walk.number, transfer.micro
+        self._outbox.send(transfer.peer, self._name(transfer, "sends to"), head, expected, came, tensors)
 
     def _make_ready(self, direction: Direction, wanted: Transfer) -> None:
         """Blocks until the first queued post of `direction` can start, then starts it and those behind it that can."""

@@ -1,0 +1,89 @@
+"""What a stage sends: messages that leave while the next action runs, and go back to their pool when they have left."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from sley_pp.message import Message, layout_of, mismatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sley_core.api.boundary import Description
+    from sley_core.api.comm import Pending
+    from sley_pp.lending import Lending
+    from sley_pp.lines import Lines
+
+SENDS_UNDER_WAY = 8
+"""With tensors on the host, the number of messages that a stage may have in flight before it waits for the oldest."""
+
+
+class Outbox:
+    """Messages whose send is under way, oldest first."""
+
+    def __init__(self, lines: Lines, memory: Lending) -> None:
+        self._lines = lines
+        self._memory = memory
+        self._sending: deque[tuple[list[Pending], Message]] = deque()
+
+    def send(
+        self,
+        peer: int,
+        what: str,
+        head: tuple[int, int],
+        expected: Description,
+        came: Description,
+        tensors: list[Tensor],
+    ) -> None:
+        """Leases, fills and sends to stage `peer` a message of layout `expected`; sends nothing where that has no tensors.
+
+        what: words for it, for errors. head: the numbers of the walk and of the micro-batch. If `came`, the description of
+        `tensors`, does not fit, sends the mismatch in the head, waits for that and raises RunError `boundary-mismatch`.
+        """
+        if not expected.leaves:
+            if came != expected:  # no message comes, in which the receiver could be told
+                raise mismatch(f"{what}: expected {expected}, came {came}")
+            return
+        message = self._memory.lease(layout_of(expected.leaves))
+        fault = "" if came.fits(expected) else f"{what}: expected {expected}, came {came}"
+        message.write_head(*head, expected.flags if fault else came.flags, fault)
+        if not fault:
+            for place, tensor in zip(message.tensors, tensors, strict=True):
+                place.copy_(tensor)
+        message.seal()
+        self._sending.append((self._lines.send(message.pieces, peer, f"what {what}"), message))
+        if fault:
+            for pending in self._sending[-1][0]:
+                pending.wait()
+            raise mismatch(fault)
+        self._end_sends()
+
+    def drain(self) -> None:
+        """Blocks until all sends are complete."""
+        while self._sending:
+            self._end_send()
+
+    def forget(self) -> None:
+        """Drops all messages under way, without waiting for them."""
+        self._sending.clear()
+
+    def _end_sends(self) -> None:
+        """Returns messages whose send is over to the pool; on gloo, waits for the oldest beyond SENDS_UNDER_WAY.
+
+        Gloo reports the end of a send only to a wait. The wait delays only a stage that would be delayed anyway: the
+        peer reaches its receive without anything that this stage issues later (`sley_core.actions.posts`), and long
+        before, unless it is slower.
+        """
+        if self._lines.apart:
+            while self._sending and self._sending[0][0][-1].is_done():
+                self._end_send()
+        while not self._lines.apart and len(self._sending) > SENDS_UNDER_WAY:
+            self._end_send()
+
+    def _end_send(self) -> None:
+        """Waits for the oldest send. NCCL releases its tensors only in a wait, even if the send is done."""
+        under_way, message = self._sending.popleft()
+        for pending in under_way:
+            pending.wait()
+        self._memory.give_back(message)
