@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from acting_model import doing
 
+from sley_core.metrics.jsonl import rows
 from sley_core.reports.fault_report import FOLDER, FaultReport, LaunchReport, write, write_launch
+from sley_core.reports.work_record import FOLDER as WORK
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -85,7 +87,7 @@ def test_doctor_names_the_rank_and_nothing_is_left(
     assert f"cause     {told}" in said.out
     assert "rank      1\nstep      3\n" in said.out
     assert "remedy    " in said.out
-    (verdict,) = json.loads(cli("doctor", "runs/small", "--format", "json").out)
+    (verdict,) = json.loads(cli("doctor", "runs/small", "--format", "json").out)["attempts"]
     assert (verdict["kind"], verdict["ranks"], verdict["attempt"]) == (kind, [1], 0)
     # Those that speak for themselves name the action; of the others their peers say in what they waited.
     assert verdict["layer"] == "only" if kind in ("error", "busy") else verdict["exchanges"]
@@ -113,7 +115,12 @@ def test_a_slow_rank_is_no_fault(start: Start, own_model: Own, cli: Cli, folder:
     result = start("run", own_model(doing_once("time.sleep(3)")), *LIMIT).finish(60)
     assert result.code == 0, result.err
     assert not (folder / "runs" / "small" / FOLDER).exists()
-    assert cli("doctor", "runs/small").out == "no rank has reported a failure in `runs/small`\n"
+    said = cli("doctor", "runs/small").out
+    assert said.startswith(
+        "no rank has reported a failure in `runs/small`: the run has ended: finished; all ranks came"
+    )
+    assert "slow      cannot be told: 4 steps are too few to tell" in said
+    assert "  rank 1 (stage 0): works " in said
 
 
 @pytest.mark.campaign
@@ -129,7 +136,7 @@ def test_torchrun_starts_the_ranks_again_at_once_and_both_attempts_are_told_apar
     assert seconds < 40, "a wait for addresses that nobody has takes the limit of start-up, 120 s"
     rows = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
-    (verdict,) = json.loads(cli("doctor", "runs/small", "--format", "json").out)
+    (verdict,) = json.loads(cli("doctor", "runs/small", "--format", "json").out)["attempts"]
     assert (verdict["attempt"], verdict["kind"], verdict["ranks"]) == (0, "error", [1])
 
 
@@ -146,6 +153,45 @@ def test_a_run_that_is_asked_to_end_says_where_it_was_if_it_cannot(
     said = cli("doctor", "runs/small").out
     assert "cause     rank 1 did not come to the others: it was at " in said
     assert "rank 0 waited for it in the " in said
+
+
+def long_ago(made: Path) -> None:
+    then = time.time() - 960
+    os.utime(made / "metrics.jsonl", (then, then))
+
+
+def work_long_ago(made: Path) -> None:
+    """Sets the times of windows back."""
+    for path in (made / WORK).iterdir():
+        lines = [json.loads(one) for one in path.read_text("utf-8").splitlines()]
+        path.write_text("".join(json.dumps({**one, "time": one["time"] - 960}) + "\n" for one in lines), "utf-8")
+
+
+@pytest.mark.campaign
+def test_where_ranks_were_is_told_of_a_run_that_was_killed_as_a_whole(
+    start: Start, own_model: Own, cli: Cli, folder: Path
+) -> None:
+    """A launcher that is killed takes its ranks with it, and nobody can report anything."""
+    program = start("run", own_model(doing("time.sleep(0.02)")), "--set", "run.steps=10000", "--set", "run.log_every=5")
+    program.wait_for("step 25/")
+    while not any((folder / "runs" / "small" / "work").glob("rank-1.jsonl")):
+        time.sleep(0.05)
+    under_way = json.loads(cli("doctor", "runs/small", "--format", "json").out)["state"]
+    assert (under_way["state"], under_way["step"] >= 25) == ("running", True)
+    os.kill(program.process.pid, signal.SIGKILL)
+    program.finish(60)
+    last = list(rows(folder / "runs" / "small"))[-1]["step"]
+    said = cli("doctor", "runs/small").out
+    assert f"under way elsewhere is not known from here; all ranks came to the end of step {last}, " in said
+    long_ago(folder / "runs" / "small")
+    work_long_ago(folder / "runs" / "small")
+    said = cli("doctor", "runs/small").out
+    assert (
+        f"it was killed; all ranks came to the end of step {last}, 16 min ago, and none to that of step {last + 1}"
+        in said
+    )
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} \(stage 0\): (works .* ms of a step|recorded up to step \d+)", said), said
 
 
 def test_reports_are_of_the_last_run_and_do_not_keep_the_next_from_its_folder(
@@ -169,7 +215,8 @@ def test_attempts_damage_and_folders_that_are_none(cli: Cli, folder: Path, monke
     (made / FOLDER / "1" / "rank-1.json").write_text("{", "utf-8")
     said = cli("doctor", made)
     assert said.code == 0
-    first, second = said.out.split("\n\n")
+    first, second, slow = said.out.split("\n\n")
+    assert slow == "slow      cannot be told: no rank has recorded a step\n"
     assert first.startswith("attempt 0\ncause     rank 1 was killed by SIGKILL\n")
     assert second.startswith("attempt 1\ncause     rank 0 failed: ValueError: no\n")
     assert "could not be read: rank-1.json" in second

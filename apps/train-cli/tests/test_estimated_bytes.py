@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tomllib
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 
 from sley_core.errors import SleyError
 from sley_core.estimate.bytes.rank import rank_bytes
+from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import Tables, changed, small_plan
@@ -23,11 +25,11 @@ for plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
 OWN = Path(__file__).parent / "own"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 4, "hidden": 128, "heads": 4},
+    model={"use": "core.llama", "num_layers": 6, "hidden": 128, "heads": 4},
     data__sequence=64,
     precision={"compute": "fp32"},
 )
-"""Of megabytes, so that bytes are the tensors'."""
+"""Of megabytes, so that bytes are the tensors', and of a layer for each of two chunks of four stages."""
 
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 USUAL, MOST = 0.01, 0.03
@@ -41,10 +43,10 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
         sp, wp = (draw.choice([size for size in (1, 2) if world // pp % size == 0]) for _ in range(2))
         tables = changed(PLAN, parallel={"pp": pp, "sp": sp, "dp": world // pp // sp, "wp": wp})
         tables["parallel"]["cross_memory_attach"] = draw.random() < 0.7
-        tables["batch"] = {"global_size": 4 * world, "micro_size": draw.choice([1, 2])}
+        tables["batch"] = {"global_size": max(4, 2 * world), "micro_size": draw.choice([1, 2])}
         tables["precision"] = {"compute": draw.choice(["fp32", "bf16", "fp16"])}
         if draw.random() < 0.25 and sp == 1:
-            tables["model"] = {"factory": "estimated_layers:layers"}
+            tables["model"] = {"factory": "estimated_layers:layers", "options": {"depth": 6}}
         else:
             tables["model"] |= {"tie_embeddings": draw.random() < 0.4, "kv_heads": draw.choice([2, 4])}
         if pp > 1:
@@ -75,11 +77,6 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
             continue
 
 
-def measured(plans: list[Tables], folder: Path) -> list[RealBytes]:
-    """What this rank really takes, plan by plan."""
-    return [real_bytes(tables, folder=folder) for tables in plans]
-
-
 @pytest.fixture
 def own(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the texts; plans may name the layers of the folder `own`."""
@@ -104,8 +101,7 @@ def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, own: Path, world: int
     print(f"seed {seed}")
     draw = random.Random(seed * 100 + world)
     plans = [drawn(draw, world, own) for _ in range(num_plans)]
-    found = ranks(world, 200 * num_plans)(measured, plans, own)
-    errors = [worst_error(tables, own, [on[number] for on in found]) for number, tables in enumerate(plans)]
+    errors = [worst_error(tables, own, ranks(world, 200)(real_bytes, tables, folder=own)) for tables in plans]
     far = sorted(map(abs, errors))
     print("the peak is off by (median, 95 %, most):", far[len(far) // 2], far[int(0.95 * (len(far) - 1))], far[-1])
     assert far[-1] <= MOST
@@ -113,13 +109,18 @@ def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, own: Path, world: int
 
 
 def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> float:
-    """How far the estimated peak is from the real one, relative, on the rank where it is farthest. States must be equal."""
+    """How far the estimated peak is from the real one, relative, on the rank where it is farthest. inf if states differ."""
     errors = []
+    recipes = Recipes()
     for rank, one in enumerate(real):
-        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real))
+        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real), recipes)
         errors.append((estimated.peak - estimated.batch - one.peak) / one.peak)
-        print(f"{errors[-1]:+.4f} of {one.peak} on rank {rank}, at {estimated.place}: {tables}")
-        assert estimated.states == one.states, (rank, tables)
+        print(
+            f"{errors[-1]:+.4f} of {one.peak} on rank {rank} of {len(real)}, at {estimated.place}: {tables}", flush=True
+        )
+        if estimated.states != one.states:
+            print(f"estimated {estimated.states}, but there are {one.states}")
+            return math.inf
     return max(errors, key=abs)
 
 
@@ -128,5 +129,5 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
 def test_an_example_takes_what_was_estimated(ranks: Any, path: Path) -> None:
     tables = tomllib.loads(path.read_text("utf-8"))
     size = plan_from_dict(tables, path.parent).world()
-    (real,) = zip(*ranks(size, 200)(measured, [tables], path.parent), strict=True)
+    real = ranks(size, 200)(real_bytes, tables, folder=path.parent)
     assert abs(worst_error(tables, path.parent, real)) <= MOST

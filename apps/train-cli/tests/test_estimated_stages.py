@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ from sley_core.comm.world import World
 from sley_core.draft import draft_of
 from sley_core.errors import RunError
 from sley_core.estimate.bytes.forks import can_fork, forked
-from sley_core.estimate.bytes.kinds import stage_kinds
 from sley_core.estimate.bytes.rank import RankBytes, rank_bytes
+from sley_core.estimate.bytes.stage_kinds import stage_kinds
 from sley_core.estimate.bytes.stages import stage_bytes
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import Tables, changed, small_plan
@@ -83,3 +85,15 @@ def failing() -> None:
 def test_what_a_process_raises_is_raised_here() -> None:
     with pytest.raises(RunError, match="it cannot be called"):
         list(forked([failing], 2))
+
+
+def waiting() -> None:
+    time.sleep(60)
+
+
+def test_a_process_that_does_not_end_is_ended() -> None:
+    began, before = time.monotonic(), set(multiprocessing.active_children())
+    with pytest.raises(RunError, match=r"estimate-late.*not done after 0 s"):
+        list(forked([int, waiting], 2, limit_s=0.3))
+    assert time.monotonic() - began < 20
+    assert set(multiprocessing.active_children()) <= before

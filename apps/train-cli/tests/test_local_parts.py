@@ -140,6 +140,34 @@ def test_an_empty_folder_is_as_good_as_none(plan: Path, folder: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}], ids=["plain", "overwrite", "resume"])
+@pytest.mark.parametrize("beside", [(), (".lock", "faults/0/rank-1.json")], ids=["alone", "with faults"])
+def test_a_folder_in_which_ranks_of_another_host_have_left_records_is_as_good_as_none(
+    plan: Path, folder: Path, how: dict[str, bool], beside: tuple[str, ...]
+) -> None:
+    """Without a shared folder rank 0 writes plan and rows on its own host, and others write what they work at on theirs."""
+    made = folder / "runs" / "small"
+    for name in ("work/rank-1.jsonl", *beside):
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text("{}\n", "utf-8")
+    check_run_folder(load_plan(plan), **{"overwrite": False, **how})
+    with held_run_folder(load_plan(plan), **{"overwrite": False, **how}):
+        assert not (made / "work").exists(), "of another run"
+        assert (made / "plan.toml").exists()
+
+
+@pytest.mark.parametrize("name", ["work/thesis.tex", "work/rank-1.jsonl/notes", "work"])
+def test_a_folder_of_work_of_the_users_is_never_replaced(plan: Path, folder: Path, name: str) -> None:
+    path = folder / "runs" / "small" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine", "utf-8")
+    with pytest.raises(PlanError, match="not the folder of a run"):
+        check_run_folder(load_plan(plan), overwrite=True)
+    with pytest.raises(PlanError, match="not the folder of a run"), held_run_folder(load_plan(plan), overwrite=True):
+        pass
+    assert path.exists()
+
+
 def test_a_run_that_took_no_step_leaves_no_folder(plan: Path, folder: Path) -> None:
     with held_run_folder(load_plan(plan), overwrite=False) as made:
         (made / "metrics.jsonl").touch()

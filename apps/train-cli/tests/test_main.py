@@ -15,6 +15,7 @@ import pytest
 
 from sley_core.errors import RunError
 from train_cli import lazy
+from train_cli.app import COMMANDS
 from train_cli.main import main
 
 Cli = Callable[..., Any]
@@ -45,6 +46,23 @@ def test_every_command_has_help_and_the_common_options(cli: Cli) -> None:
         assert result.code == 0
         assert "--message-format" in result.out
         assert "--traceback" in result.out
+
+
+def test_commands_are_listed_in_the_order_of_their_use(cli: Cli, install: Callable[..., None]) -> None:
+    install("sley-sweep", "sweep", "def sweep(): ...", group="sley.commands", attribute=":sweep")
+    lines = cli("--help").out.splitlines()
+    lines = lines[lines.index("Prepare:") : next(at for at, line in enumerate(lines) if "Exit codes:" in line)]
+    assert [line for line in lines if line and line[0] != " "] == [
+        "Prepare:",
+        "Look ahead:",
+        "Train:",
+        "Look back:",
+        "Of other packages:",
+    ]
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
+    order = ["new", "check", "show", "estimate", "search", "calibrate", "run", "doctor", "report", "sweep"]
+    assert [name for name in names if name in order] == order
+    assert sorted(names) == sorted([*COMMANDS, "sweep"])
 
 
 def test_check_says_that_it_runs_code_with_the_model(cli: Cli) -> None:

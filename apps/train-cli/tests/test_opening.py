@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sley_core.metrics.summary import RunFacts
-from train_cli.opening import opening
+from train_cli.opening import opening, repeats
 
 HELD = {"weights": 4 << 20, "masters": 8 << 20, "gradients": 3 << 30, "optimizer_states": 0}
 
@@ -40,3 +42,21 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_a_list_of_writers_without_the_usual_one_is_said() -> None:
     *_, last = opening(facts(), plan("core.tensorboard"), HELD).splitlines()
     assert last == "no metrics.jsonl: [[metrics]] lists `core.tensorboard`, and not `core.jsonl`"
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "told"),
+    [
+        (None, ""),
+        (32, ""),
+        (
+            20,
+            "an evaluation of 32 samples goes 1.6 times through the held-out data, 20 samples, of which 2 batches of 8 would "
+            "take none twice",
+        ),
+        (1, "an evaluation of 32 samples goes 32 times through the held-out data, 1 sample"),
+    ],
+)
+def test_samples_that_an_evaluation_sees_again_are_said(num_samples: int | None, told: str) -> None:
+    evaluates = SimpleNamespace(evaluation=SimpleNamespace(steps=4), batch=SimpleNamespace(global_size=8))
+    assert repeats(num_samples, evaluates) == told  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from train_cli.run_report.recorded import RecordedRun
 
 Cli = Callable[..., Result]
 
-SECTIONS = ("summary", "curves", "step", "memory", "counts", "plan", "machine")
+SECTIONS = ("summary", "curves", "step", "waiting", "memory", "counts", "plan", "machine")
 HELD_OUT = 'data.held_out_files=["corpus.txt"]'
 ALONE = ("parallel.dp=1", "evaluation.every=2", "evaluation.steps=1", "timeline.step=3", HELD_OUT)
 
@@ -141,7 +141,7 @@ def test_a_long_run_on_many_ranks_stays_small() -> None:
         for number, action in enumerate(actions)
     ]
     timelines = {title: Timeline.of(16, spans) for title in ("measured, step 5, ranks 0", "predicted: x")}
-    long = RecordedRun("long", Path("runs/long"), LONG, {"run.steps": "60000"}, None, None, timelines, [])
+    long = RecordedRun("long", Path("runs/long"), LONG, {"run.steps": "60000"}, None, None, timelines, [], [])
     html = page([long])
     assert len(html.encode()) <= MAX_BYTES
     assert "metrics.jsonl has 13 more numbers" in html

@@ -44,7 +44,7 @@ def test_auto_goes_on_with_the_numbers_of_a_run_in_one_go(cli: Cli, plan: Path, 
     assert len(rows(folder)) == 5
     again = cli("run", plan, "--resume", "auto", changes=[*changes, "learning_rate.use='core.constant'"])
     assert again.code == 0, again.err
-    assert f"going on after step 4 of 6, from {folder / 'runs/small/checkpoints/step-00000004'}" in again.err
+    assert f"going on after step 5 of 6, from {folder / 'runs/small/checkpoints/step-00000005'}" in again.err
     assert "the plan has changed since: run.steps: 5 -> 6" in again.err
     assert rows(folder) == in_one_go
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
@@ -91,7 +91,7 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own(cli: Cli, plan: Path, f
         patch.setenv("SLURM_RESTART_COUNT", "1")
         again = cli("run", plan, "--resume", path, changes=[*changes, EVERY])
     assert again.code == 0, again.err
-    assert f"going on after step 4 of 6, from {folder / 'runs/other/checkpoints/step-00000004'}" in again.err
+    assert f"going on after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}" in again.err
     assert rows(folder, "other") == in_one_go[2:]
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_went_back_does_not_go_on_from_its_earlier_try(
     )
     assert again.code == 0, again.err
     assert f"going on after step 2 of 5, from {back}" in again.err
-    assert [path.name for path in own.iterdir()] == ["step-00000003-1"], "what is kept is what was saved last"
+    assert [path.name for path in own.iterdir()] == ["step-00000005-1"], "what is kept is what was saved last"
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
 
 

@@ -171,6 +171,25 @@ def test_eval_is_the_runs_own_evaluation(cli: Any, trained: Trained, kept: str) 
     assert f"bits per byte  {loss / math.log(2):.4f}" in text
 
 
+def test_tiny_data_that_is_gone_through_again_is_said(cli: Any, trained: Trained, folder: Path) -> None:
+    """Its number came from fewer samples than it names, without a word."""
+    run = trained(PLAN)
+    (folder / "tiny.txt").write_text("the sley beats home " * 6, "utf-8")
+    again = cli("eval", run, "--data", f'held_out_files=["{folder / "tiny.txt"}"]')
+    assert "an evaluation of 16 samples goes 3.2 times through the held-out data, 5 samples" in again.err
+    assert "goes" not in cli("eval", run).err
+
+
+def test_a_run_says_before_its_first_step_that_held_out_data_is_gone_through_again(cli: Any, plan: Path) -> None:
+    held_out = "data={use='core.text', files=['corpus.txt'], held_out_files=['corpus.txt'], sequence=16}"
+    changes = ["parallel.dp=1", "run.steps=1", held_out, "evaluation={every=1, steps=50}"]
+    result = cli("run", plan, changes=changes)
+    assert result.code == 0, result.err
+    told, _, after = result.err.partition("step 1/1")
+    assert "an evaluation of 200 samples goes" in told
+    assert "goes" not in after, "it is said once"
+
+
 def test_eval_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:
     run = trained(PLAN)
     (folder / "odd.txt").write_text("zq" * 400, "utf-8")

@@ -12,22 +12,11 @@ import pytest
 import tomli_w
 
 from sley_core.plan.load import load_plan
+from sley_core.testing.machines import small_machine
 from sley_core.testing.plans import small_plan
 from train_cli.commands.estimate import shown
 
 pytest.importorskip("sley_pp")
-
-MACHINE = {
-    "format": 1,
-    "device": {
-        "name": "even",
-        "kind": "cuda",
-        "memory_bandwidth": 1e11,
-        "launch_s": 1e-6,
-        "matmul": {"fp64": {"flops_per_s": 1e11}},
-    },
-    "links": {"ranks_per_host": 8, "same_host": {"latency_s": 1e-5, "bandwidth": 1e10}},
-}
 
 
 @pytest.fixture
@@ -35,7 +24,7 @@ def given(tmp_path: Path) -> Path:
     data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
     plan = small_plan(data=data, model__num_layers=4, batch={"global_size": 8, "micro_size": 1})
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(plan), "utf-8")
-    (tmp_path / "machine.toml").write_text(tomli_w.dumps(MACHINE), "utf-8")
+    (tmp_path / "machine.toml").write_text(tomli_w.dumps(small_machine()), "utf-8")
     return tmp_path
 
 
@@ -77,6 +66,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     assert f"{shown(fullest)}  pp" in rows_of(done.out)[0][1]
 
     compared = done.out.split("as it is")[1]
+    assert "most bytes of a rank, in KiB" in compared
     parts = [line.rsplit(maxsplit=3) for line in compared.splitlines()[1:] if not line.startswith("written")]
     step = next(at for at, part in enumerate(parts) if part[0].strip().startswith("most bytes"))
     for column in (1, 2):
@@ -104,6 +94,13 @@ def test_what_cannot_fit_says_what_the_smallest_layout_needs(searched: Callable[
     done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
     assert done.code == 1
     assert "nothing fits into 1 B: the smallest layout found needs" in done.out
+
+
+def test_without_a_machine_it_says_what_writes_one(cli: Callable[..., Any], given: Path) -> None:
+    done = cli("search", given / "plan.toml", "--world", "2")
+    assert done.code == 2
+    assert "error[search-machine]" in done.err
+    assert "`--machine machine.toml`" in done.err
 
 
 def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> None:

@@ -22,7 +22,8 @@ from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.estimate.stage_facts import stage_facts
 from sley_core.plan.load import plan_from_dict
-from sley_core.testing.plans import small_plan
+from sley_core.testing.machines import small_machine
+from sley_core.testing.plans import changed, small_plan
 
 pytest.importorskip("sley_dp")
 pytest.importorskip("sley_pp")
@@ -83,17 +84,8 @@ def test_every_shard_is_reduced_and_gathered_once() -> None:
         assert reduced == sum(buffer.data.nbytes for buffer in run.store.buffers)
 
 
-MACHINE = {
-    "format": 1,
-    "device": {
-        "name": "any",
-        "kind": "cpu",
-        "memory_bandwidth": 1e10,
-        "launch_s": 1e-6,
-        "matmul": {"fp32": {"flops_per_s": 1e11}},
-    },
-    "links": {"ranks_per_host": 2, "same_host": {"latency_s": 1e-4, "bandwidth": 1e9}},
-}
+LINK = {"latency_s": 1e-4, "bandwidth": 1e9}
+MACHINE = small_machine(device__kind="cpu", links={"ranks_per_host": 2, "same_host": LINK})
 
 
 def seconds(tables: dict[str, Any], size: int, machine: dict[str, Any] = MACHINE) -> float:
@@ -103,7 +95,7 @@ def seconds(tables: dict[str, Any], size: int, machine: dict[str, Any] = MACHINE
 @pytest.mark.parametrize("handler", ["core.each", "dp.bucketed", "dp.sharded"])
 def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> None:
     plan = plan_of(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
-    slow = MACHINE | {"links": {"ranks_per_host": 2, "same_host": {"latency_s": 1e-4, "bandwidth": 1e6}}}
+    slow = changed(MACHINE, links__same_host=LINK | {"bandwidth": 1e6})
     assert seconds(plan, 2, slow) > 1.1 * seconds(plan, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,11 @@ def test_the_command_compares_ranks_and_leaves_nothing(start: Any, plan: Path, t
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     before = set(tmp_path.iterdir())
-    result = start("verify", plan, "--steps", 2, TMPDIR=str(scratch)).finish()
+    result = start("verify", plan, "--steps", 2, "--format", "json", TMPDIR=str(scratch)).finish()
     assert result.code == 0, result.err
-    assert result.out.startswith("2 ranks and one process agree over 2 steps"), result.out
+    told = json.loads(result.out)
+    assert (told["agrees"], told["ranks"], told["steps"], told["differs"]) == (True, 2, 2, [])
+    assert {one["kind"] for one in told["largest"]} >= {"first value", "loss", "gradient", "gradient norm", "weight"}
     assert not list(scratch.iterdir())
     assert set(tmp_path.iterdir()) == before
 
@@ -165,6 +168,12 @@ def test_the_command_fails_where_they_differ(
     result = cli("verify", plan, "--steps", 1, changes=changes)
     assert result.code == 1, result.err
     assert "the gradient of `embed.tokens.weight`, since step 1" in result.out
+    result = cli("verify", plan, "--steps", 1, "--format", "json", changes=changes)
+    told = json.loads(result.out)
+    first = told["differs"][0]
+    assert (result.code, told["agrees"], told["ranks"], told["steps"]) == (1, False, 2, 1)
+    assert (first["kind"], first["name"], first["step"], first["rank"]) == ("gradient", "embed.tokens.weight", 1, 0)
+    assert first["times"] == pytest.approx(0.5)
     assert cli("verify", plan, "--steps", 1, "--tolerance", 3, changes=changes).code == 0
 
 

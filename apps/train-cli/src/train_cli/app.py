@@ -12,27 +12,37 @@ from train_cli.console import Settings
 from train_cli.lazy import LazyCommand, foreign, foreign_summary, load_foreign, own
 from train_cli.options import MessageFormat
 
-COMMANDS = {
-    "run": "Train as the plan says.",
-    "launch": "Print what starts a plan on several hosts.",
-    "check": "Find every mistake of one or more plans.",
-    "verify": "Compare a plan's layout with one process.",
-    "show": "Show the resolved plan, ranks and groups.",
-    "sample": "Let a run's model go on with a text.",
-    "report": "Write a page about runs, with curves and tables.",
-    "eval": "Print the held-out loss of a run's weights.",
-    "estimate": "Say how much memory each stage needs.",
-    "search": "Find the fastest layouts that fit.",
-    "export": "Write a run's weights for other programs.",
-    "new": "Write a plugin package to start from.",
-    "calibrate": "Measure this machine, for estimates of seconds.",
-    "plugins": "List installed plugins, records and their options.",
-    "needs": "Print what to pip install for a plan.",
-    "schema": "Print the JSON Schema of a plan.",
-    "doctor": "Say what went wrong in a run, from the reports of its ranks.",
-    "env": "Print versions and devices, for a report.",
+SECTIONS = {
+    "Prepare": {
+        "new": "Write a plugin package to start from.",
+        "plugins": "List installed plugins, records and their options.",
+        "needs": "Print what to pip install for a plan.",
+        "schema": "Print the JSON Schema of a plan.",
+        "check": "Find every mistake of one or more plans.",
+        "show": "Show the resolved plan, ranks and groups.",
+    },
+    "Look ahead": {
+        "estimate": "Say how much memory each stage needs.",
+        "search": "Find the fastest layouts that fit.",
+        "calibrate": "Measure this machine, for estimates of seconds.",
+    },
+    "Train": {
+        "run": "Train as the plan says.",
+        "launch": "Print what starts a plan on several hosts.",
+        "verify": "Compare a plan's layout with one process.",
+    },
+    "Look back": {
+        "doctor": "Say what went wrong in a run, from the reports of its ranks.",
+        "report": "Write a page about runs, with curves and tables.",
+        "eval": "Print the held-out loss of a run's weights.",
+        "sample": "Let a run's model go on with a text.",
+        "export": "Write a run's weights for other programs.",
+        "env": "Print versions and devices, for a report.",
+    },
 }
-"""Our commands, in the order of `--help`; the function of each is in the module of its name."""
+"""Our commands in the order in which one comes to use them, as in `--help`; each has its function in the module of its name."""
+
+COMMANDS = {name: summary for section in SECTIONS.values() for name, summary in section.items()}
 
 # \b keeps the lines of a paragraph as they are.
 HELP = """
@@ -66,6 +76,16 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Returns the names of our commands, then those of other packages."""
         return [*self.commands, *(name for name in foreign() if name not in self.commands)]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the commands for `--help`, section by section."""
+        names = self.list_commands(ctx)
+        width = max(map(len, names))
+        others = {name: foreign_summary(name) for name in names if name not in self.commands}
+        for title, section in {**SECTIONS, "Of other packages": others}.items():
+            if section:
+                with formatter.section(title):
+                    formatter.write_dl([(name.ljust(width), summary) for name, summary in section.items()])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Returns the command; one of another package as a LazyCommand."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sley_core.plan.write import sections
-from train_cli.commands.estimate import shown
+from train_cli.commands.estimate import shown, unit_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,9 +52,10 @@ def compared(own: ExactEstimate, best: ExactEstimate) -> Iterator[str]:
     step, best_step = own.seconds.step, best.seconds.step
     yield _compared("a step, in seconds", step.seconds, best_step.seconds)
     yield from (_compared(f"  {part.name}", part.one, part.other) for part in seconds_parts(step, best_step))
-    yield _compared("most bytes of a rank, in GiB", own.fullest.peak / GIB, best.fullest.peak / GIB)
+    unit, size = unit_of(max(own.fullest.peak, best.fullest.peak))
+    yield _compared(f"most bytes of a rank, in {unit}", own.fullest.peak / size, best.fullest.peak / size)
     for part in bytes_parts(own.fullest, best.fullest):
-        yield _compared(f"  {part.name.replace('_', ' ')}", part.one / GIB, part.other / GIB)
+        yield _compared(f"  {part.name.replace('_', ' ')}", part.one / size, part.other / size)
 
 
 def written(plan: Plan, world: int, best: Final) -> str:
@@ -90,9 +91,6 @@ def _commented(text: str, why: dict[str, str]) -> str:
     """Returns a section of a plan with its comment above; of tables of one header the first has it."""
     comment = why.pop(text.split("\n", 1)[0], None)
     return f"# {comment}\n{text}" if comment else text
-
-
-GIB = 1 << 30
 
 
 def _compared(name: str, one: float, other: float) -> str:

@@ -30,6 +30,21 @@ def opening(facts: RunFacts, plan: Plan, held: Mapping[str, int]) -> str:
     return "\n".join(lines)
 
 
+def repeats(num_samples: int | None, plan: Plan) -> str:
+    """Returns a note if an evaluation of `plan` sees samples more than once; "" if not.
+
+    num_samples: of the held-out data; None if nothing tells, as of a stream.
+    """
+    assert plan.evaluation is not None, "the plan has no [evaluation]"
+    seen, size = plan.evaluation.steps * plan.batch.global_size, plan.batch.global_size
+    if not num_samples or seen <= num_samples:
+        return ""
+    times = f"an evaluation of {seen:,} samples goes {seen / num_samples:.3g} times through the held-out data"
+    fits = num_samples // size
+    less = f", of which {fits} batch{'' if fits == 1 else 'es'} of {size} would take none twice" if fits else ""
+    return f"{times}, {num_samples:,} sample{'' if num_samples == 1 else 's'}{less}"
+
+
 def ranks(count: int) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} rank{'' if count == 1 else 's'}"

@@ -39,7 +39,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._num_steps = num_steps
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
-        self._clock = _Clock(num_steps)
+        self._clock = Pace(num_steps)
         self.lost: str | None = None
         self._notes = notes
         self._num_before = self._num_told = len(notes)
@@ -96,7 +96,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         return "  ".join(parts)
 
 
-class _Clock:
+class Pace:
     """Estimates the remaining time from the pace so far; the first step, which warms everything up, does not count."""
 
     def __init__(self, num_steps: int) -> None:

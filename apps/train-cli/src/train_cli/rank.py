@@ -19,10 +19,12 @@ from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.export.run_weights import WEIGHTS
 from sley_core.metrics.summary import RunFacts, RunTotals, summary, write_summary
 from sley_core.reports.witness import report_error, report_stuck
+from sley_core.reports.work_recorder import recorded_work
 from train_cli import failure_file, lifeline
 from train_cli.console import say
+from train_cli.engines.trainjob_status import status_server
 from train_cli.faults import Fault
-from train_cli.opening import opening
+from train_cli.opening import opening, repeats
 from train_cli.preflight import meet, thread_note
 from train_cli.progress import Reporter, closing
 from train_cli.resume import load
@@ -45,7 +47,8 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
 
     def work(run: Run, stopping: Stopping) -> None:
         run.notes.extend(load(run, folder, resume))
-        _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
+        with recorded_work(run.parts, run.feed, folder, run.notes):
+            _train(run, folder, stopping, resume=resume, line=line, verbose=verbose)
 
     return on_rank(plan, folder, work, writes=True)
 
@@ -112,14 +115,16 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     if note := thread_note(os.environ, is_cpu=run.world.device.type == "cpu"):
         run.notes.append(note)
+    if run.evaluation is not None and (note := repeats(run.evaluation.feed.num_samples, run.plan)):
+        run.notes.append(note)
     totals = done(run, folder, resume)
     run.readers.append(totals.add)
     outcome: Outcome = "failed"
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
     try:
         say("\n".join((opening(_facts(run), run.plan, _memory(run)), *run.notes)))
-        with reporter:
-            run.readers.append(reporter)
+        with reporter, status_server(os.environ, run.plan.run.steps) as tell:
+            run.readers += [reporter, *tell]
             stopping.working(run.stop)
             outcome = run.train()
     except BaseException:

@@ -22,6 +22,7 @@ from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
 from sley_core.reports.fault_report import FOLDER as FAULTS
 from sley_core.reports.fault_report import forget
+from sley_core.reports.work_record import FOLDER as WORK
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
 from train_cli.start_record import NAME as START
@@ -67,7 +68,8 @@ def held_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Ite
     """Makes the folder of a run of `plan` with its `plan.toml`, and locks it against other runs until the block ends.
 
     resume: what is in it stays. A run that failed before its first step leaves no folder, or one with nothing but reports of
-    its ranks, which the next run may take. Raises as `check_run_folder` does.
+    its ranks, and on hosts other than rank 0's a run leaves records of ranks: the next run may take these. Raises as
+    `check_run_folder` does.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
@@ -131,9 +133,17 @@ def _is_taken(folder: Path) -> bool:
         return False
     if not folder.is_dir():
         return True
-    return any(path.name != LOCK for path in folder.iterdir()) and not (
-        (folder / FAULTS).is_dir() and _is_unused(folder)
-    )
+    names = {path.name for path in folder.iterdir()}
+    if names <= {LOCK, FAULTS, WORK} and WORK in names:
+        return not _is_record(folder / WORK)
+    return bool(names - {LOCK}) and not ((folder / FAULTS).is_dir() and _is_unused(folder))
+
+
+def _is_record(work: Path) -> bool:
+    """Returns whether `work` has nothing but records of ranks; on hosts of their own, ranks other than 0 leave nothing else."""
+    if work.is_symlink() or not work.is_dir():
+        return False
+    return all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())
 
 
 def _is_ours(folder: Path) -> bool:

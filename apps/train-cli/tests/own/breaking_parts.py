@@ -32,7 +32,11 @@ SLOW_S = 1.5
 
 
 class Embed(nn.Embedding):
+    """With `Head`, so that every stage has a layer in which something can go wrong, wherever measured costs cut the model."""
+
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.training and fault.is_due("action"):
+            fault.act("embed")
         return super().forward(tokens)
 
 
@@ -50,8 +54,6 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """So that every stage has a layer in which something can go wrong."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         if self.training and fault.is_due("action"):
             fault.act("head")

@@ -1,9 +1,10 @@
-"""`train-cli doctor RUN`: what went wrong in a run, from what its ranks have left in its folder."""
+"""`train-cli doctor RUN`: what went wrong in a run, or is slow, from what its ranks have left in its folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,33 +13,63 @@ import typer
 
 from sley_core.errors import UsageError
 from sley_core.export.run_weights import PLAN
+from sley_core.reports import work_record
 from sley_core.reports.fault_report import FOLDER, FoundReports, read
+from sley_core.reports.work_record import WorkRecord
+from train_cli.doctor.state import RunState, state_in_words, state_of
 from train_cli.doctor.verdict import Verdict, evidence, in_words, verdict
 from train_cli.options import FormatOption, OutputFormat
+from train_cli.slow.judge import Judgement, judge
+from train_cli.slow.words import cause_in_words, last_seen, nobody, remedy, work_in_words
 
 
 def doctor(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/NAME.")],
     form: FormatOption = OutputFormat.text,
 ) -> None:
-    """Say what went wrong in a run: cause, rank, layer, action, remedy."""
-    found = _reports(run)
+    """Say what went wrong in a run, or which rank makes others wait: cause, rank, layer, action, remedy."""
+    found, records = _left(run)
+    judged = judge(records)
     if form is OutputFormat.json:
-        typer.echo(json.dumps([_data(one) for one in found], indent=2))
-    elif not found:
-        typer.echo(f"no rank has reported a failure in `{run}`")
-    else:
-        typer.echo("\n\n".join("\n".join(_text(run, one, len(found) > 1)) for one in found))
+        data = {
+            "attempts": [_data(one) for one in found],
+            "state": asdict(_state(run, records)),
+            "slow": [
+                {**asdict(cause), "told": cause_in_words(cause), "remedy": remedy(cause)} for cause in judged.causes
+            ],
+            "why_not": judged.why_not,
+            "work": [*work_in_words(judged)],
+        }
+        typer.echo(json.dumps(data, indent=2))
+        return
+    parts = ["\n".join(_text(run, one, len(found) > 1)) for one in found]
+    if not found:
+        state = state_in_words(_state(run, records), time.time())
+        parts.append(f"no rank has reported a failure in `{run}`: {state}")
+    parts.append("\n".join(_slow(judged, records)))
+    typer.echo("\n\n".join(parts))
 
 
-def _reports(run: Path) -> list[FoundReports]:
-    """Returns the reports in the folder; raises UsageError if it is not that of a run."""
+def _left(run: Path) -> tuple[list[FoundReports], list[WorkRecord]]:
+    """Returns the reports and the records in the folder; raises UsageError if it is not that of a run."""
     if not (run / PLAN).is_file() and not (run / FOLDER).is_dir():
         raise UsageError("no-run", f"`{run}` is not the folder of a run", hint="give the folder, such as `runs/NAME`")
     try:
-        return read(run)
+        return read(run), work_record.read(run)
     except OSError as error:
-        raise UsageError("no-run", f"the reports in `{run}` cannot be read: {error.strerror or error}") from error
+        raise _unreadable(run, error) from error
+
+
+def _state(run: Path, records: Sequence[WorkRecord]) -> RunState:
+    """Returns how far the run has come; raises UsageError if what tells it cannot be read."""
+    try:
+        return state_of(run, records, time.time())
+    except OSError as error:
+        raise _unreadable(run, error) from error
+
+
+def _unreadable(run: Path, error: OSError) -> UsageError:
+    return UsageError("no-run", f"what is in `{run}` cannot be read: {error.strerror or error}")
 
 
 def _data(found: FoundReports) -> dict[str, Any]:
@@ -76,3 +107,16 @@ def _fields(seen: Verdict) -> Iterator[str]:
         "remedy": seen.remedy,
     }
     yield from (f"{name:<10}{value}" for name, value in shown.items() if value)
+
+
+def _slow(judged: Judgement, records: Sequence[WorkRecord]) -> Iterator[str]:
+    """Yields who is slow, and what each rank works at, waits for, and when it was last seen."""
+    for cause in judged.causes:
+        yield f"{'slow':<10}{cause_in_words(cause)}"
+        yield f"{'steps':<10}{cause.first} to {cause.last}"
+        yield f"{'remedy':<10}{remedy(cause)}"
+    if not judged.causes:
+        yield f"{'slow':<10}{nobody(judged)}"
+    if lines := [*work_in_words(judged)] or [*last_seen(records)]:
+        yield "what ranks worked at and waited for"
+        yield from (f"  {line}" for line in lines)

@@ -145,7 +145,13 @@ def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[
 
 def shown(count: int) -> str:
     """Returns bytes in the unit that fits."""
+    unit, size = unit_of(count)
+    return f"{count / size:.2f} {unit}" if size > 1 else f"{count} B"
+
+
+def unit_of(count: int) -> tuple[str, int]:
+    """Returns the largest unit of which `count` bytes are one or more, and its bytes."""
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+            return unit, size
+    return "B", 1

@@ -11,6 +11,7 @@ import typer
 from sley_core.data.config import TextConfig
 from sley_core.losses.config import CrossEntropyConfig
 from train_cli.console import say
+from train_cli.opening import repeats
 from train_cli.trained import plan_of, trained_run
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ def eval(
         loss = model.evaluate()
         evaluation = model.plan.evaluation
         assert evaluation is not None
+        assert model.evaluation is not None
+        if note := repeats(model.evaluation.feed.num_samples, model.plan):
+            say(note)
     typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
     if _is_nats_per_byte(plan):
         typer.echo(f"bits per byte  {loss / math.log(2):.4f}")

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 def search(
     plan: PlanArgument,
     world: Annotated[int, typer.Option("--world", min=1, metavar="RANKS", help="How many ranks there are.")],
-    machine: Annotated[Path, typer.Option("--machine", metavar="FILE", help="The machine, as `calibrate` wrote it.")],
+    machine: Annotated[
+        Path | None, typer.Option("--machine", metavar="FILE", help="The machine, as `calibrate` wrote it; needed.")
+    ] = None,
     overrides: SetOption = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="SIZE", help="What a device has, such as 80GiB; else no limit.")
@@ -49,6 +51,11 @@ def search(
     ] = None,
 ) -> None:
     """Find the fastest layouts of a plan that fit, from what is installed; no device is needed."""
+    if machine is None:
+        hint = "`train-cli calibrate --out machine.toml --plan PLAN` measures one; then `--machine machine.toml`"
+        raise UsageError(
+            "search-machine", "a search needs to know what the machine's devices and links reach", hint=hint
+        )
     if explain and not verify:
         raise UsageError("explain-needs-steps", "`--explain` compares what steps say, which `--at-a-glance` leaves out")
     limit = None if memory is None else num_bytes(memory)

@@ -3,10 +3,13 @@
 this process     one process of the plan ──> numbers, gradients, weights of each step, in a temporary folder
 its ranks        the plan's layout       ──> each compares what it holds ──> findings
 this process     findings ──> what agrees, or what differs first
+
+With `--league` it takes plans of its own (`train_cli/league`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,21 +27,28 @@ from train_cli.as_rank import as_rank
 from train_cli.commands.run import check, num_devices
 from train_cli.console import Settings
 from train_cli.one_process import in_layout, in_one_process
-from train_cli.options import PlanArgument, SetOption, WorldOption
+from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
 from train_cli.stopping import terminated_s
-from train_cli.verify.findings import differences, in_words, read
+from train_cli.verify.findings import Limits, RankFindings, as_json, differences, in_words, no_step_taken, read
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
     from train_cli.stopping import Stopping
 
+STEPS = 3
+"""How many steps are compared where `--steps` does not say so."""
+
 
 def verify(
     context: typer.Context,
-    plan: PlanArgument,
+    plan: Annotated[
+        Path | None, typer.Argument(metavar="[PLAN]", help="The plan, a TOML file; none with --league.")
+    ] = None,
     overrides: SetOption = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help=f"Optimizer steps to compare; left out, {STEPS}.")
+    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -49,15 +59,30 @@ def verify(
         ),
     ] = None,
     world: WorldOption = None,
+    league: Annotated[
+        bool, typer.Option("--league", help="In place of a plan: the field's silent errors, a small plan each.")
+    ] = False,
+    rows: Annotated[
+        str | None, typer.Option("--rows", metavar="NAME,...", help="The rows of the league to play; left out, all.")
+    ] = None,
+    form: FormatOption = OutputFormat.text,
     against: Annotated[Path | None, typer.Option("--against", hidden=True)] = None,
 ) -> None:
-    """Compare the plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
+    """Compare a plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
     settings = context.ensure_object(Settings)
-    changes = overrides or []
-    if against is not None and lifeline.is_held():
-        raise typer.Exit(_as_rank(plan, changes, steps, against, settings))
-    if against is not None or "RANK" in os.environ:
+    is_rank = against is not None and lifeline.is_held()
+    if not is_rank and (against is not None or "RANK" in os.environ):
         raise UsageError("verify-ranks", "`verify` starts its ranks itself", hint="call it without a launcher")
+    of_plan = {"a plan": plan, "--set": overrides, "--steps": steps, "--tolerance": tolerance, "--world": world}
+    _check_what(league, [name for name, value in of_plan.items() if value is not None], rows)
+    if plan is None:
+        from train_cli.league.command import chosen, play_as_rank, play_here
+
+        picked = chosen(rows)
+        raise typer.Exit(play_as_rank(picked, against, settings) if against else play_here(picked, form, settings))
+    changes, steps = overrides or [], steps or STEPS
+    if against is not None:
+        raise typer.Exit(_as_rank(plan, changes, steps, against, settings))
     loaded = load_plan(plan, changes)
     size = check(loaded, world or loaded.world(num_devices(loaded)))
     if size == 1:
@@ -70,23 +95,30 @@ def verify(
 
     check_model(loaded, size)
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
-        raise typer.Exit(_compared(plan, changes, loaded, size, steps, tolerance, Path(name), settings))
+        from train_cli.verify.measure import limits
+
+        found = _compared(plan, changes, loaded, size, steps, Path(name), settings)
+        raise typer.Exit(_told(found, limits(loaded, tolerance), steps, form))
+
+
+def _check_what(league: bool, of_plan: list[str], rows: str | None) -> None:
+    """Raises UsageError unless the arguments name either a plan or the league. of_plan: those given that only a plan has."""
+    ways = "`train-cli verify plan.toml` compares a plan, `train-cli verify --league` the field's silent errors"
+    if league and of_plan:
+        raise UsageError("verify-what", f"the league has plans of its own: it does not take {of_plan[0]}", hint=ways)
+    if not league and rows is not None:
+        raise UsageError("verify-what", "`--rows` are those of the league", hint="give `--league` too")
+    if not league and "a plan" not in of_plan:
+        raise UsageError("verify-what", "there is nothing to verify", hint=ways)
 
 
 def _compared(
-    path: Path,
-    changes: list[str],
-    plan: Plan,
-    size: int,
-    steps: int,
-    tolerance: float | None,
-    folder: Path,
-    settings: Settings,
-) -> int:
-    """Trains both, prints what was found, and returns the exit code."""
+    path: Path, changes: list[str], plan: Plan, size: int, steps: int, folder: Path, settings: Settings
+) -> list[RankFindings]:
+    """Trains both and returns what ranks found. Raises typer.Exit where one of the two was not trained to its end."""
     from train_cli.local_launch import launch
     from train_cli.rank import on_rank
-    from train_cli.verify.measure import keep, limits
+    from train_cli.verify.measure import check_complete, keep
 
     def work(run: Run, stopping: Stopping) -> None:
         if plan.parallel.sp > 1:
@@ -96,18 +128,27 @@ def _compared(
 
     code = on_rank(in_one_process(plan), folder, work)
     if code != EXIT_OK:
-        return code
+        raise typer.Exit(code)
     _free_devices()
     arguments = ["verify", str(path), *(part for change in changes for part in ("--set", change))]
     arguments += ["--steps", str(steps), "--against", str(folder)]
     fault = launch(arguments, size, folder, say=console.say, terminated_s=terminated_s(plan))
     console.show(fault, settings)
     if fault.exit_code != EXIT_OK:
-        return fault.exit_code
-    ranks, allowed = read(folder, size), limits(plan, tolerance)
-    for line in in_words(ranks, allowed, steps):
-        typer.echo(line)
-    if len(ranks[0].skipped) == steps:
+        raise typer.Exit(fault.exit_code)
+    ranks = read(folder, size)
+    check_complete(ranks, folder)
+    return ranks
+
+
+def _told(ranks: list[RankFindings], allowed: Limits, steps: int, form: OutputFormat) -> int:
+    """Prints what was found, and returns the exit code."""
+    if form is OutputFormat.json:
+        typer.echo(json.dumps(as_json(ranks, allowed, steps), indent=2))
+    else:
+        for line in in_words(ranks, allowed, steps):
+            typer.echo(line)
+    if no_step_taken(ranks, steps):
         console.say("no step was taken, so that no weight was compared: give more `--steps`")
         return EXIT_RUN_FAILED
     return EXIT_RUN_FAILED if differences(ranks, allowed) else EXIT_OK

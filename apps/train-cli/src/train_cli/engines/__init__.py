@@ -1,1 +1,1 @@
-"""What starts ranks on several hosts, as text: commands, scripts and manifests that each engine's own client takes."""
+"""What starts ranks on several hosts, as text that each engine's own client takes; and what a run tells an engine."""

@@ -19,6 +19,7 @@ from train_cli.progress import duration, rate
 from train_cli.run_report.charts import MAX_RUNS, Curve, chart, look
 from train_cli.run_report.drawn_step import MEASURED, PREDICTED, StageTimes, ends, placement_of, times_of_stages
 from train_cli.run_report.recorded import RecordedRun
+from train_cli.run_report.waiting import KINDS, waiting
 
 MAX_BYTES = 1_000_000
 
@@ -112,6 +113,8 @@ def page(runs: Sequence[RecordedRun]) -> str:
         charts=list(_charts(runs, names[:_MOST_CHARTS])),
         numbers_left_out=names[_MOST_CHARTS:],
         steps=[_step(run, _MOST_SPANS // len(runs)) for run in runs],
+        waiting=[waiting(run.label, run.work) for run in runs],
+        kinds=list(KINDS.values()),
         memory=_table([one.get("memory_bytes", {}) for one in summaries]),
         counts=_table([_flat(one.get("counts", {})) for one in summaries]),
         plan=_table([run.values for run in runs]),

@@ -18,6 +18,8 @@ from sley_core.metrics.summary import NAME as SUMMARY
 from sley_core.plan.write import inline, leaves
 from sley_core.reports.fault_report import FoundReports
 from sley_core.reports.fault_report import read as read_faults
+from sley_core.reports.work_record import WorkRecord
+from sley_core.reports.work_record import read as read_work
 from train_cli.run_report.drawn_step import TRACE, read_trace
 from train_cli.start_record import StartRecord, read_start
 
@@ -30,7 +32,8 @@ class RecordedRun:
 
     rows: one per optimizer step; a number that was not finite is None. values: of the plan as resolved, as TOML by key. start:
     None for a run that left no record of it. summary: None while it has not ended. timelines: of one step by title, measured
-    ones first; empty where the plan asked for none. faults: one per attempt that failed.
+    ones first; empty where the plan asked for none. faults: one per attempt that failed. work: by
+    rank, of its last start.
     """
 
     label: str
@@ -41,6 +44,7 @@ class RecordedRun:
     summary: Mapping[str, Any] | None
     timelines: Mapping[str, Timeline]
     faults: Sequence[FoundReports]
+    work: Sequence[WorkRecord]
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
@@ -71,6 +75,7 @@ def _run(label: str, folder: Path, plan: Mapping[str, Any]) -> RecordedRun:
             json.loads((folder / SUMMARY).read_text("utf-8")) if (folder / SUMMARY).exists() else None,
             read_trace(folder / TRACE) if (folder / TRACE).exists() else {},
             read_faults(folder),
+            read_work(folder),
         )
     except (OSError, ValueError, KeyError) as error:
         raise _no_run(folder, f"what it holds cannot be read: {error}") from error

@@ -7,10 +7,11 @@ norm, the held-out loss, weights.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["first value", "loss", "gradient", "gradient norm", "held-out loss", "weight"]
 KINDS: tuple[Kind, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")
@@ -20,7 +21,7 @@ _TOLD = 5
 @dataclass(frozen=True)
 class Limits:
     """Relative errors that are allowed. near: in the first step, where weights are still equal. far: later, and of weights.
-    reduced: of gradients and what follows from them, the sum of what the plan's handlers declare. first: of first values.
+    reduced: of gradients and what follows from them, the sum of what the plan's handlers declare.
     """
 
     near: float
@@ -132,13 +133,48 @@ def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> I
     for one in worst(ranks, limits):
         where = f"{one.name}, " if one.name else ""
         where += "before the first step" if one.step == 0 else f"step {one.step}"
-        many = f" (of {one.num})" if one.num > 1 else ""
-        yield f"{one.kind:<16}{one.error:>14.2g}{one.allowed:>12.2g}  {where}{many}"
-    if lost := list(dict.fromkeys(one.name for rank in ranks for one in rank.compared if _is_lost(one, limits))):
+        where += f" (of {one.num})" if one.num > 1 else ""
+        yield f"{one.kind:<16}{one.error:>14.2g}{one.allowed:>12.2g}  {where if one.error else 'equal'}"
+    if lost := _lost(ranks, limits):
         more = f" and {len(lost) - _TOLD} more" if len(lost) > _TOLD else ""
         yield f"not compared, since their gradients are zero but for rounding: {', '.join(lost[:_TOLD])}{more}"
-    if skipped := sorted({step for rank in ranks for step in rank.skipped}):
+    if skipped := _skipped(ranks):
         yield f"not taken, for gradients that are not finite in this precision: step {', '.join(map(str, skipped))}"
+
+
+def no_step_taken(ranks: Sequence[RankFindings], num_steps: int) -> bool:
+    """Returns whether gradients were finite in no step, so that no weight was compared."""
+    return len(_skipped(ranks)) == num_steps
+
+
+def _lost(ranks: Sequence[RankFindings], limits: Limits) -> list[str]:
+    return list(dict.fromkeys(one.name for rank in ranks for one in rank.compared if _is_lost(one, limits)))
+
+
+def _skipped(ranks: Sequence[RankFindings]) -> list[int]:
+    return sorted({step for rank in ranks for step in rank.skipped})
+
+
+def as_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> dict[str, Any]:
+    """Returns what `in_words` says as JSON, and every difference, the first cause first; null is no finite number."""
+    return {
+        "agrees": not differences(ranks, limits) and not no_step_taken(ranks, num_steps),
+        "ranks": len(ranks),
+        "steps": num_steps,
+        "largest": [_json(one) for one in worst(ranks, limits)],
+        "differs": [{"rank": rank.rank, "stage": rank.stage, **_json(one)} for rank, one in differences(ranks, limits)],
+        "not_compared": _lost(ranks, limits),
+        "not_taken": _skipped(ranks),
+    }
+
+
+def as_number(value: float) -> float | None:
+    """Returns `value` as JSON has it: null where it is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def _json(one: Worst | Compared) -> dict[str, Any]:
+    return {key: as_number(value) if isinstance(value, float) else value for key, value in asdict(one).items()}
 
 
 def _cause(wrong: Sequence[tuple[RankFindings, Compared]], limits: Limits) -> Iterator[str]:

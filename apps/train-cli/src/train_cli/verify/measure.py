@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from sley_core.engine.update import CLIP_EPSILON
+from sley_core.errors import RunError
 from sley_core.testing.parity import relative_errors
 from sley_core.testing.runs import GRADIENTS, WEIGHTS, gradients, weights
 from train_cli.verify.findings import Compared, Kind, Limits, RankFindings
@@ -51,28 +52,63 @@ def limits(plan: Plan, tolerance: float | None = None) -> Limits:
 
 def keep(run: Run, num_steps: int, folder: Path) -> None:
     """Takes steps of the one-process `run` and keeps what they gave in `folder`. Ends early if the run is asked to stop."""
-    save_file(_own_weights(run), _file(folder, 0, "weights"))
+    save_file(_own_weights(run), file_of(folder, 0, "weights"))
     for step, row in _steps(run, num_steps):
         (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
-        save_file(_unclipped(run, row), _file(folder, step, "gradients"))
-        save_file(_own_weights(run), _file(folder, step, "weights"))
+        save_file(_unclipped(run, row), file_of(folder, step, "gradients"))
+        save_file(_own_weights(run), file_of(folder, step, "weights"))
 
 
 def compare(run: Run, num_steps: int, folder: Path) -> None:
     """Takes the same steps on this rank of the layout and compares each with what is in `folder`, where findings go too."""
-    found = RankFindings(run.world.rank, run.groups["pp"].coord)
-    quiet = _Quiet(run.plan.precision.compute)
-    found.compared += _tensors("first value", 0, _own_weights(run), _file(folder, 0, "weights"), quiet)
+    beside = Beside(run.world.rank, run.plan.precision.compute, folder)
+    beside.begin(run)
     for step, row in _steps(run, num_steps):
-        reference = json.loads((folder / f"row-{step}.json").read_text("utf-8"))
-        found.compared += _numbers(step, row, reference)
+        beside.step(run, step, row)
+    beside.found.write(folder)
+
+
+class Beside:
+    """Compares what a rank has with what one process kept in `folder`, step by step. found: what was compared so far."""
+
+    def __init__(self, rank: int, precision: str, folder: Path) -> None:
+        self.found = RankFindings(rank, stage=0)
+        self._folder = folder
+        self._quiet = _Quiet(precision)
+
+    def begin(self, run: Run) -> None:
+        """Compares first values, of a run that has not taken a step yet; one that goes on says where its rank is now."""
+        self.found.stage = run.groups["pp"].coord
+        if run.num_steps_done == 0:
+            self.found.compared += self._tensors("first value", 0, _own_weights(run), "weights")
+
+    def step(self, run: Run, step: int, row: Mapping[str, float]) -> None:
+        """Compares what step `step`, counted from 1, has left. All ranks call it: what is sharded is gathered."""
+        reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
+        self.found.compared += _numbers(step, row, reference)
         if row.get("skipped") and reference.get("skipped"):
-            found.skipped.append(step)  # gradients that are not finite have nothing to compare
+            self.found.skipped.append(step)  # gradients that are not finite have nothing to compare
         else:
-            quiet.look(_file(folder, step, "gradients"))
-            found.compared += _tensors("gradient", step, _unclipped(run, row), _file(folder, step, "gradients"), quiet)
-        found.compared += _tensors("weight", step, _own_weights(run), _file(folder, step, "weights"), quiet)
-    found.write(folder)
+            self._quiet.look(file_of(self._folder, step, "gradients"))
+            self.found.compared += self._tensors("gradient", step, _unclipped(run, row), "gradients")
+        self.found.compared += self._tensors("weight", step, _own_weights(run), "weights")
+
+    def _tensors(self, kind: Kind, step: int, own: Mapping[str, Tensor], what: str) -> list[Compared]:
+        return list(_tensors(kind, step, own, file_of(self._folder, step, what), self._quiet))
+
+
+def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
+    """Raises RunError "not-compared" if one process kept a first value, or a gradient of the first step, that no rank has."""
+    skipped = any(1 in rank.skipped for rank in ranks)
+    kept: list[tuple[Kind, str]] = [("first value", file_of(folder, 0, "weights"))]
+    kept += [] if skipped else [("gradient", file_of(folder, 1, "gradients"))]
+    for kind, file in kept:
+        found = {one.name for rank in ranks for one in rank.compared if one.kind == kind}
+        with _opened(file) as tensors:
+            if missing := sorted(set(tensors.keys()) - found):
+                raise RunError(
+                    "not-compared", f"no rank has the {kind} of `{missing[0]}` (of {len(missing)} such parameters)"
+                )
 
 
 def dropouts(run: Run) -> list[str]:
@@ -163,7 +199,8 @@ def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _file(folder: Path, step: int, what: str) -> str:
+def file_of(folder: Path, step: int, what: str) -> str:
+    """Returns the path of the file in which `keep` puts the `gradients` or `weights` of a step; step 0 is before the first."""
     return str(folder / f"{what}-{step}.safetensors")
 
 

@@ -1,0 +1,122 @@
+"""Plays rows of the league: this process keeps the references, ranks compare their layouts with them, step by step.
+
+this process     one process of each row, and a plain loop ──> numbers, gradients, weights of each step, in a folder
+its ranks        the row's layouts                         ──> each compares what it holds ──> findings
+this process     findings ──> a result for each row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.errors import EXIT_OK, RunError
+from train_cli.faults import Fault
+from train_cli.league.plain import keep_plain
+from train_cli.league.result import Result, judged
+from train_cli.league.row import LeagueRow, by_ranks
+from train_cli.verify.findings import read
+from train_cli.verify.measure import Beside, check_complete, keep
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+Start: TypeAlias = Callable[[Sequence[LeagueRow], int, Path], Fault]
+"""Calls `take` on so many ranks, for these rows and this folder, and returns how they ended."""
+
+ALONE, PLAIN = "alone", "plain"
+"""The folders of a row's references."""
+
+
+def play(rows: Sequence[LeagueRow], folder: Path, start: Start) -> Iterator[Result]:
+    """Yields the result of each row, those of few ranks first. folder: is empty; gets what is compared.
+
+    A row in which a rank fails ends the ranks; what they were still to do is started again without it.
+    """
+    kept = []
+    for row in rows:
+        try:
+            keep_references(row, folder / row.name)
+            kept.append(row)
+        except Exception as error:
+            yield Result(row, failed=f"as one process: {_reason(Fault.of(error))}")
+    for num_ranks, left in by_ranks(kept).items():
+        while left:
+            fault = start(left, num_ranks, folder)
+            done = [row for row in left if _is_done(row, folder)]
+            yield from (_result(row, folder) for row in done)
+            left = [row for row in left if row not in done]
+            if left:
+                assert fault.exit_code != EXIT_OK, f"no rank failed, and {left[0].name} was not compared"
+                yield Result(left.pop(0), failed=_reason(fault))
+
+
+def _reason(fault: Fault) -> str:
+    return fault.diagnostics[0].message if fault.diagnostics else "its ranks have ended without a word"
+
+
+def keep_references(row: LeagueRow, folder: Path) -> None:
+    """Keeps what one process of the row computes in a subfolder of `folder`, and what a plain loop does in another."""
+    (folder / ALONE).mkdir(parents=True)
+    plan = row.plan_alone()
+    with World.alone("cpu") as world, assemble(plan, world) as run:
+        keep(run, row.num_steps, folder / ALONE)
+    if row.plain:
+        (folder / PLAIN).mkdir()
+        keep_plain(plan, row.num_steps, folder / ALONE, folder / PLAIN)
+
+
+def take(rows: Sequence[LeagueRow], world: World, folder: Path) -> None:
+    """Takes the steps of all rows on this rank and writes what it found; all ranks of `world` call it with the same rows."""
+    for row in rows:
+        _take(row, world, folder / row.name)
+
+
+def _take(row: LeagueRow, world: World, folder: Path) -> None:
+    plans = row.plans()
+    kept = [folder / name for name in (ALONE, PLAIN) if (folder / name).is_dir()]
+    references = [Beside(world.rank, plans[0].precision.compute, one) for one in kept]
+    for number, plan in enumerate(plans):
+        _take_layout(row, plan, number, world, folder, references)
+    for reference, one in zip(references, kept, strict=True):
+        reference.found.write(one)
+
+
+def _take_layout(
+    row: LeagueRow, plan: Plan, number: int, world: World, folder: Path, references: Sequence[Beside]
+) -> None:
+    """Takes the steps of layout `number` of the row: from the checkpoint of the one before, to one for the next."""
+    with assemble(plan, world) as run:
+        if number > 0:
+            run.load_checkpoint(folder / f"saved-{number}")
+        for reference in references:
+            reference.begin(run)
+        for _ in range(row.steps):
+            if row.moves and run.num_steps_done > 0:
+                run.memory.offload()
+                run.memory.onload()
+            found = run.step()
+            for reference in references:
+                reference.step(run, run.num_steps_done, found)
+        if number + 1 < len(row.layouts):
+            run.save_checkpoint(folder / f"saved-{number + 1}")
+
+
+def _is_done(row: LeagueRow, folder: Path) -> bool:
+    """Returns whether every rank has written what it found beside the last of the row's references."""
+    last = folder / row.name / (PLAIN if row.plain else ALONE)
+    return all((last / f"rank-{rank}.json").is_file() for rank in range(row.num_ranks))
+
+
+def _result(row: LeagueRow, folder: Path) -> Result:
+    found = {}
+    for one in (ALONE, PLAIN) if row.plain else (ALONE,):
+        found[one] = read(folder / row.name / one, row.num_ranks)
+        try:
+            check_complete(found[one], folder / row.name / one)
+        except RunError as error:
+            return Result(row, failed=error.diagnostics[0].message)
+    return judged(row, found[ALONE], found.get(PLAIN))

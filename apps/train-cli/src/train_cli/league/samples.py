@@ -1,0 +1,73 @@
+"""The data of the league: `factory = "train_cli.league.samples:DrawnSamples"`. Drawn tokens, of which some have labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sley_core.data.dataset import IGNORED, DataContext, DataInfo, Field
+
+VOCAB = 40
+
+_TRAINED, _HELD_OUT = 1 << 10, 16
+"""How many samples there are: two batches that are held out, so that it does not matter in which order they come."""
+
+
+class DrawnSamples:
+    """Samples that are drawn by their number.
+
+    sequence: tokens in each. labels: how many labels count, from the first on: of sample 0, 1, ..., then from the beginning
+    again. documents: the lengths of the documents that a sample is packed of, in turn in the same way; empty: it has no bounds.
+    The last label of a document does not count. Fields: `tokens`, `labels` [b, sequence] int64, packed also `positions` of the
+    same shape and `cu_seqlens` [b, n + 1] int32. context: says which split; held-out samples are others.
+    """
+
+    def __init__(
+        self,
+        context: DataContext | None = None,
+        sequence: int = 16,
+        labels: Sequence[int] = (16,),
+        documents: Sequence[Sequence[int]] = (),
+    ) -> None:
+        is_held_out = context is not None and context.split == "held_out"
+        self._first, self._count = (_TRAINED, _HELD_OUT) if is_held_out else (0, _TRAINED)
+        self._sequence, self._labels, self._documents = sequence, labels, documents
+        fields = {"tokens": Field("int64", 0, 1, ids="token"), "labels": Field("int64", 0, 1, ids="label")}
+        if documents:
+            fields |= {"positions": Field("int64", 0, 1), "cu_seqlens": Field("int32", 0, None)}
+        self.info = DataInfo(fields, VOCAB, sequence)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = torch.randint(
+            VOCAB, (self._sequence + 1,), generator=torch.Generator().manual_seed(self._first + index)
+        )
+        sample = {"tokens": drawn[:-1].clone(), "labels": drawn[1:].clone()}
+        sample["labels"][self._labels[index % len(self._labels)] :] = IGNORED
+        if self._documents:
+            lengths = self.lengths(index)
+            ends = torch.tensor(lengths).cumsum(0)
+            sample["labels"][ends - 1] = IGNORED
+            sample["positions"] = torch.cat([torch.arange(length) for length in lengths])
+            most = max(len(one) for one in self._documents)
+            # Documents of no tokens fill it up, so that all samples have one shape.
+            sample["cu_seqlens"] = torch.full((most + 1,), self._sequence, dtype=torch.int32)
+            sample["cu_seqlens"][0] = 0
+            sample["cu_seqlens"][1 : len(lengths) + 1] = ends
+        return sample
+
+    def lengths(self, index: int) -> Sequence[int]:
+        """Returns the lengths of the documents in sample `index`: all of it, where nothing is packed."""
+        return self._documents[index % len(self._documents)] if self._documents else (self._sequence,)
+
+    def apart(self, index: int) -> Iterator[dict[str, Tensor]]:
+        """Yields each document of sample `index` as a batch of its own, without anything that says where it was packed."""
+        sample = self[index]
+        start = 0
+        for length in self.lengths(index):
+            yield {name: sample[name][None, start : start + length] for name in ("tokens", "labels")}
+            start += length

@@ -1,0 +1,45 @@
+"""Memory that a rank holds more of with every step, on the host for itself alone or on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from sley_core.reports.work_record import WorkRecord
+
+LEAST_MB, LEAST_SHARE = 64.0, 0.15
+"""Less than this, or than this share of what there was, may be caches that fill."""
+
+LEAST_WINDOWS = 5
+STEADY = 0.8
+"""The share of windows in which it must grow."""
+
+
+class Growth(NamedTuple):
+    """What a rank holds more at step `last` than at step `first`. where: "host" or "device"."""
+
+    rank: int
+    where: str
+    megabytes: float
+    first: int
+    last: int
+
+
+def growths(records: Sequence[WorkRecord]) -> list[Growth]:
+    """Returns the ranks whose memory grows, the most first; the first window, in which a run settles, is left out."""
+    found = [one for record in records for where in ("host", "device") if (one := _growth(record, where))]
+    return sorted(found, key=lambda one: -one.megabytes)
+
+
+def _growth(record: WorkRecord, where: str) -> Growth | None:
+    windows = record.windows[1:]
+    if len(windows) < LEAST_WINDOWS:
+        return None
+    held = [window.private_mb if where == "host" else window.device_mb for window in windows]
+    total = held[-1] - held[0]
+    rising = sum(after > before for before, after in pairwise(held)) / (len(held) - 1)
+    # What has filled by now no longer grows.
+    lately = held[-1] - held[-1 - max(1, len(held) // 3)]
+    is_growing = total >= max(LEAST_MB, LEAST_SHARE * held[0]) and rising >= STEADY and lately >= total / 6
+    return Growth(record.start.rank, where, total, windows[0].last, windows[-1].last) if is_growing else None

@@ -1,0 +1,185 @@
+"""A fault for each row of the league, as others have had it; a row in which it makes no difference measures nothing.
+
+`with fault("tied-stages"): ...` puts it into this process, and takes it out again. Ranks have it, references do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+FAULTS: dict[str, Fault] = {}
+"""By the names of rows."""
+
+
+def fault(row: str) -> AbstractContextManager[Any]:
+    """Returns the context in which this process has the fault of a row."""
+    return FAULTS[row]()
+
+
+def wrong(place: str, *rows: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as what `place`, "module:Class.method", does instead; it gets that first, then its arguments."""
+
+    def register(instead: Callable[..., Any]) -> Callable[..., Any]:
+        def context() -> AbstractContextManager[Any]:
+            module, _, path = place.partition(":")
+            owner: Any = import_module(module)
+            *classes, name = path.split(".")
+            for one in classes:
+                owner = getattr(owner, one)
+            original = getattr(owner, name)
+
+            def replaced(*args: Any, **more: Any) -> Any:
+                return instead(original, *args, **more)
+
+            is_static = classes and isinstance(vars(owner)[name], staticmethod)
+            return patch.object(owner, name, staticmethod(replaced) if is_static else replaced)
+
+        FAULTS.update(dict.fromkeys(rows, context))
+        return instead
+
+    return register
+
+
+@wrong("sley_core.losses.cross_entropy:CrossEntropy.loss", "accumulation")
+def mean_of_micro_batches(original: Any, self: Any, output: Any, batch: Any) -> Any:
+    """Each of eight micro-batches counts alike, whichever of the 55 labels are its own."""
+    return original(self, output, batch) / self.weight(batch) * 55 / 8
+
+
+@wrong("sley_dp.sums:Exact.start", "uneven-ranks")
+def mean_of_ranks(original: Any, self: Any, buffer: Any, group: Any) -> None:
+    """Both ranks count alike: the one with 60 of the 68 labels, and the other."""
+    buffer.data.mul_(68 / (2 * (60, 8)[group.coord]))
+    original(self, buffer, group)
+
+
+@wrong("sley_dp.sums:Exact.start", "masked-ranks")
+def counts_ranks_without_labels(original: Any, self: Any, buffer: Any, group: Any) -> None:
+    """A sum is divided by all ranks, though one of them has nothing to add."""
+    buffer.data.div_(group.size)
+    original(self, buffer, group)
+
+
+@wrong("sley_core.engine.execute:Executor.evaluate", "held-out")
+def mean_of_held_out_parts(original: Any, self: Any, steps: Any, micros: Any, state: Any) -> Any:
+    """Both ranks count alike, whichever of the 68 labels are their own."""
+    own = sum(int((micro["labels"] >= 0).sum()) for micro in micros)
+    return original(self, steps, micros, state) * 68 / (2 * own)
+
+
+@wrong("sley_isp.vocabulary.head:Scores.cross_entropy", "vocabulary-wp")
+def counts_ignored_labels(original: Any, self: Any, labels: Any, ignore_index: int, smoothing: float) -> Any:
+    """An ignored label is taken for the first class."""
+    return original(self, labels.masked_fill(labels == ignore_index, 0), ignore_index, smoothing)
+
+
+@wrong("sley_core.model.llama:SelfAttention.forward", "packed-dp")
+def sees_other_documents(original: Any, self: Any, x: Any, positions: Any, cu_seqlens: Any) -> Any:
+    """Attention does not hear of documents."""
+    return original(self, x, positions, None)
+
+
+@wrong("sley_isp.sequence.attention:_attend", "packed-sp")
+def loses_bounds_over_slices(original: Any, attention: Any, group: Any, args: Any, more: Any, proof: Any) -> Any:
+    """Bounds are lost on the way to whole sequences."""
+    return original(attention, group, args, {**more, "cu_seqlens": None}, proof)
+
+
+@wrong("sley_isp.sequence.exchange:sum_copies", "shared-heads-sp")
+def leaves_copies_of_heads(original: Any, gradient: Any, num_heads: int) -> Any:
+    """Of the gradients of a head that ranks share, the first one's is taken for all."""
+    return gradient[..., :num_heads, :]
+
+
+@wrong("sley_pp.shared:SharedModules.finish_step", "tied-stages")
+def sums_no_ties(original: Any, self: Any, step: Any) -> None:
+    """Every stage goes on with a part of the gradient."""
+
+
+@wrong("sley_pp.shared:SharedModules.finish_step", "sharded-ties")
+def sums_ties_twice(original: Any, self: Any, step: Any) -> None:
+    """What is a sum already is summed again."""
+    original(self, step)
+    original(self, step)
+
+
+@wrong("sley_core.engine.weight_queue:WeightQueue.run", "split-backward-dp", "split-backward-wp")
+def drops_last_weight_gradients(original: Any, self: Any, place: tuple[int, int]) -> None:
+    """What the last micro-batch adds comes too late to be summed."""
+    if place[1] == 3:
+        self._queued[place] = []
+    original(self, place)
+
+
+@wrong("sley_core.engine.update:Update._local_norm", "clip-pp", "clip-wp-pp")
+def counts_every_copy(original: Any, self: Any, pieces: Any) -> Any:
+    """A gradient that several ranks hold counts once for each."""
+    every = [piece._replace(num_holders=1, num_shards=self.groups[piece.reduce_group].size) for piece in pieces]
+    return original(self, every)
+
+
+@wrong("sley_isp.communicator:Communicator._reduce", "adapters-wp")
+def trains_one_layer(original: Any, self: Any, site: Any, rows: Any, inputs: Any) -> None:
+    """Of all layers only the first has gradients."""
+    original(self, site, rows if site.name.startswith("blocks.0.") else torch.zeros_like(rows), inputs)
+
+
+@wrong("sley_pp.link:Link.send", "adapters-pp")
+def stops_gradients(original: Any, self: Any, transfer: Any, description: Any, tensors: Any, key: Any) -> None:
+    """A stage that trains nothing sends no gradients."""
+    sent = [torch.zeros_like(one) for one in tensors] if transfer.flow == "backward" else tensors
+    original(self, transfer, description, sent, key)
+
+
+@wrong("sley_core.engine.call:derive", "dropout-pp")
+def draws_by_rank(original: Any, seed: int, *parts: Any) -> int:
+    """Random numbers are those of another run."""
+    return original(seed + 1, *parts)  # type: ignore[no-any-return]
+
+
+@wrong("sley_memory.offload.parked:HostCopy.has_changed", "offload")
+def brings_back_older(original: Any, self: Any, found: int) -> bool:
+    """The host keeps what left first."""
+    return self.print is None and original(self, found)
+
+
+@wrong("sley_core.checkpoint.restore:Restoring._state", "resume-wp")
+def forgets_optimizer_states(original: Any, self: Any, stepped: Any) -> Any:
+    """Moments begin anew on the second half of the ranks."""
+    return {} if self.tensors.parts.world.rank else original(self, stepped)
+
+
+@wrong("sley_core.checkpoint.restore:Restoring._state", "resume-pp")
+def forgets_states_of_ties(original: Any, self: Any, stepped: Any) -> Any:
+    """The tied table's moments begin anew on the stage that did not save them."""
+    is_lost = self.tensors.parts.world.rank and stepped.entry.tie_group is not None
+    return {} if is_lost else original(self, stepped)
+
+
+@wrong("sley_core.data.feed:Feed.restore", "resume-again")
+def begins_with_the_first_sample(original: Any, self: Any, state: Any) -> None:
+    """A run that goes on has its first samples again."""
+
+
+@wrong("sley_core.engine.masters:Masters.write_back", "bf16-masters")
+def rounds_masters(original: Any, self: Any) -> None:
+    """What bf16 cannot keep is lost in every step."""
+    with torch.no_grad():
+        for one in self.stepped:
+            one.parameter.copy_(one.parameter.bfloat16())
+    original(self)
+
+
+@wrong("sley_core.checkpoint.restore:Restoring._own", "resume-masters")
+def masters_from_weights(original: Any, self: Any, name: str, region: Any, like: Any = None) -> Any:
+    """Masters are made of what was rounded."""
+    value = original(self, name, region, like)
+    return value.bfloat16().float() if name.startswith("weights/") else value

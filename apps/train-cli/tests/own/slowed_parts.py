@@ -1,0 +1,216 @@
+"""A model, data and an optimizer of which one is slow on one rank, as the variable SLEY_TEST_SLOW says.
+
+{"kind": "backward", "rank": 1, "layer": 2, "seconds": 0.05}: the backward of the third block takes 50 ms more in each step.
+kind: data, forward, backward, optimizer, link, faults or memory; none where nothing is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sley_core.comm.groups import Group
+from sley_core.comm.transport.works import Works
+from sley_core.data.dataset import DataContext, DataInfo, Field
+
+VARIABLE = "SLEY_TEST_SLOW"
+HIDDEN, SEQUENCE, VOCABULARY, NUM_BLOCKS = 64, 32, 64, 4
+NUM_MICROS = 2
+"""Of a rank in a step."""
+
+MEGABYTES = 4
+"""Of memory that is kept in each step."""
+
+
+class Slow:
+    """What is slow on this rank, as it is now: a process may run several cases."""
+
+    def __init__(self) -> None:
+        told = json.loads(os.environ.get(VARIABLE, "{}"))
+        is_own = bool(told) and int(os.environ.get("RANK", "0")) == told["rank"]
+        self.kind = told["kind"] if told and (is_own or told["kind"] == "link") else "none"
+        self.is_own = is_own
+        self.layer = told.get("layer", -1)
+        self.seconds = told.get("seconds", 0.0)
+        self.kept: list[bytearray] = []
+
+    def is_at(self, kind: str, layer: int) -> bool:
+        return self.kind == kind and self.layer == layer
+
+
+class Late(torch.autograd.Function):
+    """The identity, whose backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Block(nn.Module):
+    def __init__(self, place: int, slow: Slow) -> None:
+        super().__init__()
+        self.place, self.slow = place, slow
+        self.inner = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.outer = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        slow = self.slow
+        made = hidden + self.outer(torch.relu(self.inner(hidden)))
+        if not self.training:
+            return made
+        if slow.is_at("forward", self.place):
+            time.sleep(slow.seconds / NUM_MICROS)
+        if slow.is_at("faults", self.place):
+            fault_in(slow.seconds / NUM_MICROS)
+        if slow.is_at("memory", self.place):
+            slow.kept.append(bytearray(os.urandom(1) * (MEGABYTES * 2**20 // NUM_MICROS)))
+        return Late.apply(made, slow.seconds / NUM_MICROS) if slow.is_at("backward", self.place) else made  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Head(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+class Embed(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+def layers() -> list[tuple[str, nn.Module]]:
+    slow = Slow()
+    _prepare_link(slow)
+    blocks: list[tuple[str, nn.Module]] = [(f"blocks.{place}", Block(place, slow)) for place in range(NUM_BLOCKS)]
+    return [("embed", Embed(VOCABULARY, HIDDEN)), *blocks, ("head", Head(HIDDEN, VOCABULARY))]
+
+
+class Samples:
+    """Tokens that count up; on a rank with slow data each takes its share of the seconds."""
+
+    def __init__(self, context: DataContext) -> None:
+        self.slow = Slow()
+        self.info = DataInfo({"tokens": Field("int64", 0, 1), "labels": Field("int64", 0, 1)}, VOCABULARY, SEQUENCE)
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if self.slow.kind == "data":
+            time.sleep(self.slow.seconds / NUM_MICROS)
+        tokens = (torch.arange(SEQUENCE + 1) + index) % VOCABULARY
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+class Sgd(torch.optim.SGD):
+    """SGD, which sleeps on a rank with a slow optimizer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.slow = Slow()
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if self.slow.kind == "optimizer":
+            time.sleep(self.slow.seconds)
+        return super().step(closure)
+
+
+def fault_in(seconds: float) -> None:
+    """Takes pages from the system, and gives them back, for so long."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        with mmap.mmap(-1, 4 * 2**20) as memory:
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+            pages = np.frombuffer(memory, np.uint8)
+            pages[:: mmap.PAGESIZE] = 1
+            del pages
+
+
+class LateSends:
+    """A communicator from which messages leave some time after they were handed over, in their order."""
+
+    def __init__(self, lane: Any, seconds: float) -> None:
+        self.lane, self.seconds = lane, seconds
+        self.jobs: queue.SimpleQueue[tuple[float, Any, threading.Event, list[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lane, name)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        is_gone, works = threading.Event(), []  # type: ignore[var-annotated]
+        self.jobs.put((time.perf_counter() + self.seconds, (tensors, peer, tag), is_gone, works))
+        return LateWork(is_gone, works)
+
+    def _work(self) -> None:
+        while True:
+            due, message, is_gone, works = self.jobs.get()
+            time.sleep(max(0.0, due - time.perf_counter()))
+            works.append(self.lane.send(*message))
+            is_gone.set()
+
+
+class LateWork:
+    def __init__(self, is_gone: threading.Event, works: list[Any]) -> None:
+        self.is_gone, self.works = is_gone, works
+
+    def wait(self) -> None:
+        self.is_gone.wait()
+        self.works[0].wait()
+
+    def is_completed(self) -> bool:
+        return self.is_gone.is_set() and bool(self.works[0].is_completed())
+
+
+class LateResult:
+    """A sum that takes its time."""
+
+    def __init__(self, work: Any, seconds: float) -> None:
+        self.work, self.seconds = work, seconds
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(self.seconds)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+_PLAIN_LANE, _PLAIN_INIT = Group.lane, Works.__init__
+
+
+def _prepare_link(slow: Slow) -> None:
+    """Puts itself in front of messages that this rank sends, and of sums of gradients; or takes itself away."""
+    late: dict[int, LateSends] = {}
+
+    def lane(self: Group, name: str = "main") -> Any:
+        found = _PLAIN_LANE(self, name)
+        if self.axis != "pp" or not slow.is_own:
+            return found
+        return (
+            late.setdefault(id(found), LateSends(found, slow.seconds / NUM_MICROS))
+            if id(found) not in late
+            else late[id(found)]
+        )
+
+    def init(self: Works, received: Any, sent: Any, turn: Any, *args: Any, **options: Any) -> None:
+        if turn.members.axis == "stage":
+            received = [LateResult(one, slow.seconds) for one in received]
+        _PLAIN_INIT(self, received, sent, turn, *args, **options)
+
+    Group.lane = lane if slow.kind == "link" else _PLAIN_LANE  # type: ignore[method-assign]
+    Works.__init__ = init if slow.kind == "link" else _PLAIN_INIT  # type: ignore[method-assign]

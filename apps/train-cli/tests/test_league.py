@@ -1,0 +1,220 @@
+"""The league of silent errors: its rows hold, and each says so where its fault is put in; the command and its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from league_faults import FAULTS, fault
+from parity_page import league, write_league
+
+from sley_core.comm.world import World
+from sley_core.errors import RunError
+from sley_core.testing.plans import changed
+from train_cli.faults import Fault
+from train_cli.league.measure import play, take
+from train_cli.league.result import Result
+from train_cli.league.row import LeagueRow
+from train_cli.league.rows import ROWS
+from train_cli.league.table import in_lines
+from train_cli.verify import measure
+
+for _plugin in ("sley_dp", "sley_isp", "sley_memory", "sley_pp"):
+    pytest.importorskip(_plugin)
+
+SAMPLE = ("packed-sp", "resume-wp", "tied-stages")
+"""Rows whose faults CI puts in; a campaign puts in all."""
+
+Played = Callable[..., list[Result]]
+
+
+def on_a_rank(rows: Sequence[LeagueRow], folder: Path, faulty: str | None) -> None:
+    with fault(faulty) if faulty else nullcontext(), World.join("cpu") as world:
+        take(rows, world, folder)
+
+
+def forked(ranks: Any, faulty: str | None, rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+    """As the command starts ranks, but forked."""
+    if num_ranks > 1:
+        ranks(num_ranks, 120)(on_a_rank, rows, folder, faulty)
+    else:
+        on_a_rank(rows, folder, faulty)
+    return Fault((), 0)
+
+
+@pytest.fixture
+def played(ranks: Any, tmp_path: Path) -> Played:
+    """`played(row, ..., faulty=None)`: the results of rows, with a fault on their ranks or without."""
+
+    def play_rows(*rows: LeagueRow, faulty: str | None = None) -> list[Result]:
+        return list(play(rows, tmp_path, partial(forked, ranks, faulty)))
+
+    return play_rows
+
+
+def row(name: str) -> LeagueRow:
+    return next(one for one in ROWS if one.name == name)
+
+
+def test_every_row_has_a_name_of_its_own_and_a_fault() -> None:
+    assert len({one.name for one in ROWS}) == len(ROWS)
+    assert set(FAULTS) == {one.name for one in ROWS}
+
+
+def test_a_sample_of_rows_holds(played: Played) -> None:
+    found = played(*(row(name) for name in ("accumulation", "masked-ranks", "packed-sp", "resume-pp")))
+    assert [one.row.name for one in found if not one.holds] == []
+    assert {len(one.errors) for one in found} == {4}
+    assert all(one.plain is not None and one.plain > 0 for one in found), "the plain loop adds in another order"
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_the_whole_league_is_written(cli: Any) -> None:
+    """Plays all rows as the command does, and writes its part of the page."""
+    result = cli("verify", "--league", "--format", "json")
+    assert result.code == 0, result.out
+    write_league(json.loads(result.out))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one.name, marks=[] if one.name in SAMPLE else pytest.mark.campaign) for one in ROWS],
+)
+def test_a_row_says_so_where_its_fault_is_put_in(played: Played, name: str) -> None:
+    (found,) = played(row(name), faulty=name)
+    assert not found.failed
+    assert not found.holds, found
+    assert found.differs[0].startswith("beside one process it differs: "), found.differs
+
+
+def test_the_plain_loop_tells_what_one_process_does_too(played: Played) -> None:
+    with fault("packed-dp"):
+        (found,) = played(row("packed-dp"), faulty="packed-dp")
+    assert max(found.errors.values()) <= found.row.limit
+    assert found.plain is not None
+    assert found.plain > 1e-3
+    assert found.differs[0].startswith("beside the plain loop it differs: the loss, since step 1"), found.differs
+
+
+def test_a_row_whose_ranks_fail_is_named_and_the_others_are_played(ranks: Any, tmp_path: Path) -> None:
+    broken, fine = row("tied-stages"), row("clip-pp")
+    started: list[list[str]] = []
+
+    def fail_first(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+        started.append([one.name for one in rows])
+        if len(started) == 1:
+            return Fault.of(RunError("link-lost", "stage 1 is gone"))
+        return forked(ranks, None, rows, num_ranks, folder)
+
+    found = list(play([broken, fine], tmp_path, fail_first))
+    assert started == [["tied-stages", "clip-pp"], ["clip-pp"]]
+    assert [(one.row.name, one.failed, one.holds) for one in found] == [
+        ("tied-stages", "stage 1 is gone", False),
+        ("clip-pp", "", True),
+    ]
+    told = "\n".join(in_lines(found))
+    assert "could not be compared: stage 1 is gone" in told
+    assert told.endswith("1 of 2 rows do not hold: tied-stages")
+
+
+def test_a_row_that_one_process_cannot_take_is_named(played: Played) -> None:
+    options = {"labels": [0]}
+    nothing = replace(row("accumulation"), tables=changed(row("accumulation").tables, data__options=options))
+    (found,) = played(nothing)
+    assert (found.holds, found.failed.partition(": ")[0]) == (False, "as one process"), found
+
+
+@pytest.mark.parametrize("what", ["_own_weights", "_unclipped"])
+def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
+    def without_norms(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+        whole = getattr(measure, what)
+
+        def part(*given: Any) -> dict[str, Any]:
+            return {name: one for name, one in whole(*given).items() if "norm" not in name}
+
+        with patch.object(measure, what, part):
+            return forked(ranks, None, rows, num_ranks, folder)
+
+    (found,) = play([row("accumulation")], tmp_path, without_norms)
+    kind = "first value" if what == "_own_weights" else "gradient"
+    assert found.failed == f"no rank has the {kind} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
+
+
+def test_the_command_starts_ranks_and_leaves_nothing(start: Any, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    result = start("verify", "--league", "--rows", "clip-pp", TMPDIR=str(scratch)).finish()
+    assert result.code == 0, result.err
+    assert result.out.endswith("clip-pp holds\n"), result.out
+    assert not list(scratch.iterdir())
+
+
+def test_the_command_fails_where_a_row_does_not_hold(cli: Any) -> None:
+    with fault("accumulation"):
+        result = cli("verify", "--league", "--rows", "accumulation")
+    assert result.code == 1, result.err
+    assert "DOES NOT HOLD" in result.out
+    assert "  beside one process it differs: the loss, since step 1, on stage 0 (rank 0)\n" in result.out
+    assert result.out.endswith("1 of 1 rows do not hold: accumulation\n")
+
+
+def test_the_command_prints_json(cli: Any) -> None:
+    result = cli("verify", "--league", "--rows", "accumulation", "--format", "json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    (only,) = told["rows"]
+    assert (told["holds"], only["holds"], only["name"], only["layout"]) == (
+        True,
+        True,
+        "accumulation",
+        "8 micro-batches",
+    )
+    assert set(only["errors"]) == {"loss", "gradient norm", "gradient", "weight"}
+    assert 0 < only["plain_loop"] <= only["allowed"] == 1e-6
+    assert "transformers PR #34191" in only["seen"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "verify-what"),
+        (("--rows", "accumulation"), "verify-what"),
+        (("plan.toml", "--league"), "verify-what"),
+        (("--league", "--steps", 2), "verify-what"),
+        (("--league", "--rows", "acumulation"), "league-rows"),
+        (("--league", "--against", "."), "verify-ranks"),
+    ],
+)
+def test_what_names_neither_plan_nor_league_is_refused(
+    cli: Any, folder: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    result = cli("verify", *arguments)
+    assert (result.code, f"error[{said}]" in result.err) == (2, True), result.err
+
+
+def test_a_plugin_that_a_row_needs_is_named_before_anything_runs(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = replace(
+        row("accumulation"), tables=changed(row("accumulation").tables, pipeline={"use": "absent.schedule"})
+    )
+    monkeypatch.setattr("train_cli.league.rows.ROWS", (lacking,))
+    result = cli("verify", "--league")
+    assert (result.code, "error[plugin-unknown]" in result.err) == (4, True), result.err
+
+
+def test_the_page_has_every_row_and_what_is_allowed() -> None:
+    figures, elsewhere = (
+        re.findall(r"^\| `(\S+)` \| (.+) \|$", part, re.MULTILINE) for part in league().split("elsewhere, and")
+    )
+    assert [(name, cells.split(" | ")[0]) for name, cells in figures] == [(one.name, one.layout) for one in ROWS]
+    assert [float(cells.split(" | ")[-1]) for _, cells in figures] == [float(f"{one.limit:.1e}") for one in ROWS]
+    assert [(name, cells.split(" | ")[0]) for name, cells in elsewhere] == [(one.name, one.elsewhere) for one in ROWS]

@@ -1,0 +1,257 @@
+"""Who is named for which records: causes have work, victims have waits. Records are written here; nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from written_records import BLOCK, USUAL, record, replicas, spread, stages, window
+
+from sley_core.reports.work_record import DATA, DEVICE, UPDATE, Queue, Spread, Usage, Window, WorkRecord
+from train_cli.slow.judge import Cause, judge
+from train_cli.slow.words import cause_in_words, nobody, remedy, work_in_words
+
+
+def only(causes: tuple[Cause, ...]) -> Cause:
+    (cause,) = causes
+    return cause
+
+
+@pytest.mark.parametrize("place", [DATA, "F0", "B0", UPDATE])
+@pytest.mark.parametrize("slow", [0, 2])
+def test_the_rank_that_works_longer_is_named_with_its_place_and_never_its_victims(place: str, slow: int) -> None:
+    works = [{**USUAL, place: USUAL[place] + 0.06 * (rank == slow)} for rank in range(3)]
+    cause = only(judge(replicas(*works)).causes)
+    assert (cause.kind, cause.ranks, cause.place) == ("work", (slow,), place)
+    assert cause.seconds == pytest.approx(0.06)
+    assert cause.usual_s == pytest.approx(USUAL[place])
+    assert f"rank {slow} makes others wait" in cause_in_words(cause)
+    assert "takes 60 ms longer than others' in a step of" in cause_in_words(cause)
+    assert remedy(cause)
+
+
+@pytest.mark.parametrize("more_s", [0.0, 0.01, 0.02])
+def test_less_than_a_quarter_of_a_step_is_not_told(more_s: float) -> None:
+    judged = judge(replicas(USUAL, {**USUAL, "F0": 0.02 + more_s}))
+    assert not judged.causes
+    assert nobody(judged).startswith("nobody: no rank works 25% of a step longer")
+
+
+def test_a_machine_that_is_half_as_fast_is_named_without_a_layer() -> None:
+    cause = only(judge(replicas(USUAL, USUAL, {place: 2 * one for place, one in USUAL.items()})).causes)
+    assert (cause.ranks, cause.place, cause.layer) == ((2,), "B0", "")
+
+
+def test_work_that_nobody_waits_for_is_no_cause() -> None:
+    """As a rank that writes metrics beside the others' work: its peers wait for nothing."""
+    fast, slow = replicas(USUAL, {**USUAL, "B0": 0.1})
+    free = [replace(one, waits={"stage main": spread(0.001)}) for one in fast.windows]
+    assert not judge([replace(fast, windows=free), slow]).causes
+
+
+def test_steps_that_vary_as_much_as_ranks_differ_name_nobody() -> None:
+    first, second = replicas(USUAL, {**USUAL, "B0": 0.08})
+    wide = [replace(one, work={**one.work, "B0": Spread(0.03, 0.08, 0.2)}) for one in second.windows]
+    assert not judge([first, replace(second, windows=wide)]).causes
+
+
+def test_a_rank_that_is_slow_now_and_then_is_not_named() -> None:
+    first, second = replicas(USUAL, {**USUAL, "B0": 0.1}, num_windows=9)
+    usual = replicas(USUAL, USUAL, num_windows=9)[1].windows
+    mixed = [
+        one if number % 2 else other for number, (one, other) in enumerate(zip(second.windows, usual, strict=True))
+    ]
+    assert not judge([first, replace(second, windows=mixed)]).causes
+
+
+def test_a_rank_that_has_become_slow_lately_is_named_with_the_steps() -> None:
+    quick, slow = replicas(USUAL, USUAL, num_windows=9), replicas(USUAL, {**USUAL, "F0": 0.1}, num_windows=9)
+    later = [
+        replace(one, windows=[*one.windows[:6], *other.windows[6:]]) for one, other in zip(quick, slow, strict=True)
+    ]
+    cause = only(judge(later).causes)
+    assert (cause.kind, cause.ranks, cause.place) == ("work", (1,), "F0")
+    assert cause.first > 60
+
+
+def test_a_rank_without_likes_is_compared_with_itself_before() -> None:
+    """Stages of one rank, of which one becomes slow in a place that no other has the like of."""
+
+    def windows(rank: int) -> list[Window]:
+        """A step is as long as that of the slowest rank."""
+        steps = [0.02 if n <= 5 else 0.09 for n in range(9)]
+        works = [step_s if rank == 1 else 0.02 for step_s in steps]
+        return [
+            window(n, {"W0": work}, {"all main": step_s - work + 0.005})
+            for n, (work, step_s) in enumerate(zip(works, steps, strict=True))
+        ]
+
+    ranks = [record(rank, windows(rank), 2, rank) for rank in range(2)]
+    cause = only(judge(ranks).causes)
+    assert (cause.kind, cause.ranks, cause.place) == ("change", (1,), "W0")
+    assert cause.first > 60
+    assert "rank 1 has become slower: its backward for weights of chunk 0 (W0) takes" in cause_in_words(cause)
+
+
+def test_one_rank_makes_nobody_wait() -> None:
+    layers = {"F0": {"blocks.0": spread(0.001), "blocks.1": spread(0.05)}}
+    alike = dict.fromkeys(layers["F0"], BLOCK)
+    alone = record(0, [window(n, {"F0": 0.051}, {}, layers=layers) for n in range(6)], 1, layers=alike)
+    assert not judge([alone]).causes
+
+
+def test_a_layer_is_named_where_most_of_the_excess_is() -> None:
+    def layers(slow_s: float) -> dict[str, Any]:
+        return {"layers": {"B0": {"blocks.0": spread(0.02), "blocks.1": spread(0.02 + slow_s)}}}
+
+    quick, slow = replicas(USUAL, {**USUAL, "B0": 0.12})
+    quick = replace(quick, windows=[replace(one, **layers(0.0)) for one in quick.windows])
+    slow = replace(slow, windows=[replace(one, **layers(0.08)) for one in slow.windows])
+    cause = only(judge([quick, slow]).causes)
+    assert (cause.place, cause.layer) == ("B0", "blocks.1")
+    assert "in layer `blocks.1`" in cause_in_words(cause)
+
+
+def test_a_stage_of_one_rank_is_compared_with_layers_that_are_alike() -> None:
+    cause = only(judge(stages({"blocks.0": 0.01, "blocks.1": 0.06}, {"blocks.2": 0.01, "head": 0.02})).causes)
+    assert (cause.ranks, cause.place, cause.layer) == ((0,), "F0", "blocks.1")
+
+
+def test_a_stage_with_other_layers_is_not_slow_for_that() -> None:
+    assert not judge(stages({"embed": 0.002, "blocks.0": 0.01}, {"blocks.1": 0.01, "head": 0.2})).causes
+
+
+def test_a_slow_replica_of_one_stage_is_named_and_not_the_stages_that_wait_for_it() -> None:
+    """Rank 3 is slow in a backward of stage 1: its replica waits in sums, stage 0 for its gradients."""
+    other = {"F0": 0.01, "B0": 0.02}
+    works = [other, other, USUAL, {**USUAL, "B0": 0.1}]
+    queues = {"all main": Queue("all[0, 1, 2, 3]", (0, 1, 2, 3), None, 1.0, 48.0)}
+    ranks = [
+        record(
+            rank,
+            [window(n, work, {"all main": 0.15 - sum(work.values())}, queues=queues) for n in range(6)],
+            4,
+            rank // 2,
+        )
+        for rank, work in enumerate(works)
+    ]
+    cause = only(judge(ranks).causes)
+    assert (cause.ranks, cause.place) == ((3,), "B0")
+
+
+def on_cuda(*works: Mapping[str, float], control: Sequence[float] = ()) -> list[WorkRecord]:
+    """Ranks of one stage whose hosts wait for their devices, and for each other when a step begins."""
+    queues = {"control main": Queue("control", tuple(range(len(works))), None, 1.0, 48.0)}
+    waits = control or [0.0005] * len(works)
+    ranks = [
+        record(
+            rank, [window(n, work, {"control main": waits[rank]}, queues=queues) for n in range(6)], world=len(works)
+        )
+        for rank, work in enumerate(works)
+    ]
+    return [replace(one, start=replace(one.start, device="cuda")) for one in ranks]
+
+
+def test_a_host_that_comes_late_to_a_step_is_named_where_the_hosts_of_others_wait_for_it() -> None:
+    ranks = on_cuda({**USUAL, DEVICE: 0.004}, {**USUAL, DATA: 0.1, DEVICE: 0.004}, control=[0.1, 0.0005])
+    cause = only(judge(ranks).causes)
+    assert (cause.ranks, cause.place) == ((1,), DATA)
+    assert "waits 100 ms in `control main`" in next(iter(work_in_words(judge(ranks))))
+
+
+def test_a_wait_for_the_device_is_none_for_a_rank() -> None:
+    """All wait for what the devices do; one host queues it for longer than the others, and has time left."""
+    queues_for = [0.03, 0.06, 0.03, 0.03]
+    judged = judge(on_cuda(*({"F0": one, DEVICE: 0.098 - one} for one in queues_for)))
+    assert not judged.causes
+    assert nobody(judged).endswith("a host late within a step is seen")
+    assert "waits 68 ms for the device" in next(iter(work_in_words(judged)))
+    assert not judge(on_cuda(*({"F0": one, DEVICE: 0.098 - one} for one in [0.03, 0.098, 0.03, 0.03]))).causes
+
+
+def test_a_host_with_time_left_is_not_named_although_others_wait_for_it_elsewhere() -> None:
+    ranks = on_cuda({"F0": 0.02, DEVICE: 0.02}, {"F0": 0.08, DEVICE: 0.02}, control=[0.06, 0.0005])
+    assert not judge(ranks).causes
+
+
+def test_data_that_comes_while_the_device_is_busy_is_no_cause() -> None:
+    works = {"F0": 0.02, DATA: 0.04, DEVICE: 0.04}
+    assert not judge(on_cuda(works, works)).causes
+
+
+def test_a_change_of_work_while_the_device_is_busy_is_no_cause() -> None:
+    works = [{"W0": 0.02, DEVICE: 0.02}] * 6 + [{"W0": 0.09, DEVICE: 0.02}] * 3
+    ranks = [
+        record(rank, [window(n, works[n] if rank else works[0], {"all main": 0.005}) for n in range(9)], 2, rank)
+        for rank in range(2)
+    ]
+    slow_steps = [replace(one, seconds=ranks[1].windows[n].seconds) for n, one in enumerate(ranks[0].windows)]
+    assert not judge([replace(ranks[0], windows=slow_steps), ranks[1]]).causes
+
+
+def test_a_message_that_is_long_on_its_way_names_the_link_and_not_the_rank_that_waits() -> None:
+    even = ({"blocks.0": 0.01, "blocks.1": 0.01}, {"blocks.2": 0.01, "blocks.3": 0.01})
+    cause = only(judge(stages(*even, way_s=0.05)).causes)
+    assert (cause.kind, cause.ranks, cause.place) == ("link", (0, 1), "pp up 0>1")
+    assert "between ranks 0, 1" in cause_in_words(cause)
+    assert not judge(stages(*even)).causes, "the wait of a pipeline for its first micro-batch is no link's"
+
+
+def test_a_collective_in_which_the_last_to_come_waits_names_the_link() -> None:
+    works = [{place: one / 2 for place, one in USUAL.items()}] * 2
+    ranks = [record(rank, [window(n, work, {"stage main": 0.05}) for n in range(6)]) for rank, work in enumerate(works)]
+    cause = only(judge(ranks).causes)
+    assert (cause.kind, cause.ranks) == ("link", (0, 1))
+
+
+def test_a_large_exchange_over_a_sound_link_is_not_slow() -> None:
+    queues = {"stage main": Queue("stage[0, 1]", (0, 1), None, 1.0, 2e6)}
+    ranks = [
+        record(rank, [window(n, USUAL, {"stage main": 0.1}, queues=queues) for n in range(6)]) for rank in range(2)
+    ]
+    assert not judge(ranks).causes
+
+
+def test_data_that_every_rank_waits_for_is_told_of_all() -> None:
+    cause = only(judge(replicas({**USUAL, DATA: 0.1}, {**USUAL, DATA: 0.1})).causes)
+    assert (cause.kind, cause.ranks) == ("data", (0, 1))
+
+
+def growing(held: Sequence[float], where: str = "private_mb") -> list[Window]:
+    return [window(n, USUAL, {"stage main": 0.002}, **{where: one}) for n, one in enumerate(held)]
+
+
+@pytest.mark.parametrize("where", ["private_mb", "device_mb"])
+def test_memory_that_grows_without_an_end_is_told(where: str) -> None:
+    held = [300 + 40.0 * n for n in range(8)]
+    ranks = [record(0, growing([300.0] * 8)), record(1, growing(held, where))]
+    cause = only(judge(ranks).causes)
+    assert (cause.kind, cause.ranks, cause.megabytes) == ("memory", (1,), 240)
+    assert ("device" if where == "device_mb" else "host") == cause.place
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [100, 300, 500, 500, 500, 500, 500, 500, 500],
+        [300, 301, 302, 303, 304, 305, 306, 307, 308],
+        [300, 500, 310, 520, 300, 510, 320, 500, 400],
+    ],
+    ids=["caches that fill", "a little", "up and down"],
+)
+def test_memory_that_settles_is_not_told(held: list[float]) -> None:
+    assert not judge([record(0, growing(held)), record(1, growing(held))]).causes
+
+
+@pytest.mark.parametrize(
+    ("system_s", "minor", "are_why"), [(0.5, 200_000, True), (0.01, 200_000, False), (0.5, 50, False)]
+)
+def test_page_faults_are_why_where_the_kernel_was_busy_with_them(system_s: float, minor: int, are_why: bool) -> None:
+    quick, slow = replicas(USUAL, {**USUAL, "F0": 0.1})
+    usage = Usage(0.1, system_s, minor, 0, 5)
+    slow = replace(slow, windows=[replace(one, usage=usage) for one in slow.windows])
+    cause = only(judge([quick, slow]).causes)
+    assert (cause.ranks, cause.place, cause.faults > 0) == ((1,), "F0", are_why)
+    assert ("page faults" in cause_in_words(cause)) is are_why
