@@ -4,11 +4,13 @@
 
 Contestants: beside training (`mode = "async"`), blocking (`"sync"`), torch.distributed.checkpoint's `async_save` used plainly,
 and one plain copy of the same bytes into memory that is there. Target: beside training <= 1.0 x the plain copy. What still has
-to be written after the last step of a block is waited for, and counted.
+to be written after the last step of a block is waited for, and counted. `--parts` takes a save apart: the same steps with only
+one thing that a save does beside them.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import statistics
@@ -17,8 +19,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,6 +31,8 @@ from torch import Tensor
 from contestants import plan
 from protocol import RESAMPLES, interleave, parser
 from sley_core.assemble import assemble
+from sley_core.checkpoint.live_bytes import CHUNK_BYTES
+from sley_core.checkpoint.tensor_file import bytes_of
 from sley_core.comm.world import World
 from sley_core.engine.states import states_of
 from sley_core.plan.load import plan_from_dict
@@ -38,7 +44,7 @@ TARGET = 1.0
 
 
 def tables(**more: Any) -> dict[str, Any]:
-    data = {"factory": "contestants:Noise", "options": {"sequence": SHAPE["sequence"], "vocabulary": VOCABULARY}}
+    data = {"factory": "noise:Noise", "options": {"sequence": SHAPE["sequence"], "vocabulary": VOCABULARY}}
     return plan(SHAPE, 1, None, data=data, batch={"global_size": 1, "micro_size": 1}, **more)
 
 
@@ -81,6 +87,46 @@ def with_dcp(run: Run, count: int, folder: Path) -> Callable[[], None]:
     return block
 
 
+def beside(run: Run, count: int, work: Callable[[], object]) -> Callable[[], None]:
+    """Steps with `work` in a thread from the end of the first to the last, or until it is done."""
+
+    def block() -> None:
+        thread = threading.Thread(target=work)
+        steps(run, count, thread.start)()
+        thread.join()
+
+    return block
+
+
+def parts(run: Run, count: int, folder: Path) -> dict[str, Callable[[], None]]:
+    """What a save does with the bytes of the state, one thing at a time."""
+    memory = [bytes_of(one.contiguous()) for one in state_of(run).values()]
+    chunks = [one[at : at + CHUNK_BYTES] for one in memory for at in range(0, len(one), CHUNK_BYTES)]
+    path = folder / "parts.bin"
+
+    def write(*, syncs: bool = False) -> None:
+        with path.open("wb", buffering=0) as file:
+            for chunk in chunks:
+                file.write(chunk)
+            if syncs:
+                os.fsync(file.fileno())
+
+    def read() -> None:
+        into = bytearray(CHUNK_BYTES)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(into):
+                pass
+
+    def add_up() -> None:
+        total = 0
+        for chunk in chunks:
+            total = crc32(chunk, total)
+
+    write()
+    works = {"adds up": add_up, "writes": write, "writes and syncs": partial(write, syncs=True), "reads": read}
+    return {name: beside(run, count, work) for name, work in works.items()}
+
+
 def contestants(runs: dict[str, Run], count: int, folder: Path) -> dict[str, Callable[[], None]]:
     for run in runs.values():
         for _ in range(count - 1):  # so that the first step of each block is the one that saves
@@ -108,7 +154,7 @@ def show(seconds: dict[str, list[float]], num_bytes: int, count: int) -> None:
     chance = random.Random(0)
     rounds = len(seconds["none"])
     picks = [[chance.randrange(rounds) for _ in range(rounds)] for _ in range(RESAMPLES)]
-    for name in ("none again", "async", "sync", "dcp async_save"):
+    for name in (one for one in seconds if one not in ("none", "plain copy")):
         added = [
             statistics.median(seconds[name][at] for at in pick) - statistics.median(seconds["none"][at] for at in pick)
             for pick in picks
@@ -124,6 +170,7 @@ def show(seconds: dict[str, list[float]], num_bytes: int, count: int) -> None:
 def main() -> None:
     options = parser(__doc__.splitlines()[0], 20)
     options.add_argument("--every", type=int, default=10, help="steps from one save to the next (default 10)")
+    options.add_argument("--parts", action="store_true", help="also what a save does, one thing at a time")
     chosen = options.parse_args()
     warnings.simplefilter("ignore")  # of dcp, that there is one process
     with tempfile.TemporaryDirectory() as name:
@@ -134,6 +181,8 @@ def main() -> None:
             plans[mode] = tables(checkpoint=table)
         runs = {mode: assemble(plan_from_dict(one), World.alone("cpu")) for mode, one in plans.items()}
         found = contestants(runs, chosen.every, folder)
+        if chosen.parts:
+            found |= parts(runs["none"], chosen.every, folder)
         num_bytes = sum(tensor.nbytes for tensor in state_of(runs["none"]).values())
         seconds = interleave(found, chosen.rounds, warmup=1)
         for mode, run in runs.items():

@@ -21,31 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.data.dataset import DataInfo, Field
-from sley_core.engine.totals import StepTotals
+from sley_core.engine.totals import LOSS, USUAL, WEIGHT, StepTotals, Votes
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 
 LR = 1e-4
 Batch = Mapping[str, Tensor]
-
-
-class Noise:
-    """Random ids as tokens, bytes if not told: a data set that weighs nothing, so that memory is the contestants' own."""
-
-    def __init__(self, sequence: int, vocabulary: int = 256) -> None:
-        integers = Field("int64", sequence_dim=1)
-        self.info = DataInfo({"tokens": integers, "labels": integers}, vocab_size=vocabulary, sequence=sequence)
-
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sequence, vocabulary = self.info.sequence, self.info.vocab_size
-        assert sequence is not None
-        assert vocabulary is not None
-        tokens = torch.randint(vocabulary, (sequence + 1,), generator=torch.Generator().manual_seed(index))
-        return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
 class Contestant(Protocol):
@@ -67,7 +48,7 @@ def plan(shape: Mapping[str, int], micros: int, handlers: list[dict[str, Any]] |
             "hidden": shape["hidden"],
             "heads": shape["heads"],
         },
-        "data": {"factory": f"{__name__}:Noise", "options": {"sequence": shape["sequence"]}},
+        "data": {"factory": "noise:Noise", "options": {"sequence": shape["sequence"]}},
         "optimizer": {"use": "core.adamw", "lr": LR},
         **usual,
         **tables,
@@ -99,20 +80,13 @@ class _NoUpdate:
 
     lr = LR
     scale = None
+    skips = None
     was_taken = True
 
-    def step(self, step: int, loss: Tensor, weight: float, stop: bool) -> StepTotals:
-        nothing = torch.zeros_like(loss)
-        return StepTotals(
-            loss,
-            torch.ones_like(loss),
-            grad_norm=nothing,
-            stops=nothing,
-            own_loss=loss,
-            differs=nothing,
-            own_exchanges={},
-            numbers=loss.new_empty(0),
-        )
+    def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
+        values = loss.new_zeros(len(USUAL))
+        values[LOSS], values[WEIGHT] = loss, 1.0
+        return StepTotals(values, own_loss=loss, own_exchanges={})
 
 
 class Torch:

@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def tables(options: dict[str, Any], attaches: bool) -> dict[str, Any]:
-    data = {"factory": "contestants:Noise", "options": {"sequence": SHAPE["sequence"], "vocabulary": VOCABULARY}}
+    data = {"factory": "noise:Noise", "options": {"sequence": SHAPE["sequence"], "vocabulary": VOCABULARY}}
     return plan(
         SHAPE,
         1,

@@ -6,8 +6,6 @@ Each contestant is measured alone, in processes made for it.
 from __future__ import annotations
 
 import gc
-import tempfile
-from pathlib import Path
 
 import torch
 
@@ -21,10 +19,7 @@ def peak_live_mb(work: Step) -> float:
     torch.set_num_threads(1)
     with memory_profile() as profile:
         work()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        return peak_bytes(path) / 2**20
+    return peak_bytes(profile) / 2**20
 
 
 def peak_resident_mb(work: Step) -> float:

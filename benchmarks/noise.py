@@ -1,0 +1,26 @@
+"""The data of the benchmarks. Apart from `contestants`, whose imports (FSDP, DTensor) would be part of each measured start."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sley_core.data.dataset import DataInfo, Field
+
+
+class Noise:
+    """Random ids as tokens, bytes if not told: a data set that weighs nothing, so that memory is the contestants' own."""
+
+    def __init__(self, sequence: int, vocabulary: int = 256) -> None:
+        integers = Field("int64", sequence_dim=1)
+        self.info = DataInfo({"tokens": integers, "labels": integers}, vocab_size=vocabulary, sequence=sequence)
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sequence, vocabulary = self.info.sequence, self.info.vocab_size
+        assert sequence is not None
+        assert vocabulary is not None
+        tokens = torch.randint(vocabulary, (sequence + 1,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}

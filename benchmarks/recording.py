@@ -1,0 +1,130 @@
+"""What it costs to record who is slow: how often each part of the recorder is called in a step, times what a call takes.
+
+A difference of half a percent between two runs is less than the noise of most machines, so calls are counted in real steps and
+timed by themselves, on the thread's own clock. Target: <= 0.5 % of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from overhead import CPU, CUDA, THREADS, plan
+from protocol import arguments
+from sley_core.actions.action import Action, Kind
+from sley_core.assemble import assemble
+from sley_core.comm.guard import turn_of
+from sley_core.comm.progress import BEGINNING, BETWEEN
+from sley_core.comm.world import World
+from sley_core.plan.load import plan_from_dict
+from sley_core.reports import work_recorder
+from sley_core.reports.work_recorder import WorkRecorder
+from sley_core.reports.work_samples import MOST_STEPS
+from sley_core.run import Run
+
+CALLS, REPEATS = 2000, 9
+TARGET = 0.005
+
+
+def counted(run: Run, steps: int) -> tuple[Counter[str], float]:
+    """How often each method is called in a step on average, and the median of a step in seconds."""
+    counts: Counter[str] = Counter()
+
+    class Counting(WorkRecorder):
+        def entered(self, entry: object) -> None:
+            counts["entered"] += 1
+            super().entered(entry)
+
+        def called(self, layer: str) -> None:
+            counts["called"] += 1
+            super().called(layer)
+
+        def made(self, layer: str, output: Any) -> None:
+            counts["made"] += 1
+            super().made(layer, output)
+
+        def waited(self, turn: Any, since: float) -> None:
+            counts["waited"] += 1
+            super().waited(turn, since)
+
+    recorder = Counting(run.parts, run.feed, lambda _: None)
+    recorder.attach()
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        run.step()
+        seconds.append(time.perf_counter() - begin)
+    counts["entered"] -= steps  # those that end a step, timed apart
+    counts["end of a step"] = steps
+    recorder.detach()
+    return Counter({name: count / steps for name, count in counts.items()}), median(seconds)
+
+
+def costs(run: Run) -> dict[str, float]:
+    """Seconds of one call of each method, and of a full window that is written."""
+    lines: list[str] = []
+    recorder = WorkRecorder(run.parts, run.feed, lines.append)
+    standing = run.groups.progress.standing
+    recorder.attach()
+    action, turn = Action(Kind.FORWARD, 0, 0), turn_of("all-reduce", run.groups["all"], "a tensor")
+    output = torch.zeros(1, requires_grad=True) * 2
+    run.step()  # which makes the places that a window has
+
+    def end_step() -> None:
+        standing.step += 1
+        recorder.entered(BETWEEN)
+        recorder.entered(BEGINNING)
+
+    def fill_and_write() -> None:
+        for _ in range(MOST_STEPS):
+            end_step()
+        recorder.detach()
+        recorder.attach()
+
+    found = {
+        "entered": _seconds(lambda: recorder.entered(action)),
+        "called": _seconds(lambda: recorder.called("embed")),
+        "made": _seconds(lambda: recorder.made("embed", output)),
+        "waited": _seconds(lambda: recorder.waited(turn, 0.0)),
+    }
+    found["end of a step"] = _seconds(end_step, 50)
+    window = _seconds(fill_and_write, 20)
+    recorder.detach()
+    return {**found, "window": window - MOST_STEPS * found["end of a step"]}
+
+
+def _seconds(call: Callable[[], Any], calls: int = CALLS) -> float:
+    best = float("inf")
+    for _ in range(REPEATS):
+        begin = time.thread_time()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.thread_time() - begin) / calls)
+    return best
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", rounds=40)
+    torch.set_num_threads(THREADS)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size: dict[str, Any] = CUDA if device == "cuda" else CPU
+    with assemble(plan_from_dict(plan(size, device, 4)), World.alone(device)) as run:
+        times, step_s = counted(run, options.rounds)
+        found = costs(run)
+    total = sum(times[name] * found[name] for name in times)
+    share = total / step_s + found["window"] / work_recorder.LEAST_S
+    for name, seconds in found.items():
+        print(f"{name:<16}{seconds * 1e6:9.2f} us{times.get(name, 0):9.1f} a step")
+    print(
+        f"{total * 1e6:.0f} us of a step of {step_s * 1e3:.1f} ms, and a window in {work_recorder.LEAST_S:g} s: {share:.2%}"
+    )
+    print("target met" if share <= TARGET else f"target {TARGET:.1%} missed")
+
+
+if __name__ == "__main__":
+    main()
