@@ -43,11 +43,13 @@ nox.needs_version = ">=2025.2"
 # with an illegal instruction, or fail with "could not create a primitive".
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Programs that a session starts find compiled modules, as those of a user do: without, each compiles torch anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
-FOR_TESTS = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-"""A test's ranks share the machine's cores: more threads than cores only make them wait for one another. Programs that
-tests start find compiled modules, as those of a user do."""
+FOR_TESTS = {"OMP_NUM_THREADS": "1"}
+"""A test's ranks share the machine's cores: more threads than cores only make them wait for one another."""
 SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "worksteal")
 """Tests at a time, one more than cores: much of a test of ranks is waiting. Who has no tests left takes some of another's."""
 

@@ -33,7 +33,15 @@ KINDS = {
     "UsageError": ("Commands and calls", "Exit code 2. Of the command line, or of a program that uses a run."),
     "RunError": ("The run", "Exit code 1. All ranks end alike, unless one has died."),
 }
+OTHER_CALLS = {
+    "Problem": ("path", "message", "hint", "code"),
+    "diagnostic": ("code", "message", "path", "hint"),
+    "_problem": ("code", "message", "path", "hint"),
+}
+"""What finds mistakes of a plan without raising them, and the order of its arguments."""
+
 GAP = "…"
+CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True, order=True)
@@ -132,16 +140,20 @@ def assigned(nodes: Sequence[ast.AST]) -> dict[str, list[ast.expr]]:
 
 
 def said(call: ast.Call, kinds: dict[str, str], names: dict[str, list[ast.expr]]) -> Iterator[Said]:
-    name = call.func.id if isinstance(call.func, ast.Name) else ""
-    if name not in kinds or len(call.args) < 2:
+    name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    kind = kinds.get(name) if isinstance(call.func, ast.Name) else None
+    order = ("code", "message") if kind else OTHER_CALLS.get(name)
+    if order is None or len(call.args) < order.index("message") + 1:
         return
-    hints = [keyword.value for keyword in call.keywords if keyword.arg == "hint"]
-    codes, messages = texts(call.args[0], names), texts(call.args[1], names)
-    remedies = texts(hints[0], names) if hints else [""]
+    parts = dict(zip(order, call.args, strict=False)) | {each.arg: each.value for each in call.keywords if each.arg}
+    if "code" not in parts:
+        return
+    codes, messages = texts(parts["code"], names), texts(parts["message"], names)
+    remedies = texts(parts["hint"], names) if "hint" in parts else [""]
     for code, message in together(codes, messages):
         for _, remedy in together(messages, remedies, of=message):
-            if not {GAP, " ", "{"} & set(code):  # else it comes from elsewhere, where it is found too
-                yield Said(kinds[name], code, message, remedy if without_gaps(remedy) else "")
+            if CODE.fullmatch(code):  # else it comes from elsewhere, where it is found too
+                yield Said(kind or "PlanError", code, message, remedy if without_gaps(remedy) else "")
 
 
 def together(firsts: list[str], seconds: list[str], of: str | None = None) -> list[tuple[str, str]]:
