@@ -19,16 +19,21 @@ IN_A_DISK = 'mount -t tmpfs -o size={size} tmpfs disk && "$@"; code=$?; cp -r di
 """Runs a program with a disk of its own at the folder `disk`, which nobody else sees, and copies what is left in it."""
 
 MODEL = """
-    import json, os
+    import json, os, time
     from pathlib import Path
     from torch import nn
 
     FILL = Path("disk/filler")
+    FIRST = Path("disk/saved/step-00000001")
 
     def step_of(calls):
         return (calls + 1) // 2  # two micro-batches on each rank
 
     def fill():
+        deadline = time.monotonic() + 60
+        while not FIRST.is_dir():  # written beside this step: without room it would fail too, and leave its own to the second
+            assert time.monotonic() < deadline, "the first step's checkpoint is not there"
+            time.sleep(0.01)
         with FILL.open("wb", buffering=0) as file:
             try:
                 while True:
