@@ -158,6 +158,25 @@ def test_a_last_save_that_fails_does_not_fail_a_run_that_has_taken_all_steps(tex
     assert run.notes[-1].endswith("the run ends without it")
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_last_save_that_failed_beside_training_is_tried_once_more(texts, tmp_path, monkeypatch, mode):
+    """A disk may have been full for a moment."""
+    written = LocalFolder.write
+    tried = []
+
+    def fails_once(self: Any, name: str, chunks: Any) -> Any:
+        if "step-00000006" in self.text and name.endswith("safetensors"):
+            tried.append(name)
+            if len(tried) == 1:
+                raise OSError(28, "No space left on device")
+        return written(self, name, chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", fails_once)
+    run = trained(plan(checkpoint={"every_steps": 3, "mode": mode}), texts, tmp_path)
+    assert len(run.notes) == run.counts["checkpoint"]["failed"] == 1
+    assert names(tmp_path)[-1] == ("step-00000006" if mode == "async" else "step-00000003")
+
+
 def test_a_run_without_a_folder_ends_with_a_note(texts):
     """A program that assembles without one: nothing was due, and nothing can be saved."""
     tables = plan(run__steps=2, checkpoint={"every_steps": 4})
@@ -178,7 +197,7 @@ def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be", "utf-8")
     run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path)
     assert run.num_steps_done == 6
-    assert run.counts["checkpoint"]["failed"] == 3
+    assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
     assert any("could not be written" in note and "the run goes on" in note for note in run.notes)
 
 

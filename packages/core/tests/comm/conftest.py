@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sley_core.comm import meeting, reach
+from sley_core.comm import meeting, occasions, reach
 
 sys.path.append(str(Path(__file__).parent / "own"))  # modules of tests import from there while they are collected
 
@@ -23,5 +23,5 @@ def port() -> int:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
-    meeting._numbers.clear()  # the system may give a port twice
+    occasions.forget()  # the system may give a port twice
     return found

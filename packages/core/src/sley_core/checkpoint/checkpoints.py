@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,21 +91,16 @@ class Checkpoints:
         count: the run goes on.
         """
         assert self.plan.checkpoint is not None, "nothing is due"
-        began = time.perf_counter()
-        self._saved_step, self._saved_at, self.is_asked = step, time.monotonic(), False
-        try:
+        with self._goes_on():
+            self.finish()
+            self._saved_step, self._is_written = step, False
+            self._saved_at, self.is_asked = time.monotonic(), False
             if self.plan.checkpoint.mode == "sync":
                 self.save(None, step)
             else:
-                self.finish()
                 writing = self._prepare(Destination(self._folder(), True), step)
                 device = self.tensors.parts.world.device
                 self._background = Background(writing, device, self._memory, self._num_unread)
-        except RunError as error:
-            if error.diagnostics[0].code != FAILED:
-                raise
-            self._note(said(error))
-        self.counts["seconds_blocked"] += time.perf_counter() - began
 
     def train_done(self, step: int, *, was_stopped: bool) -> None:
         """Ends the save in progress, and saves the run as it is after its last step, or after that in which it was asked to
@@ -112,13 +108,14 @@ class Checkpoints:
 
         A run that has taken all of its steps does not fail for want of this checkpoint, which is a note then.
         """
+        was_beside = self._background is not None
         self.finish()
         table = self.plan.checkpoint
         if table is None:
             return
         if not was_stopped or step == self.plan.run.steps:
-            if step != self._saved_step:  # else it was tried just now
-                self._save_last(step)
+            if step != self._saved_step or (was_beside and not self._is_written):
+                self._save_last(step)  # once more what failed beside the end of training, not what failed just now
         elif table.on_interrupt and not self._is_saved(step):
             self.save(None, step)
 
@@ -126,13 +123,19 @@ class Checkpoints:
         if self.folder is None:
             self.notes.append("the run has no folder, so there is no checkpoint of its last step")
             return
+        with self._goes_on("the run ends without it"):
+            self.save(None, step)
+
+    @contextmanager
+    def _goes_on(self, so: str = "the run goes on without it") -> Iterator[None]:
+        """Notes a save that fails inside, with what that means for the run, and counts the seconds that training waits."""
         began = time.perf_counter()
         try:
-            self.save(None, step)
+            yield
         except RunError as error:
             if error.diagnostics[0].code != FAILED:
                 raise
-            self._note(said(error), "the run ends without it")
+            self._note(said(error), so)
         self.counts["seconds_blocked"] += time.perf_counter() - began
 
     def secure(self) -> None:

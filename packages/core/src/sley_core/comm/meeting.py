@@ -12,15 +12,14 @@ rank, and each rank the facts of one.
 from __future__ import annotations
 
 import platform
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
+from sley_core.comm import occasions
 from sley_core.comm import reach as reaching
 from sley_core.comm.agree import differing
 from sley_core.comm.guard import first_line
@@ -38,9 +37,6 @@ BUILDERS_S = 60.0
 _FIRST = "first"
 _REACHABLE_S = 3.0
 """For a connection to rank 0; a port that is closed to other hosts does not answer at all."""
-
-_numbers: defaultdict[tuple[str | None, ...], Iterator[int]] = defaultdict(count)
-"""Of the meetings at which this process has been, by place, and by the rank that it was there."""
 
 
 @dataclass
@@ -71,13 +67,9 @@ class Meeting:
         """
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         found = reach(environ, timeout_s)
-        # torchrun on one host starts ranks again with the store that they had.
-        is_one_host = environ.get("GROUP_WORLD_SIZE", "1") == "1"
-        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
-        place = tuple(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-        store = PrefixStore(f"roll call {attempt}, meeting {next(_numbers[place])}", found.store)
+        store = occasions.fresh(found.store, environ, "meeting")
         # An agent of several ends, and its store with it, when one of its ranks has.
-        ends_store = rank == 0 and (found.is_held or not is_one_host)
+        ends_store = rank == 0 and (found.is_held or not occasions.is_one_host(environ))
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
         return cls(rank, size, store, found.timeout_s, found.address, found.is_local, ends_store, job)
 

@@ -9,7 +9,6 @@ World.fake(3, 64)   rank 3 of 64 without devices or peers: the same assembly, on
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,9 +18,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it
 from torch.distributed.rendezvous import rendezvous
 
+from sley_core.comm import occasions
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import first_line
@@ -31,9 +30,6 @@ from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
 
 T = TypeVar("T")
-
-STORE = "SLEY_STORE"
-"""The environment variable in which a local launch names its file store; else `env://` is used."""
 
 
 @dataclass
@@ -83,20 +79,15 @@ class World(AbstractContextManager["World"]):
             )
         picked = _picked(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
-        # torchrun on one host starts ranks again with the store that they had, in which gloo would find addresses of those that
-        # have ended. On several, agents count their attempts each for itself.
-        is_one_host = environ.get("GROUP_WORLD_SIZE", "1") == "1"
-        # A program may also join again, after it has closed a world: all ranks do, as often.
-        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
         try:
             if meeting is not None:
                 store = meeting.store
             else:
-                store, *_ = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))
+                store, *_ = next(rendezvous(environ.get(occasions.STORE, "env://"), rank, size, timeout=timeout))
             store.set_timeout(timeout)
             dist.init_process_group(
                 picked.backend,
-                store=PrefixStore(f"attempt {attempt}, world {_number(environ)}", store),
+                store=occasions.fresh(store, environ, "world"),
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
@@ -192,17 +183,6 @@ class World(AbstractContextManager["World"]):
         if self.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
             self.owns_default_group = False
-
-
-_joined: Counter[tuple[str | None, ...]] = Counter()
-"""How often this process has joined a world by each meeting place."""
-
-
-def _number(environ: Mapping[str, str]) -> int:
-    """Returns how many worlds this process has joined where `environ` says that ranks meet, and counts one more."""
-    place = tuple(environ.get(name) for name in (STORE, "MASTER_ADDR", "MASTER_PORT"))
-    _joined[place] += 1
-    return _joined[place] - 1
 
 
 def _picked(device: str | Device, local_rank: int = 0, local_size: int = 1) -> Device:
