@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from sley_core.comm.world import STORE
+from sley_core.comm.occasions import STORE
 from sley_core.errors import EXIT_OK, EXIT_TERMINATED
 from sley_core.reports.fault_report import LaunchReport, write_launch
 from train_cli import surroundings

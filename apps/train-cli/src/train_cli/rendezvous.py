@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not where type checkers look
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from sley_core.comm.world import STORE
+from sley_core.comm.occasions import STORE
 
 
 class FileRendezvous(RendezvousHandler):

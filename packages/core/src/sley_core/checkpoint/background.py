@@ -26,13 +26,13 @@ class Background:
     """Writes what `writing` has, from when it is made. Weights, masters and optimizer states may change after `secure`; what a
     forward or a handler changes at any time is copied at once.
 
-    memory: for copies aside. copy_ahead: how many bytes to copy aside at once, beside the forward. failed: why it could not be
+    memory: for copies aside. copies_ahead: whether to copy all aside before anything is written. failed: why it could not be
     written, once `wait` has returned; nothing if it is there.
     """
 
-    def __init__(self, writing: Writing, device: Device, memory: KeptMemory, copy_ahead: int) -> None:
+    def __init__(self, writing: Writing, device: Device, memory: KeptMemory, *, copies_ahead: bool) -> None:
         self.writing = writing
-        self.copy_ahead = copy_ahead
+        self.copies_ahead = copies_ahead
         self.failed = ""
         writing.files = [[_as_it_is(piece) for piece in pieces] for pieces in writing.files]
         self.live = LiveBytes([piece for pieces in writing.files for piece in pieces], device, memory)
@@ -62,7 +62,8 @@ class Background:
 
     def _run(self) -> None:
         try:
-            self.live.copy_ahead(self.copy_ahead)
+            if self.copies_ahead:
+                self.live.copy_ahead()
             self.writing.run()
         except RunError as error:
             self.failed = said(error)

@@ -48,7 +48,7 @@ class Checkpoints:
         self.counts = dict.fromkeys(COUNTS, 0.0)
         self._background: Background | None = None
         self._memory = KeptMemory()
-        self._num_unread = 0
+        self._is_ahead_of_disk = True
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._is_written = False
@@ -100,7 +100,7 @@ class Checkpoints:
             else:
                 writing = self._prepare(Destination(self._folder(), True), step)
                 device = self.tensors.parts.world.device
-                self._background = Background(writing, device, self._memory, self._num_unread)
+                self._background = Background(writing, device, self._memory, copies_ahead=self._is_ahead_of_disk)
 
     def train_done(self, step: int, *, was_stopped: bool) -> None:
         """Ends the save in progress, and saves the run as it is after its last step, or after that in which it was asked to
@@ -152,7 +152,7 @@ class Checkpoints:
             return
         began = time.perf_counter()
         background.wait()
-        self._num_unread = background.live.num_unread
+        self._is_ahead_of_disk = background.live.num_unread > 0
         self.counts["copied_bytes"] += background.live.num_copied
         try:
             self._done(background.failed)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
+from sley_core.checkpoint.direct_files import crc_of_file, write_file
+
 
 class Written(NamedTuple):
     """What a file has: bytes, and their CRC-32."""
@@ -106,22 +108,14 @@ class LocalFolder:
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
         self.path.mkdir(parents=True, exist_ok=True)
         unfinished = self.path / f".{name}"
-        num_bytes = crc = 0
         try:
-            with unfinished.open("wb", buffering=0) as file:
-                for chunk in chunks:
-                    crc = crc32(chunk, crc)
-                    left = memoryview(chunk)
-                    while left:
-                        left = left[file.write(left) :]
-                    num_bytes += len(chunk)
-                os.fsync(file.fileno())
+            written = Written(*write_file(unfinished, chunks))
             unfinished.replace(self.path / name)
         except BaseException:
             with suppress(OSError):
                 unfinished.unlink()  # a full disk has room again
             raise
-        return Written(num_bytes, crc)
+        return written
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> bytearray:
         end = self.num_bytes(name)
@@ -143,7 +137,7 @@ class LocalFolder:
         return (self.path / name).stat().st_size
 
     def crc(self, name: str) -> int:
-        return crc_of(self, name)
+        return crc_of_file(self.path / name)
 
     def delete(self, name: str) -> None:
         (self.path / name).unlink()

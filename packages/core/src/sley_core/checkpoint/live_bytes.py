@@ -1,9 +1,10 @@
 """The bytes of tensors that go on living: read where they lie while they stay as they are, copied aside before they change.
 
-writer     | copies e, d | a | b | c c ....... | d | e |
-training   forward, backward ....... | copies c's rest | update | next forward ...
+writer     | copies a, b, c | writes a | b ....... | c ....... |
+training   forward, backward ....... | update | next forward ...
 
-As many bytes as were unread at that time in the save before, the writer copies first, from the end, beside the forward.
+Copying is several times as fast as writing. So unless the save before was written by then, all is copied first, beside the
+forward, and the update waits for nothing.
 """
 
 from __future__ import annotations
@@ -55,11 +56,9 @@ class LiveBytes:
         self._places = memory.places(living)
         self._on_host = set(living)
 
-    def copy_ahead(self, num_bytes: int) -> None:
-        """Copies aside at least `num_bytes`, or all there is, the last pieces first; ends early once `secure` is called."""
-        for key in reversed(list(self._places)):
-            if self.num_copied >= num_bytes:
-                return
+    def copy_ahead(self) -> None:
+        """Copies all aside; ends early once `secure` is called, which does the rest."""
+        for key in list(self._places):
             source, place = self._sources[key], self._places.get(key)
             if place is None or not source.is_contiguous():
                 continue
