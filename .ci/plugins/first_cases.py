@@ -14,7 +14,7 @@ import pytest
 FEW = 5
 """Drawn examples of a test."""
 
-OF_A_FILE = 5
+OF_A_FILE = 3
 """Tests of a file, spread over it."""
 
 
