@@ -34,6 +34,13 @@ def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> No
     ]
 
 
+def test_a_table_that_names_a_record_and_is_missing_says_which_there_are(text: str, loader: Loader) -> None:
+    start, end = text.index("[optimizer]"), text.index("[parallel]")
+    assert messages(text[:start] + text[end:], loader) == [
+        "missing-table 0:0 the plan needs a table [optimizer] with `use` or `factory` | core has `core.adamw`, `core.sgd`"
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "hint"),
     [

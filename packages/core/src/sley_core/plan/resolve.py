@@ -245,7 +245,9 @@ class _Resolver:
         """Notes that a table is missing, unless it is not needed or what is wrong with [pipeline] must be mended first."""
         if spec.known is None:
             choices = "`use` or `factory`" if spec.factory else "`use`"
-            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,))
+            has = self.plugins[CORE].records.get(spec.kind, {})
+            hint = f"core has {', '.join(f'`{CORE}.{name}`' for name in has)}" if has else None
+            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,), hint)
         elif self.schedule is not None and (spec.kind != "stage_links" or self._has_stages):
             message, hint = without_default(spec, self.schedule, self.plugins.values(), self.loader)
             self._problem("missing-table", message, ("pipeline", "use"), hint)
