@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ def test_plugins_lists_records(cli: Cli) -> None:
     assert result.code == 0
     assert result.out.startswith("core  (sley-core ")
     assert "core.llama" in result.out
+    listed = [line for line in result.out.splitlines() if line.startswith("  ")]
+    columns = {len(kind) + len(gap) for kind, gap in (re.match(r"(  .*?:)( +)", line).groups() for line in listed)}
+    assert len(columns) == 1, "records stand one below the other"
     core = json.loads(cli("plugins", "--format", "json").out)[0]
     assert core["records"]["optimizers"] == ["core.adamw", "core.sgd"]
     assert core["error"] is None

@@ -150,6 +150,29 @@ def test_what_no_rank_compares_does_not_hold(ranks: Any, tmp_path: Path, what: s
     assert found.failed == f"no rank has the {kind} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
 
 
+@pytest.mark.parametrize("what", ["_own_weights", "_unclipped"])
+def test_what_no_rank_compares_in_a_later_layout_does_not_hold(ranks: Any, tmp_path: Path, what: str) -> None:
+    """Only the first step, and so the first layout, was looked at."""
+
+    def without_norms_later(rows: Sequence[LeagueRow], num_ranks: int, folder: Path) -> Fault:
+        whole = getattr(measure, what)
+
+        def part(run: Any, *more: Any) -> dict[str, Any]:
+            is_later = run.num_steps_done > rows[0].steps
+            return {name: one for name, one in whole(run, *more).items() if not is_later or "norm" not in name}
+
+        with patch.object(measure, what, part):
+            return forked(ranks, None, rows, num_ranks, folder)
+
+    one = replace(row("accumulation"), layouts=({}, {}))
+    (found,) = play([one], tmp_path, without_norms_later)
+    kind, step = "weight" if what == "_own_weights" else "gradient", one.steps + 1
+    assert (
+        found.failed
+        == f"no rank has the {kind} of step {step} of `blocks.0.attention_norm.weight` (of 5 such parameters)"
+    )
+
+
 def test_the_command_starts_ranks_and_leaves_nothing(start: Any, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

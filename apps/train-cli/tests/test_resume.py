@@ -144,11 +144,47 @@ def test_both_options_contradict_each_other(cli: Cli, plan: Path) -> None:
     assert "`--resume` goes on with a run and `--overwrite` deletes it" in result.err
 
 
-def test_a_missing_checkpoint_is_named(cli: Cli, plan: Path, folder: Path) -> None:
+def test_a_missing_checkpoint_is_named_before_anything_is_made(cli: Cli, plan: Path, folder: Path) -> None:
     result = cli("run", plan, "--resume", folder / "nowhere", changes=ALONE)
-    assert result.code != 0
+    assert result.code == 2
     assert "no-checkpoint" in result.err
     assert str(folder / "nowhere") in result.err
+    assert not (folder / "runs").exists()
+
+
+def test_a_path_that_is_none_leads_to_the_checkpoints_near_it(cli: Cli, plan: Path, folder: Path) -> None:
+    assert cli("run", plan, changes=[*ALONE, EVERY]).code == 0
+    other = [*ALONE, "run.name='other'"]
+    of_run = cli("run", plan, "--resume", "runs/small", changes=other)
+    assert "those of that run are in `runs/small/checkpoints`" in of_run.err
+    gone = cli("run", plan, "--resume", "runs/small/checkpoints/step-00000003", changes=other)
+    assert "beside it there are `step-00000006`, `step-00000004`" in gone.err
+    assert (of_run.code, gone.code) == (2, 2)
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_begun_again(cli: Cli, plan: Path, folder: Path) -> None:
+    """`--resume auto` began at the first step, over metrics and weights of the run that was to go on."""
+    assert cli("run", plan, changes=ALONE).code == 0
+    made = folder / "runs" / "small"
+    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    again = cli("run", plan, "--resume", "auto", changes=[*ALONE, "run.steps=8"])
+    assert again.code == 3, again.err
+    assert "has finished its 6 steps, and has no checkpoint to go on from" in again.err
+    unasked = cli("run", plan, changes=ALONE)
+    assert "hint: `--overwrite` replaces it" in unasked.err, "nothing can go on here"
+    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+
+
+def test_a_start_that_is_refused_is_no_failure_of_the_run(cli: Cli, plan: Path, folder: Path) -> None:
+    """`doctor` told of a finished run that its rank had left with exit code 3, as if it had been killed."""
+    changes = ["run.steps=2", 'checkpoint={mode="sync"}']
+    assert cli("run", plan, changes=changes).code == 0
+    refused = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=4", "run.seed=7"])
+    assert refused.code == 3, refused.err
+    assert "resume-differs" in refused.err
+    assert (
+        "no rank has reported a failure in `runs/small`: the run has ended: finished" in cli("doctor", "runs/small").out
+    )
 
 
 @pytest.mark.sample(1)

@@ -171,6 +171,14 @@ def test_eval_is_the_runs_own_evaluation(cli: Any, trained: Trained, kept: str) 
     assert f"bits per byte  {loss / math.log(2):.4f}" in text
 
 
+def test_a_run_that_held_nothing_out_is_measured_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:
+    """Not by holding out now what it has trained on, as its plan would be told."""
+    run = trained(changed(PLAN, data__held_out=0.0, evaluation=None))
+    found = cli("eval", run)
+    assert (found.code, "error[held-out]" in found.err) == (3, True), found.err
+    assert "hint: name other data: `--data 'held_out_files=[\"other.txt\"]'`" in found.err
+
+
 def test_tiny_data_that_is_gone_through_again_is_said(cli: Any, trained: Trained, folder: Path) -> None:
     """Its number came from fewer samples than it names, without a word."""
     run = trained(PLAN)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from train_cli.engines import trainjob_status
-from train_cli.engines.trainjob_status import status_server
+from train_cli.engines.trainjob_status import refusal, status_server
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/mine/trainjobs/small/status"
 
@@ -131,6 +131,25 @@ def test_a_server_that_fails_is_no_matter(serve: Any, monkeypatch: pytest.Monkey
     assert time.monotonic() - begun < 1.4, "it did not wait for the answer"
     assert capfd.readouterr() == ("", "")
     assert bool(server.came) == (how in ("slow", "refuses"))
+
+
+@pytest.mark.parametrize("host", ["trainer.example:8080", "10.0.0.7", "[fd00::7]:80"])
+def test_the_token_does_not_pass_a_network_in_clear(serve: Any, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    serve()
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://{host}{PATH}")
+    with status_server(environ(), 2) as readers:
+        assert readers == []
+    assert f"= `http://{host}{PATH}` is not https" in refusal(environ())
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://{host}{PATH}")
+    assert refusal(environ()) == ""
+
+
+def test_a_run_says_that_its_status_is_not_told(serve: Any, cli: Any, plan: Path, monkeypatch: Any) -> None:
+    serve()
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://10.0.0.7{PATH}")
+    result = cli("run", plan, changes=["parallel.dp=1", "run.steps=1"])
+    assert result.code == 0, result.err
+    assert "the TrainJob's status is not told: " in result.err
 
 
 def test_without_a_trainjob_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

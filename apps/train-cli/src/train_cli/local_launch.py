@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from sley_core.comm.occasions import STORE
-from sley_core.errors import EXIT_OK, EXIT_TERMINATED
+from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, EXIT_TERMINATED, EXIT_USAGE
 from sley_core.reports.fault_report import LaunchReport, write_launch
 from train_cli import surroundings
 from train_cli.agent import Agent, send
@@ -36,6 +36,9 @@ from train_cli.rendezvous import FileRendezvous
 from train_cli.stopping import HEARD, REMIND_S, STILL, codes
 
 _POLL_S = 0.1
+_REFUSED = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
+"""Exit codes of what does not begin."""
+
 _ELASTICS = (signal.SIGQUIT,)
 """Left to elastic, which passes it on and waits for the ranks to end."""
 
@@ -72,9 +75,11 @@ def launch(
             return Fault((), codes()[signals.first])
         if not result.is_failed():
             return Fault((), EXIT_OK)
-        with suppress(OSError):  # the fault itself is worth more than its report
-            write_launch(run_folder, _seen(result.failures, num_ranks, agent))
-        return blame(result.failures, num_ranks, agent.silent)
+        fault = blame(result.failures, num_ranks, agent.silent)
+        if fault.exit_code not in _REFUSED:  # which is no failure of the run whose folder it is
+            with suppress(OSError):  # the fault itself is worth more than its report
+                write_launch(run_folder, _seen(result.failures, num_ranks, agent))
+        return fault
 
 
 def _seen(failures: Mapping[int, ProcessFailure], num_ranks: int, agent: Agent) -> LaunchReport:

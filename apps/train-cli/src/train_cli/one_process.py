@@ -41,6 +41,12 @@ def in_one_process(plan: Plan) -> Plan:
     return _with(plan, tables)
 
 
+def has_layout(plan: Plan) -> bool:
+    """Returns whether the plan says more than `in_one_process` keeps of it, if only for one rank: offload, recomputation."""
+    tables = plan.document.tables
+    return any(tables.get(key) for key in _LAYOUT) or any(_is_between(one.record) for one in plan.gradient_handlers)
+
+
 def of_trained(plan: Plan, *, evaluates: bool, batches: int | None = None) -> Plan:
     """Returns the plan of a run's folder for one process that only calls the model: on whatever device there is, its weights
     not those that the run began with.

@@ -22,7 +22,7 @@ from sley_core.reports.witness import report_error, report_stuck
 from sley_core.reports.work_recorder import recorded_work
 from train_cli import failure_file, lifeline
 from train_cli.console import say
-from train_cli.engines.trainjob_status import status_server
+from train_cli.engines.trainjob_status import refusal, status_server
 from train_cli.faults import Fault
 from train_cli.opening import opening, repeats
 from train_cli.preflight import meet, thread_note
@@ -114,6 +114,8 @@ def _train(run: Run, folder: Path, stopping: Stopping, *, resume: str | None, li
     write_plan(resolved, folder)
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     if note := thread_note(os.environ, is_cpu=run.world.device.type == "cpu"):
+        run.notes.append(note)
+    if note := refusal(os.environ):
         run.notes.append(note)
     if run.evaluation is not None and (note := repeats(run.evaluation.feed.num_samples, run.plan)):
         run.notes.append(note)

@@ -18,7 +18,8 @@ from sley_core.metrics.json_text import write_whole
 from sley_core.metrics.jsonl import rows
 from sley_core.metrics.summary import RunTotals
 from sley_core.plan.factory import cause
-from train_cli.run_folder import ORIGIN, run_folder
+from train_cli.run_folder import run_folder
+from train_cli.saved import ORIGIN
 
 if TYPE_CHECKING:
     from sley_core.checkpoint.choosing import RunOrigin

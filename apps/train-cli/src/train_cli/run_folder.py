@@ -25,10 +25,8 @@ from sley_core.reports.fault_report import forget
 from sley_core.reports.work_record import FOLDER as WORK
 from train_cli.folder_lock import NAME as LOCK
 from train_cli.folder_lock import FolderLock, TakenError, check_free, is_restart
+from train_cli.saved import ORIGIN, can_go_on, finished_steps
 from train_cli.start_record import NAME as START
-
-ORIGIN = "origin.json"
-"""Where the run began, and which of its own checkpoints are of an earlier try."""
 
 
 def run_folder(plan: Plan) -> Path:
@@ -40,18 +38,21 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
     """Raises PlanError "run-folder" if `held_run_folder` could not make the folder, or go on in it; changes nothing.
 
     Reasons: it exists and neither `overwrite` nor `resume` is given, it is not the folder of a run, a run that has not ended
-    uses it, or it cannot be written.
+    uses it, one that has finished would begin again, or it cannot be written.
     """
     folder = run_folder(plan)
     try:
         check_free(folder)
         if _is_taken(folder):
             if not overwrite and not resume:
-                hint = "`--resume auto` goes on, `--overwrite` replaces it, `--set run.name=...` makes another"
+                goes_on = "`--resume auto` goes on, " if can_go_on(plan, folder) else ""
+                hint = f"{goes_on}`--overwrite` replaces it, `--set run.name=...` makes another"
                 raise _refused(plan, f"`{folder}` exists already, and a run is never overwritten unasked", hint)
             if not _is_ours(folder):
                 hint = "choose another `run.name` or `run.folder`"
                 raise _refused(plan, f"`{folder}` is not the folder of a run, so it is not replaced", hint)
+            if resume:
+                _keep_finished(plan, folder)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except TakenError as error:
         raise _in_use(plan, folder, error) from None
@@ -61,6 +62,16 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
         raise _unwritable(plan, folder, NotADirectoryError(0, "it is a file", str(nearest)))
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise _unwritable(plan, folder, PermissionError(0, "permission denied", str(nearest)))
+
+
+def _keep_finished(plan: Plan, folder: Path) -> None:
+    """Raises PlanError "run-folder" if going on would begin a finished run again, over its results."""
+    steps = finished_steps(folder)
+    if steps is None or can_go_on(plan, folder):
+        return
+    hint = "`--overwrite` begins it again, `--set run.name=...` makes another; a plan with [checkpoint] can take more steps"
+    message = f"the run in `{folder}` has finished its {steps} steps, and has no checkpoint to go on from"
+    raise _refused(plan, message, hint)
 
 
 @contextmanager

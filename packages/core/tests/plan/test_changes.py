@@ -42,6 +42,15 @@ def test_what_makes_other_numbers_is_refused_with_both_values(texts, changed, ke
     assert "the plan has" in first.message
 
 
+def test_another_record_is_told_without_each_key_that_only_one_of_them_has(texts):
+    with pytest.raises(PlanError) as found:
+        refuse_changes(changes(text(texts), text(texts, model={"factory": "mine:layers", "options": {"width": 8}})))
+    assert [one.message for one in found.value.diagnostics] == [
+        'the checkpoint\'s run had `model.use = "core.llama"`, the plan has nothing',
+        'the checkpoint\'s run had no `model.factory`, the plan has "mine:layers"',
+    ]
+
+
 def test_a_key_that_one_plan_lacks(texts):
     found = changes(text(texts), text(texts, evaluation={"every": 5, "steps": 1}))
     assert [(one.before, one.is_refused) for one in found] == [("nothing", False)] * len(found)

@@ -48,6 +48,17 @@ def test_a_world_that_the_plan_does_not_have(make: Make) -> None:
     assert ("layout", "world = pp x wdp x wp fails: 2 is no multiple of 1 x 4", "a world of 4 ranks would do") in found
 
 
+@pytest.mark.parametrize(("parallel", "dp"), [({"dp": 1, "wp": 2}, 2), ({"dp": 3, "wp": 4, "sp": 2}, 4)])
+def test_shards_beyond_the_ranks_of_a_stage_lead_to_a_dp_that_fits(
+    make: Make, parallel: dict[str, int], dp: int
+) -> None:
+    """`dp = "auto"` was the hint, which says nothing of why two shards of a weight are no two ranks."""
+    batch = {"global_size": 48, "micro_size": 1}
+    ((_, _, hint),) = [one for one in problems(make(parallel=parallel, batch=batch)) if one[0] == "layout"]
+    assert hint == f"`wp` shares weights among the dp x sp ranks of a stage and adds none: `dp = {dp}` would do"
+    assert "layout" not in codes(make(parallel={**parallel, "dp": dp}, batch=batch))
+
+
 def test_a_batch_is_checked_in_a_world_that_does_not_fit(make: Make) -> None:
     """Where the plan says how many ranks share the samples, another number of ranks does not hide a batch that fails."""
     batch = {"global_size": 9, "micro_size": 2}

@@ -34,6 +34,31 @@ def test_tables_and_keys_that_there_are_none_of(text: str, loader: Loader) -> No
     ]
 
 
+def test_a_table_that_names_a_record_and_is_missing_says_which_there_are(text: str, loader: Loader) -> None:
+    start, end = text.index("[optimizer]"), text.index("[parallel]")
+    assert messages(text[:start] + text[end:], loader) == [
+        "missing-table 0:0 the plan needs a table [optimizer] with `use` or `factory` | core has `core.adamw`, `core.sgd`"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("steps = 5", "did you mean `run.steps`?"),
+        ("every_steps = 5", "did you mean `checkpoint.every_steps`?"),
+        ("lr = 1e-3", "did you mean `optimizer.lr`?"),
+        ("use = 'core.sgd'", "its keys are "),
+    ],
+)
+def test_a_key_of_a_table_that_stands_above_all_leads_to_its_table(
+    text: str, loader: Loader, line: str, hint: str
+) -> None:
+    """As `--set steps=5` puts it there. Where several tables have it, or none, all keys are listed."""
+    (told,) = messages(f"{line}\n{text}", loader)
+    key = line.partition(" ")[0]
+    assert told.startswith(f"unknown-key 1:1 `{key}` is not a key of a plan | {hint}"), told
+
+
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [

@@ -24,6 +24,7 @@ def loss(scale=1): return ("loss", scale)
 def data(context, size): return (context, size)
 def fails(): raise KeyError("inside")
 def ends(): sys.exit(3)
+def lacks(): import nowhere_at_all
 
 class Outer:
     @staticmethod
@@ -77,6 +78,12 @@ def test_what_can_be_wrong_with_a_factory(failure: Failure, code: Path) -> None:
         f"factory-failed: `my_own_parts:fails` failed: KeyError: 'inside' ({where}:5)"
     )
     assert "failed: SystemExit: 3" in failure(factory="my_own_parts:ends")
+
+
+def test_a_factory_that_needs_a_package_names_it(tables: dict[str, Any], code: Path) -> None:
+    with pytest.raises(PlanError, match=r"factory-failed.* No module named 'nowhere_at_all'") as caught:
+        plan_from_dict({**tables, "loss": {"factory": "my_own_parts:lacks"}}, code).loss.build()
+    assert caught.value.diagnostics[0].hint == "install what has `nowhere_at_all`"
 
 
 def test_a_project_beside_its_environment_is_still_the_users(

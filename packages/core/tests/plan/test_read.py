@@ -43,6 +43,11 @@ def test_a_folder(tmp_path: Path) -> None:
     assert "plan.toml" in found.hint
 
 
+def test_a_folder_of_plans_with_other_names(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_bytes(b"")
+    assert problem_of(tmp_path).hint == "the plans there are `small.toml`"
+
+
 def test_a_path_that_no_file_can_have() -> None:
     assert problem_of(Path("a\0b")).code == "plan-unreadable"
 

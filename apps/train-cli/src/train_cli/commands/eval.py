@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sley_core.data.config import TextConfig
+from sley_core.errors import PlanError, SleyError
 from sley_core.losses.config import CrossEntropyConfig
 from train_cli.console import say
 from train_cli.opening import repeats
@@ -35,7 +38,11 @@ def eval(
 ) -> None:
     """Print the held-out loss of a run's weights; of a model over bytes, bits per byte too."""
     plan = plan_of(run, data or [])
-    with trained_run(run, plan, evaluates=True, batches=batches) as (model, which):
+    with ExitStack() as stack:
+        try:
+            model, which = stack.enter_context(trained_run(run, plan, evaluates=True, batches=batches))
+        except PlanError as error:
+            raise _with_remedy(error) from error
         say(which)
         loss = model.evaluate()
         evaluation = model.plan.evaluation
@@ -46,6 +53,15 @@ def eval(
     typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
     if _is_nats_per_byte(plan):
         typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
+
+
+def _with_remedy(error: PlanError) -> SleyError:
+    """Returns `error` with what helps here where data is missing: not in the plan of a run that has ended, and no other split,
+    whose held-out documents the run has trained on.
+    """
+    hint = "name other data: `--data 'held_out_files=[\"other.txt\"]'`"
+    every = (replace(one, hint=hint) if one.code == "held-out" else one for one in error.diagnostics)
+    return PlanError.many(every)
 
 
 def _is_nats_per_byte(plan: Plan) -> bool:

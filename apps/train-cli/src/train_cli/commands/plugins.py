@@ -67,12 +67,13 @@ def _overview(name: str, loader: Loader) -> dict[str, Any]:
 def _overview_text(found: list[dict[str, Any]]) -> str:
     """Returns the entries as text."""
     lines = []
+    width = max((len(words(kind)) + 1 for entry in found for kind in entry["records"]), default=0)
     for entry in found:
         lines.append(f"{entry['name']}  ({entry['dist']} {entry['version']})")
         if entry["error"]:
             lines.append(f"  broken: {entry['error']}")
         for kind, names in entry["records"].items():
-            lines.append(f"  {words(kind) + ':':22} {', '.join(names)}")
+            lines.append(f"  {words(kind) + ':':{width}} {', '.join(names)}")
     return "\n".join(lines)
 
 

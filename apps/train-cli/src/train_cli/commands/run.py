@@ -32,6 +32,7 @@ from train_cli.preflight import refuse_lone_worlds
 from train_cli.progress import draws_line
 from train_cli.resume import AUTO, goes_on, is_again
 from train_cli.run_folder import check_run_folder, held_run_folder, run_folder
+from train_cli.saved import check_given
 from train_cli.stopping import terminated_s
 
 _BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
@@ -110,6 +111,7 @@ def run(
     resolved = load_plan(plan, changes)
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
     resume = _resume(resume, overwrite=overwrite)
+    _check_given(resume)
     stays = goes_on(resolved, resume)
     check_run_folder(resolved, overwrite=overwrite, resume=stays)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
@@ -161,6 +163,14 @@ def _resume(given: str | None, *, overwrite: bool) -> str | None:
     return given or (AUTO if is_again() else None)
 
 
+def _check_given(resume: str | None) -> None:
+    """Raises UsageError "no-checkpoint" if the user has named a checkpoint that is not there. A run that was started again goes
+    on from its own, and needs the one at which it began no more.
+    """
+    if resume is not None and resume != AUTO and not is_again():
+        check_given(resume)
+
+
 def _launch(
     arguments: Sequence[str], size: int, folder: Path, settings: Settings, ended_s: float, *, verbose: int
 ) -> int:
@@ -194,6 +204,7 @@ def _as_rank(
     def begin(stack: ExitStack) -> Callable[[], int]:
         plan = load_plan(path, overrides)
         check(plan, size)
+        _check_given(resume)
         folder = run_folder(plan)
         # A launcher of ours has made the folder.
         if rank == 0 and not lifeline.is_held():

@@ -26,7 +26,7 @@ from train_cli import console, lifeline
 from train_cli.as_rank import as_rank
 from train_cli.commands.run import check, num_devices
 from train_cli.console import Settings
-from train_cli.one_process import in_layout, in_one_process
+from train_cli.one_process import has_layout, in_layout, in_one_process
 from train_cli.options import FormatOption, OutputFormat, SetOption, WorldOption
 from train_cli.stopping import terminated_s
 from train_cli.verify.findings import Limits, RankFindings, as_json, differences, in_words, no_step_taken, read
@@ -85,7 +85,7 @@ def verify(
         raise typer.Exit(_as_rank(plan, changes, steps, against, settings))
     loaded = load_plan(plan, changes)
     size = check(loaded, world or loaded.world(num_devices(loaded)))
-    if size == 1:
+    if size == 1 and not has_layout(loaded):
         hint = "give a layout, such as `--set parallel.dp=2`, or `--world 2` where the plan leaves it open"
         raise UsageError("nothing-to-verify", "the plan trains one process, so there is nothing to compare", hint=hint)
     if steps > loaded.run.steps:

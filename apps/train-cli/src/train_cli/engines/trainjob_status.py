@@ -3,7 +3,8 @@
     rows of steps ──> the newest status ──> a thread ──> POST, every five seconds at most
 
 The Trainer (2.2 or later, feature gate `TrainJobStatus`) puts three variables into each pod: where to post, and files with its
-certificate and a token. Whatever fails here is silent: training neither waits for the server nor ends with it.
+certificate and a token, which is sent over TLS, or within this machine. Whatever fails here is silent: training neither waits
+for the server nor ends with it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
@@ -39,13 +41,32 @@ SHOWN = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_s")
 Row = Mapping[str, float]
 
 
+def refusal(environ: Mapping[str, str]) -> str:
+    """Returns why the server is told nothing: the token would pass the network in clear; "" where it would not."""
+    url = environ.get(URL)
+    if not url or not environ.get(TOKEN) or _is_guarded(url):
+        return ""
+    return f"the TrainJob's status is not told: {URL} = `{url}` is not https, and whoever listens would read the token"
+
+
+def _is_guarded(url: str) -> bool:
+    """Returns whether nobody between this process and `url` reads what is sent."""
+    try:
+        to = urlsplit(url)
+        host = to.hostname or ""
+        return to.scheme == "https" or host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return url.startswith("https:")  # an address that cannot be read is told nothing anyway
+
+
 @contextmanager
 def status_server(environ: Mapping[str, str], num_steps: int) -> Iterator[list[Callable[[Row], None]]]:
     """Yields readers of the rows of a run of `num_steps`, which tell them to the server: one in a TrainJob, else none.
 
+    There is none either where `refusal` says why.
     At the end the last row is told, for which the block waits LAST_S at most.
     """
-    if not environ.get(URL) or not environ.get(TOKEN):
+    if not environ.get(URL) or not environ.get(TOKEN) or refusal(environ):
         yield []
         return
     certificate = environ.get(CERTIFICATE)

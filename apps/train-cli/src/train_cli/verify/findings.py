@@ -127,7 +127,10 @@ def in_words(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> I
     if wrong:
         yield from _cause(wrong, limits)
     else:
-        yield f"{len(ranks)} ranks and one process agree over {_steps(num_steps)}"
+        what = (
+            f"{len(ranks)} ranks and one process" if len(ranks) > 1 else "the plan and one process without its layout"
+        )
+        yield f"{what} agree over {_steps(num_steps)}"
     yield ""
     yield f"{'':<16}{'largest error':>14}{'allowed':>12}  where"
     for one in worst(ranks, limits):

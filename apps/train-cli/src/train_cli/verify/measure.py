@@ -98,17 +98,20 @@ class Beside:
 
 
 def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
-    """Raises RunError "not-compared" if one process kept a first value, or a gradient of the first step, that no rank has."""
-    skipped = any(1 in rank.skipped for rank in ranks)
-    kept: list[tuple[Kind, str]] = [("first value", file_of(folder, 0, "weights"))]
-    kept += [] if skipped else [("gradient", file_of(folder, 1, "gradients"))]
-    for kind, file in kept:
-        found = {one.name for rank in ranks for one in rank.compared if one.kind == kind}
-        with _opened(file) as tensors:
-            if missing := sorted(set(tensors.keys()) - found):
-                raise RunError(
-                    "not-compared", f"no rank has the {kind} of `{missing[0]}` (of {len(missing)} such parameters)"
-                )
+    """Raises RunError "not-compared" if one process kept a first value, or a gradient or weight of a step, that no rank has."""
+    kept: list[tuple[Kind, int]] = [("first value", 0)]
+    for step in range(1, 1 + sum(1 for _ in folder.glob("row-*.json"))):
+        skipped = any(step in rank.skipped for rank in ranks)
+        kept += [("weight", step)] if skipped else [("gradient", step), ("weight", step)]
+    found: dict[tuple[Kind, int], set[str]] = {}
+    for one in (one for rank in ranks for one in rank.compared):
+        found.setdefault((one.kind, one.step), set()).add(one.name)
+    for kind, step in kept:
+        with _opened(file_of(folder, step, "gradients" if kind == "gradient" else "weights")) as tensors:
+            if missing := sorted(set(tensors.keys()) - found.get((kind, step), set())):
+                of_step = f" of step {step}" if step > 1 else ""
+                message = f"no rank has the {kind}{of_step} of `{missing[0]}` (of {len(missing)} such parameters)"
+                raise RunError("not-compared", message)
 
 
 def dropouts(run: Run) -> list[str]:

@@ -16,6 +16,9 @@ NEEDED = (("model",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"
 HARMLESS = (("source_folder",), ("run", "name"), ("run", "folder"), ("model", "compile"), ("model", "weights"))
 """What may differ without a word: names, how layers are called, and where the first weights came from."""
 
+_NAMES = (("use",), ("factory",))
+"""Keys of a table that say which record, or whose code, its other keys are for."""
+
 _ABSENT = "nothing"
 
 
@@ -43,16 +46,22 @@ def changes(before: str, now: str) -> list[Change]:
 def refuse_changes(found: list[Change]) -> None:
     """Raises PlanError "resume-differs" that names each change with which a run cannot go on, with both values."""
     refused = [one for one in found if one.is_refused]
-    if refused:
+    # Another model has other keys: that it is another one says it all.
+    others = {one.path[0] for one in refused if one.path[1:] in _NAMES}
+    if told := [one for one in refused if one.path[0] not in others or one.path[1:] in _NAMES]:
         raise PlanError.many(
             Diagnostic(
                 "resume-differs",
-                f"the checkpoint's run had `{dotted(path)} = {before}`, the plan has {now}",
+                f"the checkpoint's run had {_had(path, before)}, the plan has {now}",
                 path=path,
                 hint="put it back, or begin a run of another name; `run.load_weights` takes weights alone",
             )
-            for path, before, now in refused
+            for path, before, now in told
         )
+
+
+def _had(path: KeyPath, before: str) -> str:
+    return f"no `{dotted(path)}`" if before == _ABSENT else f"`{dotted(path)} = {before}`"
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

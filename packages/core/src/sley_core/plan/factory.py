@@ -43,7 +43,9 @@ def call_factory(
     except SleyError:
         raise
     except (Exception, SystemExit) as error:
-        raise PlanError("factory-failed", f"`{name}` failed: {cause(error)}", path=(*path, "factory")) from error
+        hint = f"install what has `{error.name}`" if isinstance(error, ModuleNotFoundError) and error.name else None
+        message = f"`{name}` failed: {cause(error)}"
+        raise PlanError("factory-failed", message, path=(*path, "factory"), hint=hint) from error
 
 
 def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:

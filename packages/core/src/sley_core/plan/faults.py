@@ -49,12 +49,14 @@ def faults(
     )
 
 
-def unknown_key(key: str, known: Iterable[str], path: KeyPath, document: Document, owner: str) -> Diagnostic:
-    """Returns the diagnostic of a key that `owner` does not have, with the closest known key."""
+def unknown_key(
+    key: str, known: Iterable[str], path: KeyPath, document: Document, owner: str, elsewhere: str | None = None
+) -> Diagnostic:
+    """Returns the diagnostic of a key that `owner` does not have, with the closest known key. elsewhere: a better hint."""
     choices = sorted(known)
     listed = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
     message = f"`{key}` is not a key of {owner}"
-    return document.diagnostic("unknown-key", message, path, suggestion(key, choices, listed), at="key")
+    return document.diagnostic("unknown-key", message, path, elsewhere or suggestion(key, choices, listed), at="key")
 
 
 def _diagnostic(

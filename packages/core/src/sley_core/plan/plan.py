@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,9 @@ class Plan:
             return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
             path = ("parallel", _odd_axis(sizes, str(error)))
-            raise PlanError.many([self.diagnostic("layout", str(error), path, _fitting(sizes, world))]) from None
+            raise PlanError.many(
+                [self.diagnostic("layout", str(error), path, _fitting(sizes, world, str(error)))]
+            ) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
         """Returns a diagnostic at `path`, with its place in the plan's file."""
@@ -197,11 +199,16 @@ def _odd_axis(sizes: ParallelTable, equation: str) -> str:
     return "pp" if sizes.pp > 1 else "sp"
 
 
-def _fitting(sizes: ParallelTable, world: int) -> str:
-    """Returns a hint with the world sizes closest to `world` that the layout allows."""
+def _fitting(sizes: ParallelTable, world: int, equation: str) -> str:
+    """Returns a hint with the world sizes closest to `world` that the layout allows, or the `dp` where that is what fails."""
+    if sizes.dp != "auto" and "wdp" in equation:
+        unit = sizes.wp // gcd(sizes.wp, sizes.sp)
+        fits = -(-sizes.dp // unit) * unit
+        return f"`wp` shares weights among the dp x sp ranks of a stage and adds none: `dp = {fits}` would do"
     if sizes.dp != "auto":
         fixed = sizes.pp * sizes.dp * sizes.sp
-        return f'this plan fixes the world to {fixed} ranks; `dp = "auto"` takes what the world leaves over'
+        ranks = "1 rank" if fixed == 1 else f"{fixed} ranks"
+        return f'this plan fixes the world to {ranks}; `dp = "auto"` takes what the world leaves over'
     unit = sizes.pp * lcm(sizes.sp, sizes.wp)
     below = world // unit * unit
     return f"a world of {f'{below} or ' if below else ''}{below + unit} ranks would do"

@@ -49,7 +49,8 @@ def _read(path: str | Path) -> Document:
     except FileNotFoundError:
         raise PlanError("plan-missing", f"there is no file `{name}`", place=place, hint=_near(Path(path))) from None
     except IsADirectoryError:
-        hint = f"name the file in it: `{Path(path) / 'plan.toml'}`" if (Path(path) / "plan.toml").is_file() else None
+        inside = Path(path) / "plan.toml"
+        hint = f"name the file in it: `{inside}`" if inside.is_file() else _near(inside)
         raise PlanError("plan-is-folder", f"`{name}` is a folder, not a plan", place=place, hint=hint) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -170,9 +170,16 @@ class _Resolver:
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
 
+    def _elsewhere(self, key: str) -> str | None:
+        """Returns which table has `key`, which was meant for it: the only one of this plan, or of those that any may have."""
+        here = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
+        known = [name for name, model in {**TABLES, **OPTIONAL}.items() if key in model.model_fields]
+        found = here if len(here) == 1 else known
+        return f"did you mean `{found[0]}.{key}`?" if len(found) == 1 else None
+
     def _unknown(self, key: str) -> Diagnostic:
         if not isinstance(self.tables[key], dict | list):
-            return unknown_key(key, TOP_LEVEL, (key,), self.document, "a plan")
+            return unknown_key(key, TOP_LEVEL, (key,), self.document, "a plan", self._elsewhere(key))
         tables = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
         hint = suggestion(key, tables, f"its tables are {', '.join(tables)}")
         return self.document.diagnostic("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, "key")
@@ -238,7 +245,9 @@ class _Resolver:
         """Notes that a table is missing, unless it is not needed or what is wrong with [pipeline] must be mended first."""
         if spec.known is None:
             choices = "`use` or `factory`" if spec.factory else "`use`"
-            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,))
+            has = self.plugins[CORE].records.get(spec.kind, {})
+            hint = f"core has {', '.join(f'`{CORE}.{name}`' for name in has)}" if has else None
+            self._problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,), hint)
         elif self.schedule is not None and (spec.kind != "stage_links" or self._has_stages):
             message, hint = without_default(spec, self.schedule, self.plugins.values(), self.loader)
             self._problem("missing-table", message, ("pipeline", "use"), hint)

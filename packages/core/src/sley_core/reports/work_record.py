@@ -173,14 +173,15 @@ def read(run_folder: Path) -> list[WorkRecord]:
     """
     root = run_folder / FOLDER
     paths = root.glob("rank-*.jsonl") if root.is_dir() else ()
-    found = [record for path in paths if (record := _record(path)) is not None]
+    found = [record for path in paths if (record := record_in(path)) is not None]
     newest = max((one.start for one in found), key=lambda start: start.time, default=None)
     return sorted(
         (one for one in found if newest is not None and one.start.rank < newest.world), key=lambda one: one.start.rank
     )
 
 
-def _record(path: Path) -> WorkRecord | None:
+def record_in(path: Path) -> WorkRecord | None:
+    """Returns what one rank has left in its file of its last start, if that is in it. Raises OSError."""
     with path.open("rb") as file:
         return _record_of(file)
 

@@ -27,6 +27,7 @@ from sley_core.actions.action import Action, Transfer
 from sley_core.comm import progress as standing_at
 from sley_core.metrics.memory import private_mb
 from sley_core.reports.usage import used
+from sley_core.reports.work_file import WorkFile
 from sley_core.reports.work_record import (
     BEGINNING,
     BETWEEN,
@@ -75,7 +76,7 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
     feed: of the run's samples, for which a step waits. notes: of the run; a file that cannot be written ends the recording
     with one more, and nothing else.
     """
-    file = _WorkFile(folder / FOLDER / f"rank-{parts.world.rank}.jsonl", _start(parts), notes)
+    file = WorkFile(folder / FOLDER / f"rank-{parts.world.rank}.jsonl", _start(parts), notes)
     recorder = WorkRecorder(parts, feed, file.add)
     recorder.attach()
     try:
@@ -222,40 +223,6 @@ class WorkRecorder:
         )
         self._usage, self._window_began = usage, now
         self._samples.clear()
-
-
-class _WorkFile:
-    """A file to which lines are added, each at once, until one cannot be; `notes` then has why.
-
-    It begins with the first one: a run that fails before that leaves a folder that the next run may take.
-    """
-
-    def __init__(self, path: Path, start: Start, notes: list[str]) -> None:
-        self._path, self._start, self._notes = path, start, notes
-        self._file: int | None = None
-        self._is_over = False
-
-    def add(self, text: str) -> None:
-        """Adds a line."""
-        if self._is_over:
-            return
-        try:
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                no_link = getattr(os, "O_NOFOLLOW", 0)  # which could say where this writes
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_link, 0o644)
-                text = line(self._start) + text
-            os.write(self._file, text.encode())
-        except OSError as error:
-            self.close()
-            self._notes.append(f"who is slow is not recorded: cannot write `{self._path}`: {error.strerror or error}")
-
-    def close(self) -> None:
-        """Ends the file; what is added later is dropped."""
-        self._is_over = True
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 def _place_of(entry: object) -> str:

@@ -72,11 +72,11 @@ class WorkSamples:
 
     def handed_over(self, step: int, queue: str, number: int, time_s: float) -> None:
         """Notes the last message of what an entry has sent."""
-        _keep(self.sent, queue, SeenMessage(step, number, round(time_s, 6)))
+        keep_roundest(self.sent, queue, SeenMessage(step, number, round(time_s, 6)))
 
     def took(self, step: int, turn: Turn, time_s: float, waited_s: float) -> None:
         """Notes a message that has come."""
-        _keep(self.taken, turn.queue, SeenMessage(step, turn.number, round(time_s, 6), round(waited_s, 6)))
+        keep_roundest(self.taken, turn.queue, SeenMessage(step, turn.number, round(time_s, 6), round(waited_s, 6)))
 
     def end_step(self, seconds: float) -> None:
         """Keeps the step as a sample, which took `seconds`."""
@@ -166,7 +166,7 @@ def _at(step: list[float], number: int) -> float:
     return step[number] if number < len(step) else 0.0
 
 
-def _keep(messages: dict[str, list[SeenMessage]], queue: str, one: SeenMessage) -> None:
+def keep_roundest(messages: dict[str, list[SeenMessage]], queue: str, one: SeenMessage) -> None:
     """Adds `one`. Where that is too many, the steps stay whose numbers are the roundest in binary: at both ends of a queue the
     same, wherever their windows begin.
     """

@@ -1,0 +1,69 @@
+"""What there is to go on from: the checkpoints that a folder has, as far as files tell. Whether they are whole is found when
+one is loaded. What lies behind a URL is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sley_core.errors import UsageError
+from sley_core.metrics.summary import NAME as SUMMARY
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+ORIGIN = "origin.json"
+"""Where the run began, and which of its own checkpoints are of an earlier try."""
+
+_SHOWN = 4
+
+
+def is_remote(path: str) -> bool:
+    """Returns whether `path` is a URL."""
+    return "://" in path
+
+
+def names_in(path: Path) -> list[str]:
+    """Returns the names of the checkpoints in the folder `path`, the newest first; none where there is no such folder."""
+    # Imported where a folder is looked into: they import torch.
+    from sley_core.checkpoint.folders import open_folder
+    from sley_core.checkpoint.verify import ready
+
+    return ready(open_folder(path)) if path.is_dir() else []
+
+
+def can_go_on(plan: Plan, folder: Path) -> bool:
+    """Returns whether a run of `plan` in `folder` may find a checkpoint to go on from: its own, or that at which it began."""
+    from sley_core.equip import CHECKPOINTS
+
+    own = (plan.checkpoint.folder if plan.checkpoint else None) or str(folder / CHECKPOINTS)
+    return is_remote(own) or (folder / ORIGIN).is_file() or bool(names_in(Path(own)))
+
+
+def finished_steps(folder: Path) -> int | None:
+    """Returns how many steps the run in `folder` has taken, if it has finished; None if not, or if that cannot be told."""
+    try:
+        said = json.loads((folder / SUMMARY).read_text("utf-8"))
+        return int(said["steps"]) if said["outcome"] == "finished" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def check_given(path: str) -> None:
+    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of some, with where some are."""
+    from sley_core.checkpoint.index import INDEX
+    from sley_core.equip import CHECKPOINTS
+
+    given = Path(path)
+    if is_remote(path) or (given / INDEX).is_file() or names_in(given):
+        return
+    if names_in(given / CHECKPOINTS):
+        hint = f"those of that run are in `{given / CHECKPOINTS}`"
+    elif beside := names_in(given.parent):
+        more = f" and {len(beside) - _SHOWN} more" if len(beside) > _SHOWN else ""
+        hint = f"beside it there are {', '.join(f'`{name}`' for name in beside[:_SHOWN])}{more}"
+    else:
+        hint = "give the folder of a checkpoint, or of several, such as `runs/NAME/checkpoints`"
+    raise UsageError("no-checkpoint", f"there is no checkpoint in `{path}`", hint=hint)
