@@ -12,6 +12,7 @@ import pytest
 from sley_core.assemble import assemble
 from sley_core.checkpoint import newest, read, verify
 from sley_core.checkpoint.folders import LocalFolder
+from sley_core.checkpoint.live_bytes import LiveBytes
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
@@ -93,6 +94,45 @@ def test_what_is_written_beside_training_is_the_state_of_its_step(texts, tmp_pat
     assert run.counts["checkpoint"]["copied_bytes"] > 0
 
 
+def test_all_is_copied_aside_beside_the_forward_while_the_disk_is_slow(texts, tmp_path, monkeypatch):
+    """Not before the update, which would wait for it; and not at all once a save was written before its update came."""
+    gate, ahead = threading.Event(), threading.Event()
+    written, copy_ahead = LocalFolder.write, LiveBytes.copy_ahead
+    lives = list[LiveBytes]()
+
+    def slowly(self: Any, name: str, chunks: Any) -> Any:
+        assert gate.wait(30)
+        return written(self, name, chunks)
+
+    def told(self: LiveBytes) -> None:
+        lives.append(self)
+        copy_ahead(self)
+        ahead.set()
+
+    monkeypatch.setattr(LocalFolder, "write", slowly)
+    monkeypatch.setattr(LiveBytes, "copy_ahead", told)
+    tables = plan(checkpoint={"every_steps": 1, "keep": 9})
+    with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
+        for number in range(2):
+            run.step()  # and save
+            assert ahead.wait(30)
+            (live,) = lives[number:]
+            num_copied = live.num_copied
+            assert num_copied == sum(one.nbytes for one in live._sources.values()) > 0
+            run.parts.events.gradients_done[-1]()
+            assert live.num_copied == num_copied, "nothing was left to copy"
+            ahead.clear()
+            gate.set()
+            settle()
+            if number == 0:
+                gate.clear()
+        run.step()  # the save before was not written when its update came
+        settle()
+        run.step()  # the save before was
+        assert len(lives) == 3
+        gate.set()
+
+
 def test_training_is_the_same_with_and_without_saves(texts, tmp_path):
     runs = [trained(plan(**more), texts, tmp_path) for more in ({}, {"checkpoint": {"every_steps": 1}})]
     one, other = map(weights, runs)
@@ -126,6 +166,25 @@ def test_a_run_that_is_asked_to_stop_saves_itself(texts, tmp_path, saves):
 
     trained(plan(checkpoint={"on_interrupt": saves}), texts, tmp_path, stop)
     assert (tmp_path / "checkpoints" / "step-00000003").exists() == saves
+
+
+def test_a_copy_that_a_program_keeps_elsewhere_is_not_the_runs_own_checkpoint(texts, tmp_path):
+    """No save was due any more at the steps at which a program had kept one, nor when the run ended, or was stopped."""
+
+    def keeps(run: Run) -> None:
+        run.listeners.append(lambda row: run.save_checkpoint(tmp_path / f"best-{id(run)}-{row['step']}"))
+
+    def stops(run: Run) -> None:
+        keeps(run)
+        run.listeners.append(lambda row: run.stop() if row["step"] == 2 else None)
+
+    for mode in ("async", "sync", "stopped"):
+        (tmp_path / mode).mkdir()
+    for mode in ("async", "sync"):
+        trained(plan(checkpoint={"every_steps": 4, "mode": mode}), texts, tmp_path / mode, keeps)
+        assert names(tmp_path / mode) == ["step-00000004", "step-00000006"]
+    trained(plan(checkpoint={"on_interrupt": True}), texts, tmp_path / "stopped", stops)
+    assert names(tmp_path / "stopped") == ["step-00000003"]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

@@ -68,8 +68,10 @@ class Checkpoints:
             writing.run()
         except RunError as error:
             failed = said(error)
+        if path is None:  # a copy that a program keeps elsewhere is not what the run goes on from
+            self._saved_step, self._is_written = step, False
         self._done(failed)
-        self._saved_step = step
+        self._is_written = self._is_written or path is None
         return writing.target.text
 
     def is_due(self, step: int) -> bool:
@@ -156,6 +158,7 @@ class Checkpoints:
         self.counts["copied_bytes"] += background.live.num_copied
         try:
             self._done(background.failed)
+            self._is_written = True
         except RunError as error:
             self._note(said(error))
         self.counts["seconds_waited"] += time.perf_counter() - began
@@ -181,10 +184,9 @@ class Checkpoints:
         """Raises RunError `checkpoint-failed` on all ranks alike if the checkpoint is not there."""
         # All ranks: it is there when rank 0 has given it its name, and not if any of them has failed.
         everyone = gather_objects(failed, self._control, what="whether the checkpoint is written")
-        self._is_written = not any(everyone)
-        self.counts["saved"] += self._is_written
-        if not self._is_written:
+        if any(everyone):
             raise RunError(FAILED, next(filter(None, everyone)))
+        self.counts["saved"] += 1
 
     def _is_saved(self, step: int) -> bool:
         return self._saved_step == step and self._is_written

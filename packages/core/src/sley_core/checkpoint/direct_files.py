@@ -24,6 +24,7 @@ _BLOCK_BYTES = 4096
 """Direct writes are multiples of it; no disk in use has longer sectors."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _SMALL_BYTES = 64 << 10
 
 
@@ -57,7 +58,7 @@ class _File(AbstractContextManager["_File"]):
         try:
             self._descriptor = os.open(path, flags | _DIRECT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _REFUSALS:
                 raise
             self._is_direct = False
             self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
@@ -101,7 +102,7 @@ class _File(AbstractContextManager["_File"]):
         try:
             return call()
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._is_direct:
+            if error.errno not in _REFUSALS or not self._is_direct:
                 raise
             self._go_through_cache()
             return call()
