@@ -9,7 +9,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 from meeting_ranks import FACTS, PARTS, SECOND, comes, environ, held, told
+from torch.distributed import TCPStore
 
+from sley_core.comm import occasions
 from sley_core.comm.meeting import Meeting
 from sley_core.errors import RunError
 
@@ -19,6 +21,21 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("impatient")]
 def test_ranks_that_agree_start(port: int) -> None:
     found = told({str(rank): comes(port, rank, 4) for rank in range(4)})
     assert set(found.values()) == {""}
+
+
+def test_a_store_with_the_roll_call_of_an_earlier_start_is_refused(port: int) -> None:
+    """torchrun's agents on several hosts keep theirs when they start ranks again. Rank 1 agreed with those of before, and
+    rank 0 found two processes of one rank.
+    """
+    agents = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
+    assert set(told({str(rank): comes(port, rank, 2, **torchrun) for rank in range(2)}).values()) == {""}
+    for rank in (1, 0):
+        occasions.forget()  # as new processes
+        found = told({"again": comes(port, rank, 2, **torchrun)})["again"]
+        assert "the ranks of this run have met before, and their launcher has kept what they said" in found
+        assert "`--max-restarts=0`" in found
+    del agents
 
 
 def test_a_rank_that_comes_late_is_waited_for(port: int) -> None:

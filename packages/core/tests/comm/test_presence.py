@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +27,28 @@ def tied(door: Door, rank: int = 1, token: str | None = None) -> Tether:
     return Tether("127.0.0.1", door.port, f"{token or door.token} {rank} host{rank}", 3.0)
 
 
+def known(door: Door, rank: int = 1) -> Tether:
+    """A tether to which the door has answered."""
+    tether = tied(door, rank)
+    assert soon(lambda: not door.gone() and not tether.is_cut and tether._is_known)
+    return tether
+
+
+def test_ranks_beyond_the_files_that_rank_0_may_have_open_wait_at_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which builds, could open no file any more. Of those that are not let in, nobody hears that they have ended."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    door = Door("127.0.0.1")
+    first = [known(door, rank) for rank in (1, 2)]
+    late = tied(door, 3)
+    for _ in range(3):
+        assert door.gone() == {}
+        time.sleep(0.05)
+    assert not late.is_cut
+    assert not late._is_known
+    del first[0]
+    assert soon(lambda: door.gone() == {1: "host1"} and not late.is_cut and late._is_known), "there is room now"
+
+
 def test_a_rank_that_has_ended_is_named() -> None:
     door = Door("127.0.0.1")
     stays, ends = tied(door, 1), tied(door, 2)
@@ -38,8 +61,7 @@ def test_a_rank_that_has_ended_is_named() -> None:
 
 def test_the_end_of_a_rank_0_that_has_answered_is_noticed() -> None:
     door = Door("127.0.0.1")
-    tether = tied(door)
-    door.gone()
+    tether = known(door)
     assert not tether.is_cut
     del door
     assert soon(lambda: tether.is_cut)
@@ -72,8 +94,7 @@ def test_a_stranger_is_neither_answered_nor_counted() -> None:
 
 def test_a_door_that_is_closed_is_closed_to_all() -> None:
     door = Door("127.0.0.1")
-    tether = tied(door)
-    door.gone()
+    tether = known(door)
     door.close()
     assert soon(lambda: tether.is_cut)
     with pytest.raises(ConnectionRefusedError):

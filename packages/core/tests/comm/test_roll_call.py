@@ -34,19 +34,25 @@ def test_a_list_that_is_no_list_is_raised() -> None:
         EarlyVerdict(RollCall(board, 2, "host0", BUILT), None).verdict(5)
 
 
+def interrupted_wait(early: EarlyVerdict) -> None:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    early.verdict(20)
+
+
 def test_who_waits_and_is_interrupted_leaves_no_thread() -> None:
     """It would look at connections that are closed by then."""
 
+    class Interrupted(BaseException):
+        """As a KeyboardInterrupt, which would end all tests if it came late."""
+
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, interrupted)
     try:
         early = EarlyVerdict(RollCall(Board(HashStore(), 0, 0), 2, "host0", BUILT), None)
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            early.verdict(20)
+        with pytest.raises(Interrupted):
+            interrupted_wait(early)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert "sley-roll-call" not in [one.name for one in threading.enumerate()]

@@ -25,7 +25,7 @@ from sley_core.comm.agree import differing
 from sley_core.comm.guard import first_line
 from sley_core.comm.presence import Door, Tether
 from sley_core.comm.reach import CODE, reach, refused
-from sley_core.comm.roll_call import BUILT, CAME, Board, EarlyVerdict, Occasion, Patience, RollCall
+from sley_core.comm.roll_call import BUILT, CAME, Board, EarlyVerdict, Occasion, Patience, RollCall, used_before
 from sley_core.errors import RunError, SleyError
 
 STRAGGLERS_S = 10.0
@@ -88,6 +88,8 @@ class Meeting:
 
     def _meet(self, call: RollCall, facts: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]) -> None:
         if self.rank == 0:
+            if call.board.find(_FIRST) is not None:
+                raise used_before()
             with suppress(OSError):  # without it only time tells who has died
                 self._door = Door(self.address if self.is_local else "")
             door = [self._door.port, self._door.token] if self._door is not None else None

@@ -11,8 +11,10 @@ that a rank has forked holds its connection too, and a rank counts as there unti
 
 from __future__ import annotations
 
+import resource
 import secrets
 import socket
+import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,6 +22,9 @@ from selectors import EVENT_READ, DefaultSelector
 
 _BACKLOG = 4096
 _HELLO_BYTES = 300
+_SHARE_OF_FILES = 4
+"""One of so many files that a process may have open is a connection to another rank, at most."""
+
 _KNOWN = b"\x06"
 """What the door answers to a rank of its run."""
 
@@ -41,6 +46,8 @@ class Door:
         self._selector = DefaultSelector()
         self._selector.register(self._socket, EVENT_READ)
         self._heard: dict[socket.socket, bytes] = {}
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = files // _SHARE_OF_FILES if files != resource.RLIM_INFINITY else sys.maxsize
         self._gone: dict[int, str] = {}
         self._finalizer = weakref.finalize(self, _close, self._selector, [self._socket], self._heard)
 
@@ -59,8 +66,9 @@ class Door:
         return self._gone
 
     def _let_in(self) -> None:
+        """Accepts whoever waits at the port while there is room: of the others' end nobody hears, as behind a firewall."""
         with suppress(OSError):  # it has left again
-            while True:
+            while len(self._heard) < self._most:
                 caller, _ = self._socket.accept()
                 caller.setblocking(False)
                 _probe(caller)

@@ -28,6 +28,9 @@ BEGINNING = "the beginning of the step"
 REDUCTION, UPDATE, BETWEEN = "the end of the gradients' reduction", "the update", "what comes between two steps"
 """What it says after the last one, in this order."""
 
+EVALUATION = "an evaluation"
+"""What it says before the first entry of an evaluation's list."""
+
 DEVICE = "the wait for the device"
 """What it says while the host waits for the results of a step; on CUDA that may be when the next one has been started."""
 

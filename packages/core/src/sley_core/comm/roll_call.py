@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch expor
 from sley_core.comm.guard import first_line
 from sley_core.comm.presence import Door, Tether
 from sley_core.comm.reach import refused
+from sley_core.errors import RunError
 
 _POLL_S, _MOST_POLL_S = 0.02, 0.3
 """Between two looks: at first, and while a host takes long, so that thousands of ranks do not keep the store busy."""
@@ -131,7 +132,12 @@ class RollCall:
     occasion: Occasion
 
     def answer(self, told: Mapping[str, Any]) -> None:
-        """Puts this rank on the list. told: nothing, or `message` and `hint` of why it does not begin."""
+        """Puts this rank on the list. told: nothing, or `message` and `hint` of why it does not begin.
+
+        Raises RunError "preflight" where all ranks have agreed before this one has answered: in another run.
+        """
+        if self.board.find(_VERDICT) == {}:
+            raise used_before()
         number = self.board.add(_COUNT, 1)
         self.board.set(_LINE.format(number), {"rank": self.board.rank, "host": self.host, **told})
 
@@ -204,6 +210,14 @@ def _wrong(line: Mapping[str, Any], hosts: Mapping[int, str]) -> dict[str, Any]:
     return dict(line) if "message" in line else {}
 
 
+def used_before() -> RunError:
+    """Returns the error for a store that has the roll call of an earlier start."""
+    hint = (
+        "torchrun's agents keep their store over restarts: give `--max-restarts=0` on several hosts, and submit again"
+    )
+    return refused("the ranks of this run have met before, and their launcher has kept what they said", hint)
+
+
 class EarlyVerdict:
     """Hears the ranks in a thread, on rank 0, and tells all what keeps them from starting as soon as there is something."""
 
@@ -225,8 +239,8 @@ class EarlyVerdict:
 
         Raises whatever kept the thread from hearing the others.
         """
-        self._patience.begin(timeout_s)
         try:
+            self._patience.begin(timeout_s)
             self._has_ended.wait()
         except BaseException:  # of a signal
             self.stop()

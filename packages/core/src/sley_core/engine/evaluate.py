@@ -11,6 +11,7 @@ import torch
 from sley_core.actions.action import actions_of
 from sley_core.comm.collectives import all_reduce
 from sley_core.comm.compare import differing, exchanges_differ, exchanges_of
+from sley_core.comm.progress import BETWEEN, EVALUATION
 from sley_core.engine.canonical.losses import spread, tree_sum
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
@@ -75,7 +76,9 @@ class Evaluation:
     def _measure(self) -> float:
         """Runs the batches in evaluation mode, and sums losses, weights and exchange checks over all ranks at the end."""
         self.feed.restore({"samples": 0})
-        state = StepState()
+        standing = self.groups.progress.standing
+        state = StepState(within=standing)
+        standing.comes(EVALUATION)
         totals = torch.zeros(2, dtype=torch.float64)
         terms: list[torch.Tensor] = []
         for group in self.groups.values():
@@ -99,6 +102,7 @@ class Evaluation:
         # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
         all_reduce(totals, self.groups["all"], what="the held-out loss").wait()
         loss_sum, weight_sum, ranks_differ = totals[:3].tolist()
+        standing.comes(BETWEEN)
         for losses in torch.chunk(totals[3:], len(terms)) if terms else ():
             loss_sum += float(tree_sum(losses))
         if ranks_differ:

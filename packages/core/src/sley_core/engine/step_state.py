@@ -47,8 +47,10 @@ class StepState:
     action. standing: what a report of a failure says of all this.
     """
 
-    def __init__(self) -> None:
-        self.standing = Standing()
+    def __init__(self, within: Standing | None = None) -> None:
+        """within: of the training behind whose step an evaluation runs; that begins no step of it."""
+        self._is_within = within is not None
+        self.standing = within or Standing()
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
@@ -63,7 +65,8 @@ class StepState:
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
         """Starts a new optimizer step, even if the one before failed."""
         self.step = step
-        self.standing.begin(step + 1)
+        if not self._is_within:
+            self.standing.begin(step + 1)
         self.num_micros = num_micros
         self.first_micro = first_micro
         self.action = None

@@ -72,9 +72,15 @@ def comes(port: int, rank: int, size: int, facts: dict[str, str] = FACTS, timeou
 
 
 def builds(
-    port: int, rank: int, size: int, seconds: float = 0.0, fails: bool = False, **more: str
+    port: int,
+    rank: int,
+    size: int,
+    seconds: float = 0.0,
+    fails: bool = False,
+    until: threading.Event | None = None,
+    **more: str,
 ) -> Callable[[], None]:
-    """A rank that meets, and then builds for some `seconds`."""
+    """A rank that meets, and then builds for some `seconds`, or until something has come to pass."""
 
     def build() -> None:
         at = Meeting.at(environ(port, rank, size, **more), timeout_s=5)
@@ -83,6 +89,7 @@ def builds(
         at.agree(FACTS, PARTS)
         with at.all_or_none(600):
             time.sleep(seconds)
+            assert until is None or until.wait(20), "it did not come to pass while this rank built"
             if fails:
                 raise RunError("no-tokenizer", "there is no `tokenizer.json`", hint="copy it there")
 
