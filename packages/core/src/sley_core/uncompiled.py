@@ -3,7 +3,8 @@
 torch marks what its compiler must not trace, such as an optimizer's `add_param_group`, with a wrapper that imports the
 compiler at the first call, and sympy with it: about 850 modules and a second of processor time in every rank. What the wrapper
 then calls is kept as an attribute of the function behind it; set beforehand to that function, nothing is imported. Only code
-that is compiled would see a difference, and the compiler traces none of these: a plan compiles layers.
+that is compiled would see a difference, and the compiler traces none of these: a plan compiles layers. Recomputation
+(torch.utils.checkpoint) and an optimizer by factory import the compiler all the same.
 """
 
 from __future__ import annotations
@@ -49,4 +50,5 @@ def stepping_without(kind: type[Optimizer]) -> type[Optimizer]:
     def reduced(self: Optimizer) -> tuple[Any, ...]:
         return object.__new__, (kind,), self.__getstate__()
 
-    return type(kind.__name__, (kind,), {"step": step, "__reduce__": reduced, "__doc__": kind.__doc__})
+    named = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {"step": step, "__reduce__": reduced, **named})

@@ -96,6 +96,14 @@ def test_held_out_data_is_needed_only_to_evaluate(folder: Path) -> None:
         assert found(config, evaluates=True) == ([] if is_there else missing)
 
 
+def test_a_single_file_that_is_held_out_and_short_is_not_said_to_be_left_to_train_on(folder: Path) -> None:
+    """It was said to be held out, and not to be."""
+    (folder / "short.txt").write_text("abc", "utf-8")
+    found = list(check_table(text(folder / "short.txt", held_out=0.9999), evaluates=True))
+    assert "nothing is left to train on" in found[0].message
+    assert not any("none is left to evaluate on" in one.message for one in found)
+
+
 @pytest.mark.parametrize(
     ("share", "where", "words"),
     [(0.0001, "evaluation", "none is left to evaluate on"), (0.9999, "data", "nothing is left to train on")],

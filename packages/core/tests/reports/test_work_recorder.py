@@ -15,7 +15,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.reports import work_recorder
-from sley_core.reports.work_record import DATA, DEVICE, UPDATE, Spread, Window, WorkRecord, read
+from sley_core.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read
 from sley_core.reports.work_recorder import DETAILED, recorded_work
 from sley_core.reports.work_samples import MOST_MESSAGES, WorkSamples, spread
 from sley_core.run import Run
@@ -168,6 +168,22 @@ def test_both_ends_of_a_queue_keep_messages_of_the_same_steps(in_a_step: int, of
         return {one.step for one in samples.sent["pp up 0>1"]}
 
     assert len(kept(1) & kept(1 + offset)) >= (1 if in_a_step > 5 else 3)
+
+
+def test_an_evaluation_is_told_apart_from_what_comes_between_steps(texts: Path, tmp_path: Path) -> None:
+    plan = small_plan(run__steps=4, data__held_out=0.5, evaluation={"every": 1})
+    with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
+        assert run.evaluation is not None
+        run.evaluation.modules[0].register_forward_pre_hook(
+            lambda module, _: None if module.training else time.sleep(SLOW_S)
+        )
+        with recorded_work(run.parts, run.feed, tmp_path, run.notes):
+            run.train()
+            assert run.parts.groups.progress.standing.step == 4, "an evaluation's batches are no steps"
+    (record,) = read(tmp_path)
+    for window in record.windows[1:]:
+        assert window.work[EVALUATION].middle >= SLOW_S
+        assert window.work[BETWEEN].middle < SLOW_S
 
 
 def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:

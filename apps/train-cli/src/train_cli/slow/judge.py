@@ -235,11 +235,12 @@ def _changes(settled: Sequence[Block], late: Sequence[Block]) -> list[Cause]:
     if after - before < LEAST_SHARE * after:
         return []
     found = []
+    ratios = {
+        number: min(block.ranks[number].working_s for block in late)
+        / max(block.ranks[number].working_s for block in early)
+        for number in late[-1].ranks
+    }
     for rank in late[-1].ranks:
-        ratios = {
-            number: min(two.ranks[number].working_s / one.ranks[number].working_s for one in early for two in late)
-            for number in late[-1].ranks
-        }
         others = [ratio for number, ratio in ratios.items() if number != rank]
         if ratios[rank] <= MOST_RATIO or (others and max(others) > ratios[rank] / MOST_RATIO):
             continue

@@ -133,7 +133,7 @@ def _held_out_problems(config: TextConfig | TokensConfig, count: int | None, alo
     """Yields a problem if evaluation is wanted and the held-out split has no sample. alone: see `_only_document`."""
     if count != 0:
         return
-    if alone is not None:
+    if alone is not None and isinstance(config, TextConfig) and not of_split([alone], config, "held_out"):
         message = f"`{alone.path}` is one document, and documents are held out whole: none is left to evaluate on"
         hint = '`separator = "\\n\\n"` makes each paragraph a document; or name another file in `held_out_files`'
         yield Problem(("evaluation",), message, hint, "held-out")

@@ -216,7 +216,8 @@ class Update:
         """Scales all gradients in place so that their norm is `clip_norm` at most. norm: a number where the host knows it."""
         if isinstance(norm, Tensor):
             # Without a number for a norm nobody steps: the gradients stay as they are, so that the error can say which is none.
-            factor = torch.clamp(clip_norm / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
+            # Divided, as the host does it: torch makes `number / tensor` a product with the reciprocal, of other last bits.
+            factor = torch.clamp(torch.full_like(norm, clip_norm) / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         elif norm + CLIP_EPSILON > clip_norm:
             factor = torch.full(
                 (), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device

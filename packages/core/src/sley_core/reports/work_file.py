@@ -37,8 +37,10 @@ class WorkFile:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._opened()
                 self._num_lines = self._path.read_bytes().count(b"\n")  # of earlier starts
-                text = line(self._start) + text
-            os.write(self._file, text.encode())
+                text = "\n" + line(self._start) + text  # behind a line that an earlier start has written in part
+            left = memoryview(text.encode())
+            while left:
+                left = left[os.write(self._file, left) :]
             self._num_lines += text.count("\n")
             if self._num_lines > MOST_LINES:
                 self._shorten()

@@ -81,8 +81,12 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
     recorder.attach()
     try:
         yield
-    finally:
+    except BaseException:  # its reason is told first: a file system that hangs may have caused it
+        recorder.leave()
+        raise
+    else:
         recorder.detach()
+    finally:
         file.close()
 
 
@@ -114,11 +118,15 @@ class WorkRecorder:
         self._progress.follow_wait = self.waited
 
     def detach(self) -> None:
-        """Ends, and writes what the last window has; a step that has failed is not in it."""
+        """Ends, and writes what the last window has."""
         self.entered(standing_at.BEGINNING)
+        self.leave()
+        self._write()
+
+    def leave(self) -> None:
+        """Ends, without what the last window has."""
         standing = self._progress.standing
         standing.follow = standing.follow_layer = standing.follow_output = self._progress.follow_wait = None
-        self._write()
 
     def entered(self, entry: object) -> None:
         """Notes that the entry before is over, and `entry` begins."""
