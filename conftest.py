@@ -1,4 +1,4 @@
-"""What is a campaign's: cases beyond a test's sample, and a later alarm for tests that hang; garbage is not sought in what is collected."""
+"""What is a campaign's: cases beyond a test's sample, and a later alarm for tests that hang; what no test looks through."""
 
 from __future__ import annotations
 

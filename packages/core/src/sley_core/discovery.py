@@ -70,7 +70,8 @@ def _in_folder(entry: str) -> list[tuple[str, list[Found]]]:
     """The distributions with plugins at one entry of `sys.path`, by canonical name; read again when the folder has changed.
 
     Each plan that is loaded asks, and an environment has a hundred distributions, whose files take 4 ms to read. As for
-    imports, a folder has changed if its time has. One that has just changed is not kept: what comes in the same tick has the same time.
+    imports, a folder has changed if its time has. One that has just changed is not kept: what comes in the same tick has the
+    same time.
     """
     try:
         folder = Path(entry).stat()  # an empty entry is the current folder, as for Python
