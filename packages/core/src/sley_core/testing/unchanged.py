@@ -145,7 +145,10 @@ class Before:
     def _containers(self) -> Iterator[tuple[str, Any]]:
         for place, _, names, values in self._spaces:
             for name, value in zip(names, values, strict=True):
-                if issubclass(type(value), CONTAINERS) and place.startswith(OURS) and f"{place}.{name}" not in MEANT:
+                if not issubclass(type(value), CONTAINERS) or not place.startswith(OURS):
+                    continue
+                # each module has the one dict of builtins, which are compared by themselves
+                if name != "__builtins__" and f"{place}.{name}" not in MEANT:
                     yield f"{place}.{name}", value
 
     def _changed_names(self) -> Iterator[str]:
