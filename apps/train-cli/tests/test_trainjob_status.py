@@ -33,12 +33,14 @@ class Server:
     code: int = 200
     came: list[tuple[str, str, Any]] = field(default_factory=list)
     url: str = ""
+    closes: threading.Event = field(default_factory=threading.Event)
+    """No answer is waited for any longer."""
 
 
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     """`serve()` starts a server and sets the variables that the Trainer gives to a pod of `small`."""
-    started: list[ThreadingHTTPServer] = []
+    started: list[tuple[ThreadingHTTPServer, Server]] = []
 
     def start(certificate: Path | None = None, **more: Any) -> Server:
         found = Server(**more)
@@ -47,7 +49,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             def do_POST(self) -> None:
                 text = self.rfile.read(int(self.headers["Content-Length"]))
                 found.came.append((self.path, self.headers["Authorization"], json.loads(text)))
-                time.sleep(found.answer_s)
+                found.closes.wait(found.answer_s)
                 self.send_response(found.code)
                 self.end_headers()
 
@@ -62,7 +64,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             server.socket = context.wrap_socket(server.socket, server_side=True)
             scheme = "https"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        started.append(server)
+        started.append((server, found))
         (tmp_path / "token").write_text("first\n", "utf-8")
         found.url = f"{scheme}://localhost:{server.server_address[1]}{PATH}"
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", found.url)
@@ -72,7 +74,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         return found
 
     yield start
-    for server in started:
+    for server, found in started:
+        found.closes.set()
         server.shutdown()
         server.server_close()
 
@@ -117,7 +120,7 @@ def test_progress_and_time_left_go_to_the_server(serve: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("how", ["away", "no address", "slow", "refuses", "no token"])
 def test_a_server_that_fails_is_no_matter(serve: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any, how: str) -> None:
     monkeypatch.setattr(trainjob_status, "LAST_S", 0.5 if how == "slow" else 3.0)
-    server = serve(answer_s=1.5 if how == "slow" else 0.0, code=500 if how == "refuses" else 200)
+    server = serve(answer_s=30.0 if how == "slow" else 0.0, code=500 if how == "refuses" else 200)
     if how == "away":
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://localhost:1/status")
     if how == "no address":
@@ -128,7 +131,7 @@ def test_a_server_that_fails_is_no_matter(serve: Any, monkeypatch: pytest.Monkey
     with status_server(environ(), 2) as (read,):
         read(row(1))
         read(row(2))
-    assert time.monotonic() - begun < 1.4, "it did not wait for the answer"
+    assert time.monotonic() - begun < 20, "it did not wait for the answer"
     assert capfd.readouterr() == ("", "")
     assert bool(server.came) == (how in ("slow", "refuses"))
 
