@@ -16,7 +16,12 @@ from sley_core.testing.runs import Recorded, assert_same_run, record
 for plugin in ("sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
 
-PLAN = small_plan(model__num_layers=4, model__vocab_size=257, batch__micro_size=1, evaluation={"every": 2, "steps": 1})
+PLAN = small_plan(
+    model__num_layers=4,
+    model__vocab_size=257,
+    batch={"global_size": 4, "micro_size": 1},
+    evaluation={"every": 2, "steps": 1},
+)
 POLICIES: dict[str, Tables] = {
     "memory.host": {"use": "memory.host", "min_bytes": 256},
     "memory.selective": {"use": "memory.selective"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,12 +110,16 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
     program.wait_for("step 2/100")
     ranks = program.ranks()
     assert len(ranks) == 2
+    for process in ranks:
+        os.kill(process.pid, signal.SIGSTOP)  # or the run may have ended before all has been looked at
     listening = [each for process in ranks for each in listening_sockets(process.pid)]
     assert listening, "gloo listens"
     assert all(each.is_loopback for each in listening), [str(each) for each in listening]
     assert listening_sockets(program.process.pid) == []
     second = cli("run", plan, "--overwrite")
     assert (second.code, second.err.count("belongs to a run that has not ended")) == (3, 1), second.err
+    for process in ranks:
+        os.kill(process.pid, signal.SIGCONT)
     result = program.finish()
     assert result.code == 0, result.err
     assert (result.out, result.err.count("finished: 100 steps")) == ("", 1)

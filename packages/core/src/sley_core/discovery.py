@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import Distribution, EntryPoint, PackageMetadata, PackageNotFoundError, distributions, version
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    MetadataPathFinder,
+    PackageMetadata,
+    PackageNotFoundError,
+    distributions,
+    version,
+)
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -46,22 +57,54 @@ def installed() -> Mapping[str, list[Found]]:
     """
     found: dict[str, list[Found]] = {}
     seen: set[str] = set()
-    for dist in distributions():
+    for entry in sys.path:
+        for name, plugins in _in_folder(entry):
+            if name not in seen:
+                seen.add(name)
+                for one in plugins:
+                    found.setdefault(one.name, []).append(one)
+    return found
+
+
+def _in_folder(entry: str) -> list[tuple[str, list[Found]]]:
+    """The distributions with plugins at one entry of `sys.path`, by canonical name; read again when the folder has changed.
+
+    Each plan that is loaded asks, and an environment has a hundred distributions, whose files take 4 ms to read. As for
+    imports, a folder has changed if its time has. One that has just changed is not kept: what comes in the same tick has the
+    same time.
+    """
+    try:
+        folder = Path(entry).stat()  # an empty entry is the current folder, as for Python
+    except OSError:
+        return list(_read(entry))
+    key = folder.st_dev, folder.st_ino, folder.st_mtime_ns
+    if key not in _kept:
+        if abs(time.time() - folder.st_mtime) < _SETTLED_S:
+            MetadataPathFinder().invalidate_caches()  # importlib keeps names by the folder's time, too
+            return list(_read(entry))
+        _kept[key] = list(_read(entry))
+    return _kept[key]
+
+
+def _read(entry: str) -> Iterator[tuple[str, list[Found]]]:
+    """As `_in_folder`, from the files."""
+    for dist in distributions(path=[entry]):
         text = _entry_points(dist)
         if GROUP not in text:
             continue
         metadata = dist.metadata  # parses the file each time it is asked for
-        name = _field(metadata, "Name", "unnamed")
-        if _canonical(name) in seen:
-            continue
-        seen.add(_canonical(name))
-        for key, value in _of_group(text):
-            point = EntryPoint(key, value, GROUP)
-            # An egg-info has them in a file of its own, which `dist.requires` reads.
-            requires = metadata.get_all("Requires-Dist") or dist.requires or ()
-            one = Found(key, name, _field(metadata, "Version", "?"), point, tuple(requires))
-            found.setdefault(key, []).append(one)
-    return found
+        name, number = _field(metadata, "Name", "unnamed"), _field(metadata, "Version", "?")
+        # An egg-info has them in a file of its own, which `dist.requires` reads.
+        requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
+        points = [EntryPoint(key, value, GROUP) for key, value in _of_group(text)]
+        yield _canonical(name), [Found(point.name, name, number, point, requires) for point in points]
+
+
+_kept: dict[tuple[int, int, int], list[tuple[str, list[Found]]]] = {}
+"""What folders have, by device, number and time of change."""
+
+_SETTLED_S = 2.0
+"""No file system counts time in longer steps."""
 
 
 def to_install(name: str, extra: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import signal
@@ -92,6 +93,10 @@ def leave_a_patch_in_torch():
     torch.nn.Module.forward = None
 
 
+def leave_a_patched_builtin():
+    builtins.breakpoint = None
+
+
 def leave_a_default_dtype():
     torch.set_default_dtype(torch.float64)
 
@@ -138,6 +143,7 @@ def leave_much_memory():
         (leave_a_patched_function, r"plain\.as_model is None"),
         (leave_a_patched_method, r"Costs\.even is None"),
         (leave_a_patch_in_torch, r"Module\.forward is None"),
+        (leave_a_patched_builtin, r"builtins\.breakpoint is None"),
         (leave_a_default_dtype, r"default dtype is torch\.float64"),
         (leave_no_gradients, "grad mode is False"),
         (leave_a_thread, "threads is"),

@@ -44,10 +44,8 @@ def trained(
     draw = random.Random(f"{order} {'all' if must_agree else rank}")  # other ranks need not move the same
     device = DrawnDevice(order=random.Random(f"{order} {rank}").randrange(2**31), is_strict=is_strict)
     with device.watching():
-        gc.freeze()  # what there is already need not be looked at
         found = _trained(tables, folder, device, draw, prepare, takes_more=takes_more)
         gc.collect()  # the run, and with it host memory whose copies nobody may have waited for
-        gc.unfreeze()
     return found
 
 

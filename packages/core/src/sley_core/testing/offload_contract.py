@@ -178,15 +178,26 @@ def _running(tables: dict[str, Any], texts: Path, order: int | None = None, *, c
             yield run
         return
     device = DrawnDevice(order=order)
-    with device.watching(), World.alone(device) as world:
-        gc.freeze()  # what there is already need not be looked at
+    with device.watching(), World.alone(device) as world, _earlier_frozen():
         run = assemble(plan, world)
         try:
             yield run
         finally:
             if closes:
                 run.close()
-            gc.unfreeze()
+
+
+@contextmanager
+def _earlier_frozen() -> Iterator[None]:
+    """Keeps Python's collector from what there is already, in the block; after it too, where it was so before."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _raised(call: Callable[[], Any]) -> Exception | None:

@@ -17,10 +17,10 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from sley_core.testing.rank_process import AGAIN, Job, rank_main
 
-CALLS = 25
+CALLS = 50
 """After as many calls the processes of a team are replaced."""
 
-KEPT = 2
+KEPT = 4
 """How many teams wait for their next call at most."""
 
 _REST_S = 10.0

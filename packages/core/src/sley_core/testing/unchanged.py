@@ -64,6 +64,7 @@ TORCHS = {
 
 MEANT = {
     "sley_core.comm.transport.cma.inbox._kept",  # of the whole process, as peers of failed runs may still write there
+    "sley_core.discovery._kept",  # by the folder's time: of use as long as the folder stays as it is
     "sley_core.testing.preload.before",
     "torch.distributed.distributed_c10d._backend",  # what the last group had, and where it met
     "torch.distributed.distributed_c10d._default_pg_init_method",
@@ -143,7 +144,10 @@ class Before:
     def _containers(self) -> Iterator[tuple[str, Any]]:
         for place, _, names, values in self._spaces:
             for name, value in zip(names, values, strict=True):
-                if issubclass(type(value), CONTAINERS) and place.startswith(OURS) and f"{place}.{name}" not in MEANT:
+                if not issubclass(type(value), CONTAINERS) or not place.startswith(OURS):
+                    continue
+                # each module has the one dict of builtins, which are compared by themselves
+                if name != "__builtins__" and f"{place}.{name}" not in MEANT:
                     yield f"{place}.{name}", value
 
     def _changed_names(self) -> Iterator[str]:
