@@ -12,8 +12,8 @@ from sley_core.reports.work_record import Start, line, record_in
 MOST_LINES = 512
 """Of a file; then neighbours among its older windows become one."""
 
-FEWER_LINES = 320
-"""How many stay by then: the next time is after hours again, and a page draws 60 stretches of a run."""
+FEWER_LINES = 448
+"""How many stay by then: windows of a long run have about as many steps each, and the next time is hours away."""
 
 
 class WorkFile:
@@ -57,7 +57,7 @@ class WorkFile:
         """Writes the windows of this start again, the older ones as fewer. A reader sees the old file or the new one."""
         found = record_in(self._path)
         assert found is not None, f"{self._path} has no start, and this rank has written one"
-        windows = fewer(found.windows, FEWER_LINES)
+        windows = fewer(found.windows, FEWER_LINES - 1)
         write_whole(self._path, "".join([line(found.start), *map(line, windows)]))
         if self._file is not None:
             os.close(self._file)
