@@ -83,6 +83,25 @@ def test_lines_that_come_while_the_file_is_made_short_are_kept(tmp_path: Path, m
     assert notes == []
 
 
+def test_a_line_that_was_written_in_part_costs_only_itself(tmp_path: Path) -> None:
+    """The disk was full. What the next start wrote was taken for that of the one before."""
+    path = written(tmp_path, range(2))
+    path.write_bytes(path.read_bytes()[:-40])
+    again = WorkFile(path, replace(START, host="there", time=2.0), [])
+    again.add(line(window(5)))
+    again.close()
+    (found,) = read(tmp_path)
+    assert (found.start.host, [one.first for one in found.windows]) == ("there", [51])
+
+
+def test_a_system_that_takes_a_line_in_parts_gets_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = work_file.os.write
+    monkeypatch.setattr(work_file.os, "write", lambda file, data: write(file, data[:100]))
+    written(tmp_path, range(2))
+    (found,) = read(tmp_path)
+    assert len(found.windows) == 2
+
+
 def test_a_file_of_a_long_run_stays_short_and_has_every_step(tmp_path: Path) -> None:
     path = written(tmp_path, range(3 * MOST_LINES))
     assert path.read_bytes().count(b"\n") <= MOST_LINES

@@ -77,7 +77,9 @@ class WorkFile:
             self._file = None
             self._open()
         assert self._file is not None, "opened before anything is kept"
-        os.write(self._file, self._late.encode())
+        left = memoryview(self._late.encode())
+        while left:
+            left = left[os.write(self._file, left) :]
         self._num_lines += self._late.count("\n")
         self._late = ""
         if self._num_lines > MOST_LINES and not is_last:
@@ -101,4 +103,4 @@ class WorkFile:
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_link, 0o644)
         if with_start:
             self._num_lines = self._path.read_bytes().count(b"\n")  # of earlier starts
-            self._late = line(self._start)
+            self._late = "\n" + line(self._start)  # behind a line that an earlier start has written in part
