@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.errors import UsageError
+from sley_core.export.run_weights import CHECKPOINTS
 from sley_core.metrics.summary import NAME as SUMMARY
 
 if TYPE_CHECKING:
@@ -27,17 +28,17 @@ def is_remote(path: str) -> bool:
 
 def names_in(path: Path) -> list[str]:
     """Returns the names of the checkpoints in the folder `path`, the newest first; none where there is no such folder."""
-    # Imported where a folder is looked into: they import torch.
+    if not path.is_dir():
+        return []
+    # Imported where there is a folder to look into: they import torch.
     from sley_core.checkpoint.folders import open_folder
     from sley_core.checkpoint.verify import ready
 
-    return ready(open_folder(path)) if path.is_dir() else []
+    return ready(open_folder(path))
 
 
 def can_go_on(plan: Plan, folder: Path) -> bool:
     """Returns whether a run of `plan` in `folder` may find a checkpoint to go on from: its own, or that at which it began."""
-    from sley_core.equip import CHECKPOINTS
-
     own = (plan.checkpoint.folder if plan.checkpoint else None) or str(folder / CHECKPOINTS)
     return is_remote(own) or (folder / ORIGIN).is_file() or bool(names_in(Path(own)))
 
@@ -54,7 +55,6 @@ def finished_steps(folder: Path) -> int | None:
 def check_given(path: str) -> None:
     """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of some, with where some are."""
     from sley_core.checkpoint.index import INDEX
-    from sley_core.equip import CHECKPOINTS
 
     given = Path(path)
     if is_remote(path) or (given / INDEX).is_file() or names_in(given):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.errors import UsageError
-from sley_core.export.run_weights import PLAN, WEIGHTS
+from sley_core.export.run_weights import CHECKPOINTS, PLAN, WEIGHTS
 from sley_core.loader import Loader
 from sley_core.plan.read import read_file
 from sley_core.plan.resolve import resolve
@@ -52,7 +52,6 @@ def trained_run(
     """
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
-    from sley_core.equip import CHECKPOINTS
     from sley_core.weight_files.read import WeightFiles
 
     checkpoints = plan.checkpoint.folder if plan.checkpoint else None

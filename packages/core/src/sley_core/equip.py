@@ -18,6 +18,7 @@ from sley_core.engine.profile import StepProfiler
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.timeline import StepTimeline
 from sley_core.equipment import Outputs, Samples, rows_of
+from sley_core.export.run_weights import CHECKPOINTS
 from sley_core.metrics.parts import keepers_of
 from sley_core.metrics.throughput import Meter
 from sley_core.model.buffers import BufferWatch
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
-
-CHECKPOINTS = "checkpoints"
-"""The folder in a run's folder that has its checkpoints, where the plan names no other."""
 
 
 def samples_of(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper) -> Samples:

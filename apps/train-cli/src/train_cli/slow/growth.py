@@ -39,7 +39,9 @@ def _growth(record: WorkRecord, where: str) -> Growth | None:
     held = [window.private_mb if where == "host" else window.device_mb for window in windows]
     total = held[-1] - held[0]
     rising = sum(after > before for before, after in pairwise(held)) / (len(held) - 1)
-    # What has filled by now no longer grows.
-    lately = held[-1] - held[-1 - max(1, len(held) // 3)]
+    # What has filled by now no longer grows. By steps: windows of a long run have more of them the older they are.
+    since = windows[-1].last - (windows[-1].last - windows[0].last) / 3
+    before = [mb for mb, one in zip(held, windows, strict=True) if one.last <= since]
+    lately = held[-1] - (before[-1] if before else held[0])
     is_growing = total >= max(LEAST_MB, LEAST_SHARE * held[0]) and rising >= STEADY and lately >= total / 6
     return Growth(record.start.rank, where, total, windows[0].last, windows[-1].last) if is_growing else None

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PLAN = "plan.toml"
 WEIGHTS = "weights"
+CHECKPOINTS = "checkpoints"
+"""In a run's folder: its plan, its final weights, and its checkpoints, where the plan names no other folder for them."""
 
 
 def weights_of_run(folder: Path) -> tuple[Plan, Tensors]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, wait
 from pathlib import Path
+from threading import Thread
 
 from sley_core.metrics.json_text import write_whole
 from sley_core.reports.work_merge import fewer
@@ -12,14 +14,15 @@ from sley_core.reports.work_record import Start, line, record_in
 MOST_LINES = 512
 """Of a file; then neighbours among its older windows become one."""
 
-FEWER_LINES = 320
-"""How many stay by then: the next time is after hours again, and a page draws 60 stretches of a run."""
+FEWER_LINES = 448
+"""How many stay by then: windows of a long run have about as many steps each, and the next time is hours away."""
 
 
 class WorkFile:
     """A file to which lines are added, each at once, until one cannot be; `notes` then has why.
 
-    It begins with the first one: a run that fails before that leaves a folder that the next run may take.
+    It begins with the first one: a run that fails before that leaves a folder that the next run may take. A thread makes it
+    short, beside the steps of the run: that takes half a second of a processor where a rank has many layers.
     """
 
     def __init__(self, path: Path, start: Start, notes: list[str]) -> None:
@@ -27,46 +30,77 @@ class WorkFile:
         self._file: int | None = None
         self._is_over = False
         self._num_lines = 0
+        self._late = ""
+        self._shortening: Future[int] | None = None
 
     def add(self, text: str) -> None:
-        """Adds a line."""
+        """Adds a line; while the file is made short, keeps it for the next one. Does not wait."""
         if self._is_over:
             return
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._opened()
-                self._num_lines = self._path.read_bytes().count(b"\n")  # of earlier starts
-                text = "\n" + line(self._start) + text  # behind a line that an earlier start has written in part
-            left = memoryview(text.encode())
-            while left:
-                left = left[os.write(self._file, left) :]
-            self._num_lines += text.count("\n")
-            if self._num_lines > MOST_LINES:
-                self._shorten()
+                self._open(with_start=True)
+            self._late += text
+            if self._shortening is None or self._shortening.done():
+                self._write()
         except OSError as error:
-            self.close()
-            self._notes.append(f"who is slow is not recorded: cannot write `{self._path}`: {error.strerror or error}")
+            self._give_up(error)
 
     def close(self) -> None:
-        """Ends the file; what is added later is dropped."""
+        """Ends the file, after what is kept; what is added later is dropped."""
+        if self._shortening is not None:
+            wait([self._shortening])
+        try:
+            if not self._is_over and self._late:
+                self._write(is_last=True)
+        except OSError as error:
+            self._give_up(error)
+        self._end()
+
+    def _give_up(self, error: OSError) -> None:
+        self._notes.append(f"who is slow is not recorded: cannot write `{self._path}`: {error.strerror or error}")
+        self._end()
+
+    def _end(self) -> None:
         self._is_over = True
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _shorten(self) -> None:
-        """Writes the windows of this start again, the older ones as fewer. A reader sees the old file or the new one."""
-        found = record_in(self._path)
-        assert found is not None, f"{self._path} has no start, and this rank has written one"
-        windows = fewer(found.windows, FEWER_LINES)
-        write_whole(self._path, "".join([line(found.start), *map(line, windows)]))
-        if self._file is not None:
+    def _write(self, *, is_last: bool = False) -> None:
+        """Writes what is kept, and makes the file short if it is long by then."""
+        if self._shortening is not None:
+            before, self._shortening = self._shortening, None
+            self._num_lines = before.result()
+            assert self._file is not None, "it was written before"
             os.close(self._file)
-        self._file = None  # which it stays if the next line fails
-        self._file = self._opened()
-        self._num_lines = 1 + len(windows)
+            self._file = None
+            self._open()
+        assert self._file is not None, "opened before anything is kept"
+        left = memoryview(self._late.encode())
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._num_lines += self._late.count("\n")
+        self._late = ""
+        if self._num_lines > MOST_LINES and not is_last:
+            self._shortening = Future()
+            Thread(target=self._shorten, args=(self._shortening,), name="sley-work-file", daemon=True).start()
 
-    def _opened(self) -> int:
+    def _shorten(self, done: Future[int]) -> None:
+        """Writes the windows of this start again, the older ones as fewer. A reader sees the old file or the new one."""
+        try:
+            found = record_in(self._path)
+            assert found is not None, f"{self._path} has no start, and this rank has written one"
+            windows = fewer(found.windows, FEWER_LINES - 1)
+            write_whole(self._path, "".join([line(found.start), *map(line, windows)]))
+            done.set_result(1 + len(windows))
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _open(self, *, with_start: bool = False) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         no_link = getattr(os, "O_NOFOLLOW", 0)  # which could say where this writes
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_link, 0o644)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_link, 0o644)
+        if with_start:
+            self._num_lines = self._path.read_bytes().count(b"\n")  # of earlier starts
+            self._late = "\n" + line(self._start)  # behind a line that an earlier start has written in part

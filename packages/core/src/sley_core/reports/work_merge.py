@@ -11,7 +11,7 @@ from typing import TypeVar
 from sley_core.reports.work_record import NOTHING, Queue, SeenMessage, Spread, Usage, Window
 from sley_core.reports.work_samples import keep_roundest
 
-NEWEST = 1 / 3
+NEWEST = 1 / 8
 """Of the windows that are left: these stay as they were written, so that what changes now is seen at once."""
 
 _Value = TypeVar("_Value")
