@@ -124,6 +124,32 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     return max(errors, key=abs)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel": {"dp": 2, "wp": 2}},
+        pytest.param(
+            {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}},
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+def test_states_that_come_into_full_pools_count_with_them(ranks: Any, own: Path, layout: Tables) -> None:
+    """Optimizer states are there twice when they first leave, side by side, behind a step of several micro-batches."""
+    tables = changed(
+        PLAN,
+        model={"factory": "estimated_layers:layers", "options": {"depth": 6}},
+        batch={"global_size": 16 if "pipeline" in layout else 4, "micro_size": 1},
+        weights={"use": "isp.communicator", "unit": "layer", "ahead": 1},
+        activations={"use": "core.recompute"},
+        offload=[{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.5}],
+        **layout,
+    )
+    world = layout["parallel"].get("pp", 1) * layout["parallel"]["dp"]
+    real = ranks(world, 200)(real_bytes, tables, folder=own)
+    assert abs(worst_error(tables, own, real)) <= USUAL
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.campaign
 def test_an_example_takes_what_was_estimated(ranks: Any, path: Path) -> None:
