@@ -150,6 +150,12 @@ def test_states_that_come_into_full_pools_count_with_them(ranks: Any, own: Path,
     assert abs(worst_error(tables, own, real)) <= USUAL
 
 
+def test_a_message_that_a_layer_keeps_is_found_to_be_the_pools(ranks: Any, own: Path) -> None:
+    """A received input lies in the pool's memory, so `memory.host` leaves it there: that many messages are in use at once."""
+    tables = changed(PLAN, parallel={"pp": 2}, pipeline={"use": "pp.zero_bubble_v"}, activations={"use": "memory.host"})
+    assert abs(worst_error(tables, own, ranks(2, 200)(real_bytes, tables, folder=own))) <= USUAL
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.campaign
 def test_an_example_takes_what_was_estimated(ranks: Any, path: Path) -> None:
