@@ -42,6 +42,17 @@ def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:
     assert max(moment["num_bytes"] for moment in stage["curve"]) == stage["peak"] == sum(stage["alive"].values())
 
 
+def test_a_peak_of_the_first_step_is_told_and_drawn(cli: Cli, plan: Path) -> None:
+    """States that leave between steps are copied side by side once, behind the first update."""
+    pytest.importorskip("sley_memory")
+    states = '[[offload]]\nuse = "memory.optimizer_states"\nwhen = "between_steps"\n'
+    plan.write_text(plan.read_text("utf-8") + states, "utf-8")
+    result = cli("estimate", plan)
+    assert " at the update of the first step" in result.out.splitlines()[0]
+    (stage,) = json.loads(cli("estimate", plan, "--format", "json").out)["stages"]
+    assert max(moment["num_bytes"] for moment in stage["curve"]) == stage["peak"]
+
+
 def test_a_picture_has_each_entry_of_each_stage(cli: Cli, plan: Path) -> None:
     picture = plan.parent / "memory.svg"
     result = cli("estimate", plan, "--memory", "1GiB", "--svg", picture, "--format", "json")

@@ -124,6 +124,38 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     return max(errors, key=abs)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel": {"dp": 2, "wp": 2}},
+        pytest.param(
+            {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}},
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+def test_states_that_come_into_full_pools_count_with_them(ranks: Any, own: Path, layout: Tables) -> None:
+    """Optimizer states are there twice when they first leave, side by side, behind a step of several micro-batches."""
+    tables = changed(
+        PLAN,
+        model={"factory": "estimated_layers:layers", "options": {"depth": 6}},
+        batch={"global_size": 16 if "pipeline" in layout else 4, "micro_size": 1},
+        weights={"use": "isp.communicator", "unit": "layer", "ahead": 1},
+        activations={"use": "core.recompute"},
+        offload=[{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.5}],
+        **layout,
+    )
+    world = layout["parallel"].get("pp", 1) * layout["parallel"]["dp"]
+    real = ranks(world, 200)(real_bytes, tables, folder=own)
+    assert abs(worst_error(tables, own, real)) <= USUAL
+
+
+def test_a_message_that_a_layer_keeps_is_found_to_be_the_pools(ranks: Any, own: Path) -> None:
+    """A received input lies in the pool's memory, so `memory.host` leaves it there: that many messages are in use at once."""
+    tables = changed(PLAN, parallel={"pp": 2}, pipeline={"use": "pp.zero_bubble_v"}, activations={"use": "memory.host"})
+    assert abs(worst_error(tables, own, ranks(2, 200)(real_bytes, tables, folder=own))) <= USUAL
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.campaign
 def test_an_example_takes_what_was_estimated(ranks: Any, path: Path) -> None:

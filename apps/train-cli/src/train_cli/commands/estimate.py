@@ -131,7 +131,8 @@ def lines(found: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[
         last = one.rank + per_stage - 1
         ranks = f"rank {one.rank}" if per_stage == 1 else f"ranks {one.rank} to {last}"
         layer = f", layer {one.place.layer}" if one.place.layer else ""
-        yield f"stage {one.stage} ({ranks}): {shown(one.peak)} at {one.place.entry}{layer}"
+        first = " of the first step" if one.place.step == 1 else ""
+        yield f"stage {one.stage} ({ranks}): {shown(one.peak)} at {one.place.entry}{first}{layer}"
         for owner, count in one.alive.items():
             yield f"    {owner.replace('_', ' '):18} {shown(count):>12}"
     most = max(found, key=lambda one: one.peak)

@@ -78,6 +78,7 @@ class Quick:
         self._bounds: dict[Hashable, Estimate | SleyError] = {}
         self._seconds: dict[Hashable, float | SleyError] = {}
         self._slices: dict[str, SleyError | None] = {}
+        self.messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
 
     def least(self, shape: Shape) -> Estimate:

@@ -13,7 +13,7 @@ from sley_core.actions.peaks import peaks_of
 from sley_core.draft import DTYPES, dtypes
 from sley_core.errors import PlanError
 from sley_core.estimate.seconds.links import NOTHING, Cost, message
-from sley_core.estimate.seconds.result import simulate_step
+from sley_core.estimate.seconds.result import simulated_s
 from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 from sley_core.plan.check import MOST_FORWARDS
 from sley_core.search.glance import leaves_shards, reduces
@@ -132,7 +132,7 @@ class QuickStep:
             together=self.quick.together,
             after_s=machine.device.step_s,
         )
-        return simulate_step(self.cut.lists.of_all_stages(micros), self.cut.placement, work).seconds
+        return simulated_s(self.cut.lists.of_all_stages(micros), self.cut.placement, work)
 
     def _update_s(self) -> np.ndarray:
         """Returns the seconds of each stage's norm and update, which move their bytes once."""
@@ -142,8 +142,12 @@ class QuickStep:
 
     @cached_property
     def messages(self) -> list[Cost]:
-        """The cost of what crosses between each two positions."""
-        return [self._message(position) for position in range(len(self.cut.bounds) - 2)]
+        """The cost of what crosses between each two positions; however weights are sharded, layers hand on as much."""
+
+        def costs() -> list[Cost]:
+            return [self._message(position) for position in range(len(self.cut.bounds) - 2)]
+
+        return once(self.quick.messages, (id(self.cut), id(self.table.output)), costs)
 
     def _message(self, position: int) -> Cost:
         """Returns the cost of what position `position` of the model hands to the next one."""

@@ -125,6 +125,13 @@ class Ledger:
             self._addresses[key] = first, num_bytes
         return first
 
+    def lies_in(self, tensor: Tensor, memory: Tensor) -> None:
+        """Notes that the storage of `tensor`, which is ignored, begins where `memory` does: by address they are one."""
+        storage = tensor.untyped_storage()
+        assert storage._cdata in self._ignored, "memory of two storages would count twice"
+        start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
+        self._addresses[storage._cdata] = start, storage.nbytes()
+
     def piece_of(self, tensor: Tensor) -> MemoryPiece | None:
         """Returns the memory that `tensor` has now; None where it has none, or was never seen."""
         return self._live.get(tensor.untyped_storage()._cdata)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 STEPS = 3
 """Optimizer states come in the first; buckets lie in the order that it showed from the second on. Both take as few
-micro-batches as the schedule allows.
+micro-batches as the schedule allows, the first only while its peak is below that of the third: states that come may be there
+twice, and pools that more micro-batches fill are there beside them.
 """
 
 KEPT = ("pools", "messages")
@@ -64,8 +65,9 @@ class RankBytes:
     """What rank `rank` of stage `stage` holds, in bytes of its device.
 
     states: by part of the run, between two steps. batch: of samples, where they lie on the device. peak: the most at once;
-    place: when that was. alive: what was there then, by whose it is. curve: the last step, entry by entry. num_micros: how many
-    micro-batches were taken, of the plan's `of_micros`; more would not change the peak.
+    place: when that was. alive: what was there then, by whose it is. curve: the step with the peak, entry by entry: the
+    first, or one as all that follow. num_micros: how many micro-batches were taken, of the plan's `of_micros`; more would not
+    change the peak.
     """
 
     rank: int
@@ -88,20 +90,37 @@ def rank_bytes(
     recipes: of ranks of this plan that were asked before, which spare time. draft: as `assemble` takes it.
     Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
+    recipes = recipes or Recipes()
+    found, is_exact = _looked_at(plan, rank, size, recipes, draft, is_first_whole=False)
+    if found.place.step == 1 and not is_exact:
+        found, _ = _looked_at(plan, rank, size, recipes, draft, is_first_whole=True)
+    return found
+
+
+def _looked_at(
+    plan: Plan, rank: int, size: int, recipes: Recipes, draft: Draft | None, *, is_first_whole: bool
+) -> tuple[RankBytes, bool]:
+    """Returns what rank `rank` holds, and whether the first step took as many micro-batches as show its peak.
+
+    If it did not, what a long run keeps counts as there from its start: its peak is not below the true one.
+    """
     with fake_run(plan, rank, size, recipes, draft) as (run, ledger, _):
         of_micros = plan.num_micros(run.topology)
         is_canonical = run.store.canonical is not None  # a tree of sums, which grows with the number of micro-batches
         taken = of_micros if is_canonical else fewest_micros(run.stepper.lists, of_micros)
         batch = micro_batch(plan, run.dataset)
         few = least_micros(run.stepper.lists, of_micros)
+        first = taken if is_first_whole else few
         with counted(lambda: ledger.now):
-            for num_micros in (*[few] * (STEPS - 1), taken):
-                before = ledger.num_events
+            starts = []
+            for num_micros in (first, *[few] * (STEPS - 2), taken):
+                starts.append(ledger.num_events)
                 take_step(run, [_again(batch) for _ in range(num_micros)])
                 _own(run, ledger)
-            ledger.move_up(KEPT, before, StepPlace(STEPS, BEGINNING, ""))
+            long_since = starts[0] if first < taken else starts[-1]
+            ledger.move_up(KEPT, long_since, StepPlace(STEPS, BEGINNING, ""))
         held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        return _told(run, ledger, held, taken, of_micros)
+        return _told(run, ledger, held, taken, of_micros), first == taken
 
 
 @contextmanager
@@ -159,6 +178,7 @@ class _Standing:
 
 def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int) -> RankBytes:
     peak, at = ledger.peak()
+    place = ledger.place_at(at)
     alive = Counter({"batch": batch} if batch else {})
     for piece in ledger.alive_at(at):
         alive[piece.owner or _kind(piece)] += piece.num_bytes
@@ -168,9 +188,9 @@ def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int)
         dict(run.memory.bytes),
         batch,
         peak + batch,
-        ledger.place_at(at),
+        place,
         dict(alive.most_common()),
-        [Moment(entry, num_bytes + batch) for entry, num_bytes in ledger.curve(STEPS)],
+        [Moment(entry, num_bytes + batch) for entry, num_bytes in ledger.curve(place.step or STEPS)],
         num_micros,
         of_micros,
     )

@@ -16,13 +16,13 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sley_core.errors import PlanError
 from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Program
 
 
-@dataclass(frozen=True)
-class LaneSpan:
+class LaneSpan(NamedTuple):
     """An exchange ran from `start_s` to `end_s` on `lane`."""
 
     lane: str
@@ -32,8 +32,7 @@ class LaneSpan:
     end_s: float
 
 
-@dataclass(frozen=True)
-class ComputeSpan:
+class ComputeSpan(NamedTuple):
     """A rank ran the word `at` of its program."""
 
     rank: int
@@ -42,8 +41,7 @@ class ComputeSpan:
     end_s: float
 
 
-@dataclass(frozen=True)
-class Exposed:
+class Exposed(NamedTuple):
     """A rank did nothing but wait for the exchange `key`, of `lane`."""
 
     rank: int

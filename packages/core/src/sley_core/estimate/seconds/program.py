@@ -9,21 +9,19 @@ ranks that do the same at the same time one program stands for all.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sley_core.actions.action import Action
 
 
-@dataclass(frozen=True)
-class Compute:
+class Compute(NamedTuple):
     """The rank computes for `seconds`. action: what this is part of, for the timeline; None outside the list."""
 
     seconds: float
     action: Action | None = None
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """What members of a group do together.
 
     key: names it; no two exchanges of a step have the same. lane: exchanges of one lane, at any member, come one after
@@ -39,15 +37,13 @@ class Exchange:
     links: tuple[Hashable, ...] = ()
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(NamedTuple):
     """The rank is ready for its part of an exchange, and goes on."""
 
     exchange: Exchange
 
 
-@dataclass(frozen=True)
-class Await:
+class Await(NamedTuple):
     """The rank goes on when the exchange `key` is done. It has begun it before."""
 
     key: Hashable

@@ -49,6 +49,13 @@ def simulate_step(lists: Sequence[Lowered], placement: Placement, work: StepWork
     return simulate_programs(programs_of(lists, placement, work))
 
 
+def simulated_s(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> float:
+    """Returns the seconds of the step alone. Pure; raises as `simulate_step`. Who looks at many steps reads no timeline."""
+    lanes = Lanes(programs_of(lists, placement, work))
+    lanes.run()
+    return max(lanes.ends_s, default=0.0)
+
+
 def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
     """Returns the step that the programs of all representatives make. Raises as `simulate_step`."""
     lanes = Lanes(programs)
