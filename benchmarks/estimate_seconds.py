@@ -1,0 +1,122 @@
+"""Estimated steps against real ones: a decoder that really computes, in 20 layouts of two ranks on two cores.
+
+    calibrate   its layers, and what two ranks exchange, on both ranks at once: a core that shares memory is a slower core
+    estimate    each layout, from that machine alone
+    run         each layout, all of them interleaved; the median of its steps
+
+Machines are measured once per size of a micro-batch, policy and axis that cuts layers. Targets: the mean of the errors'
+absolute values <= 7 %, the largest <= 15 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from contestants import plan
+from protocol import parser
+from sley_core.assemble import assemble
+from sley_core.comm.world import World
+from sley_core.estimate.calibrate.machine import measure
+from sley_core.estimate.machine.tables import MachineFile
+from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.ranks import Ranks
+
+RANKS = 2
+SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128}
+SAMPLES = 8
+MEAN, WORST = 0.07, 0.15
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Two ranks along `axis`. micro: samples of a micro-batch. more: tables of the plan."""
+
+    axis: str
+    micro: int
+    policy: str = "core.keep"
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        named = [one["use"] for one in (self.more.get("pipeline"), *self.more.get("gradient_handlers", ())) if one]
+        return " ".join([self.axis, f"micro {self.micro}", self.policy, *named])
+
+    @property
+    def measured_by(self) -> Hashable:
+        """Layouts with the same need the same layers: stages and replicas have whole ones."""
+        return self.micro, self.policy, self.axis if self.axis in ("wp", "sp") else ""
+
+    def tables(self) -> dict[str, Any]:
+        batch = {"global_size": SAMPLES, "micro_size": self.micro}
+        return plan(
+            SHAPE, 1, None, batch=batch, parallel={self.axis: RANKS}, activations={"use": self.policy}, **self.more
+        )
+
+    def tables_to_measure(self) -> dict[str, Any]:
+        return self.tables() if self.axis in ("wp", "sp") else Layout("dp", self.micro, self.policy, REDUCED).tables()
+
+
+REDUCED = {"gradient_handlers": [{"use": "dp.bucketed"}]}
+
+
+def layouts() -> Iterator[Layout]:
+    """Twenty: every axis, reducer, schedule and policy, with few and with many micro-batches."""
+    for reducer in ("dp.bucketed", "dp.sharded"):
+        for micro, policy in ((1, "core.keep"), (4, "core.keep"), (2, "core.recompute")):
+            yield Layout("dp", micro, policy, {"gradient_handlers": [{"use": reducer}]})
+    for schedule in ("one_f_one_b", "gpipe", "interleaved", "zero_bubble_h1", "zero_bubble_v"):
+        for micro, policy in ((1, "core.keep"), (2, "core.recompute")):
+            yield Layout("pp", micro, policy, {"pipeline": {"use": f"pp.{schedule}"}})
+    for axis in ("wp", "sp"):
+        for micro in (1, 4):
+            yield Layout(axis, micro)
+
+
+def measured(layout: Layout) -> MachineFile | None:
+    """This machine with the layers of a layout, as `train-cli calibrate` measures it; None on all but rank 0."""
+    with World.join("cpu") as world:
+        return measure(world, plan_from_dict(layout.tables_to_measure()), timeout_s=120)
+
+
+def taken(layout: Layout, steps: int) -> float:
+    """The median seconds of a step, without the first two."""
+    with World.join("cpu") as world, assemble(plan_from_dict(layout.tables()), world) as run:
+        found = []
+        for _ in range(2 + steps):
+            began = time.perf_counter()
+            run.step()
+            found.append(time.perf_counter() - began)
+        return statistics.median(found[2:])
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0], rounds=3)
+    options.add_argument("--steps", type=int, default=7, help="of a layout in each round (default 7)")
+    chosen = options.parse_args()
+    ranks, every = Ranks(RANKS, timeout_s=600), list(layouts())
+    machines: dict[Hashable, MachineFile] = {}
+    seconds: dict[str, list[float]] = {str(layout): [] for layout in every}
+    for _ in range(chosen.rounds):
+        for layout in every:
+            seconds[str(layout)].append(max(ranks(taken, layout, chosen.steps)))
+    for layout in every:
+        if layout.measured_by not in machines:
+            (machines[layout.measured_by], *_) = ranks(measured, layout)
+    errors = []
+    for layout in every:
+        resolved = plan_from_dict(layout.tables())
+        estimated = estimate_seconds(resolved, RANKS, machines[layout.measured_by]).step.seconds
+        real = statistics.median(seconds[str(layout)])
+        errors.append(estimated / real - 1)
+        spread = max(seconds[str(layout)]) / min(seconds[str(layout)]) - 1
+        print(f"{layout!s:<56} {estimated:7.3f} s, took {real:7.3f} s (+{spread:.0%})  {errors[-1]:+6.1%}", flush=True)
+    mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
+    print(f"{len(errors)} layouts: mean {mean:.1%} (target {MEAN:.0%}), largest {worst:.1%} (target {WORST:.0%})")
+
+
+if __name__ == "__main__":
+    main()
