@@ -9,10 +9,12 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
+from sley_core.errors import PlanError
 from sley_core.estimate.calibrate import device as devices
 from sley_core.estimate.calibrate.device import measure_device, saturation
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.calibrate.links import FEW, MANY, measure_links, way
+from sley_core.estimate.calibrate.machine import measure
 from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
@@ -67,6 +69,14 @@ def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
     }
     same = machine_from_dict({**machine, "links": first}).links.same_host
     assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "send"))
+
+
+def test_layers_that_attend_to_slices_of_other_ranks_are_not_timed_alone() -> None:
+    """It was a KeyError, of a field that only a slice has."""
+    plan = plan_from_dict(small_plan(parallel={"sp": 2}))
+    with World.alone("cpu") as world, pytest.raises(PlanError, match="measure without `--plan`") as raised:
+        measure(world, plan, 30.0)
+    assert raised.value.diagnostics[0].code == "calibrate-sequence"
 
 
 def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:

@@ -10,11 +10,23 @@ from sley_core.data.factory import open_dataset
 from sley_core.draft import DTYPES, draft_model, dtypes
 from sley_core.engine.layer_bench import Handed, LayerBench
 from sley_core.engine.on_meta import meta_micro_batch
+from sley_core.errors import PlanError
 from sley_core.estimate.layers.distinct import layer_keys
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.plan.plan import Plan
+
+
+def check_whole_sequences(plan: Plan) -> None:
+    """Raises PlanError `calibrate-sequence` for a plan whose layers have slices of sequences."""
+    if plan.parallel.sp > 1:
+        raise PlanError(
+            "calibrate-sequence",
+            f"layers of a plan with `sp = {plan.parallel.sp}` cannot be timed alone: they attend to slices of other ranks",
+            path=("parallel", "sp"),
+            hint="measure without `--plan`; layers are computed from the device's figures then",
+        )
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sley_core.estimate.calibrate.device import measure_device, measure_host
-from sley_core.estimate.calibrate.layers import measure_layers
+from sley_core.estimate.calibrate.layers import check_whole_sequences, measure_layers
 from sley_core.estimate.calibrate.links import measure_links
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import MACHINE_FORMAT
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 def measure(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
     """Returns the machine on rank 0 of `world`, None on others; a collective of a world of several ranks, which measures links.
 
-    The device and the layers are measured by rank 0 alone, once the others have nothing more to do.
+    The device and the layers are measured by rank 0 alone, once the others have nothing more to do. Raises PlanError
+    `calibrate-sequence`, on all ranks and before anything is measured, for a plan with `sp`.
     """
+    if plan is not None:
+        check_whole_sequences(plan)
     links = measure_links(world, timeout_s) if world.size > 1 else None
     if world.rank != 0:
         return None
