@@ -1,6 +1,6 @@
 """Estimated steps against real ones: a decoder that really computes, in 20 layouts of two ranks on two cores.
 
-    calibrate   what two ranks exchange, and its layers, on one rank while the other rests
+    calibrate   what two ranks exchange, and its layers, on both at once
     estimate    each layout, from that machine alone
     run         each layout, all of them interleaved; the median of its steps
 

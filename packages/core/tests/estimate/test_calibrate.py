@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
+from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -11,6 +15,7 @@ from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import PlanError
 from sley_core.estimate.calibrate import device as devices
+from sley_core.estimate.calibrate import machine as machines
 from sley_core.estimate.calibrate.device import measure_device, saturation
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.calibrate.links import FEW, MANY, measure_links, way
@@ -18,8 +23,10 @@ from sley_core.estimate.calibrate.machine import measure
 from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
 from sley_core.testing.plans import small_plan
 
+SMALL = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
 SIZES = (1e6, 1e7, 1e8, 1e9)
 
 
@@ -71,6 +78,23 @@ def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
     assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "send"))
 
 
+def machine_of_two() -> tuple[bool, int]:
+    """Whether this rank has the machine, and how many layers it has timed."""
+    num_timed = []
+
+    def counted(plan: Plan, device: Device) -> list[dict[str, Any]]:
+        num_timed.extend(found := measure_layers(plan, device))
+        return found
+
+    with World.join("cpu") as world, patch.object(machines, "measure_layers", counted):
+        return measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0) is not None, len(num_timed)
+
+
+def test_ranks_that_share_a_host_time_layers_at_once(ranks) -> None:
+    """Alone on the machine, layers of real compute take less than in a run."""
+    assert ranks(2)(machine_of_two) == [(True, 3), (False, 3)]
+
+
 def test_layers_that_attend_to_slices_of_other_ranks_are_not_timed_alone() -> None:
     """It was a KeyError, of a field that only a slice has."""
     plan = plan_from_dict(small_plan(parallel={"sp": 2}))
@@ -80,8 +104,7 @@ def test_layers_that_attend_to_slices_of_other_ranks_are_not_timed_alone() -> No
 
 
 def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
-    data = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
-    plan = plan_from_dict(small_plan(data=data, model__num_layers=3))
+    plan = plan_from_dict(small_plan(data=SMALL, model__num_layers=3))
     with World.alone("cpu") as world:
         tables = measure_layers(plan, world.device)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
