@@ -83,6 +83,41 @@ def test_lines_that_come_while_the_file_is_made_short_are_kept(tmp_path: Path, m
     assert notes == []
 
 
+def test_a_run_that_fails_does_not_wait_for_a_file_system_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the reason, which is told after this."""
+    may_write, is_short = Event(), Event()
+
+    def hangs(*_: Any) -> None:
+        assert may_write.wait(20)
+        is_short.set()
+
+    monkeypatch.setattr(work_file, "write_whole", hangs)
+    monkeypatch.setattr(work_file, "PATIENCE_S", 0.1)
+    file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, [])
+    for number in range(MOST_LINES + 1):
+        file.add(line(window(number)))
+    file.leave()
+    assert not is_short.is_set()
+    may_write.set()
+    assert is_short.wait(20)
+
+
+def test_a_file_that_somebody_else_empties_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = tmp_path / "work" / "rank-0.jsonl"
+    file = WorkFile(path, START, notes)
+    for number in range(MOST_LINES - 10):
+        file.add(line(window(number)))
+    path.write_bytes(b"")
+    for number in range(20):
+        file.add(line(window(number)))
+        settle(file)
+    file.close()
+    assert notes == [f"who is slow is not recorded: cannot write `{path}`: the start that this rank wrote is gone"]
+
+
 def test_a_line_that_was_written_in_part_costs_only_itself(tmp_path: Path) -> None:
     """The disk was full. What the next start wrote was taken for that of the one before."""
     path = written(tmp_path, range(2))

@@ -14,6 +14,9 @@ from sley_core.reports.work_record import Start, line, record_in
 MOST_LINES = 512
 """Of a file; then neighbours among its older windows become one."""
 
+PATIENCE_S = 1.0
+"""For the end of a file whose run fails: its file system may hang, and be the reason."""
+
 FEWER_LINES = 448
 """How many stay by then: windows of a long run have about as many steps each, and the next time is hours away."""
 
@@ -43,7 +46,7 @@ class WorkFile:
             self._late += text
             if self._shortening is None or self._shortening.done():
                 self._write()
-        except OSError as error:
+        except Exception as error:  # whatever it is: a run does not end because of its record
             self._give_up(error)
 
     def close(self) -> None:
@@ -53,12 +56,19 @@ class WorkFile:
         try:
             if not self._is_over and self._late:
                 self._write(is_last=True)
-        except OSError as error:
+        except Exception as error:
             self._give_up(error)
         self._end()
 
-    def _give_up(self, error: OSError) -> None:
-        self._notes.append(f"who is slow is not recorded: cannot write `{self._path}`: {error.strerror or error}")
+    def leave(self) -> None:
+        """Ends the file as `close` does, which goes on beside the caller where it takes longer than `PATIENCE_S`."""
+        closing = Thread(target=self.close, name="sley-work-file", daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+
+    def _give_up(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        self._notes.append(f"who is slow is not recorded: cannot write `{self._path}`: {reason}")
         self._end()
 
     def _end(self) -> None:
@@ -90,7 +100,8 @@ class WorkFile:
         """Writes the windows of this start again, the older ones as fewer. A reader sees the old file or the new one."""
         try:
             found = record_in(self._path)
-            assert found is not None, f"{self._path} has no start, and this rank has written one"
+            if found is None:
+                raise ValueError("the start that this rank wrote is gone")
             windows = fewer(found.windows, FEWER_LINES - 1)
             write_whole(self._path, "".join([line(found.start), *map(line, windows)]))
             done.set_result(1 + len(windows))

@@ -83,11 +83,10 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
         yield
     except BaseException:  # its reason is told first: a file system that hangs may have caused it
         recorder.leave()
+        file.leave()
         raise
-    else:
-        recorder.detach()
-    finally:
-        file.close()
+    recorder.detach()
+    file.close()
 
 
 class WorkRecorder:
