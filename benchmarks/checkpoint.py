@@ -10,7 +10,6 @@ one thing that a save does beside them.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import statistics
@@ -19,7 +18,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -31,6 +29,7 @@ from torch import Tensor
 from contestants import plan
 from protocol import RESAMPLES, interleave, parser
 from sley_core.assemble import assemble
+from sley_core.checkpoint.direct_files import crc_of_file, write_file
 from sley_core.checkpoint.live_bytes import CHUNK_BYTES
 from sley_core.checkpoint.tensor_file import bytes_of
 from sley_core.comm.world import World
@@ -99,31 +98,37 @@ def beside(run: Run, count: int, work: Callable[[], object]) -> Callable[[], Non
 
 
 def parts(run: Run, count: int, folder: Path) -> dict[str, Callable[[], None]]:
-    """What a save does with the bytes of the state, one thing at a time."""
+    """What a save does with the bytes of the state, one thing at a time, and all of it as one save would."""
     memory = [bytes_of(one.contiguous()) for one in state_of(run).values()]
     chunks = [one[at : at + CHUNK_BYTES] for one in memory for at in range(0, len(one), CHUNK_BYTES)]
+    aside = [torch.ones(len(chunk), dtype=torch.uint8) for chunk in chunks]  # of memory that is there
     path = folder / "parts.bin"
 
-    def write(*, syncs: bool = False) -> None:
-        with path.open("wb", buffering=0) as file:
-            for chunk in chunks:
-                file.write(chunk)
-            if syncs:
-                os.fsync(file.fileno())
-
-    def read() -> None:
-        into = bytearray(CHUNK_BYTES)
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(into):
-                pass
+    def copy() -> None:
+        for target, chunk in zip(aside, chunks, strict=True):
+            target.copy_(torch.frombuffer(chunk, dtype=torch.uint8))
 
     def add_up() -> None:
         total = 0
         for chunk in chunks:
             total = crc32(chunk, total)
 
+    def write() -> None:
+        write_file(path, chunks)
+
+    def save() -> None:
+        copy()
+        write_file(path, [memoryview(one.numpy()) for one in aside])
+        crc_of_file(path)
+
     write()
-    works = {"adds up": add_up, "writes": write, "writes and syncs": partial(write, syncs=True), "reads": read}
+    works = {
+        "copies": copy,
+        "adds up": add_up,
+        "adds up, writes": write,
+        "reads, adds up": lambda: crc_of_file(path),
+        "all of these": save,
+    }
     return {name: beside(run, count, work) for name, work in works.items()}
 
 

@@ -4,8 +4,7 @@
     estimate    each layout, from that machine alone
     run         each layout, all of them interleaved; the median of its steps
 
-Machines are measured once per size of a micro-batch, policy and axis that cuts layers; with `sp` layers cannot be timed alone,
-and are computed from the device's figures. Targets: the mean of the errors'
+Machines are measured once per size of a micro-batch, policy and axis that cuts layers. Targets: the mean of the errors'
 absolute values <= 7 %, the largest <= 15 %.
 """
 
@@ -57,10 +56,8 @@ class Layout:
             SHAPE, 1, None, batch=batch, parallel={self.axis: RANKS}, activations={"use": self.policy}, **self.more
         )
 
-    def tables_to_measure(self) -> dict[str, Any] | None:
-        if self.axis == "sp":
-            return None
-        return self.tables() if self.axis == "wp" else Layout("dp", self.micro, self.policy, REDUCED).tables()
+    def tables_to_measure(self) -> dict[str, Any]:
+        return self.tables() if self.axis in ("wp", "sp") else Layout("dp", self.micro, self.policy, REDUCED).tables()
 
 
 REDUCED = {"gradient_handlers": [{"use": "dp.bucketed"}]}
@@ -85,8 +82,7 @@ def layouts() -> Iterator[Layout]:
 def measured(layout: Layout) -> MachineFile | None:
     """This machine with the layers of a layout, as `train-cli calibrate` measures it; None on all but rank 0."""
     with World.join("cpu") as world:
-        tables = layout.tables_to_measure()
-        return measure(world, None if tables is None else plan_from_dict(tables), timeout_s=120)
+        return measure(world, plan_from_dict(layout.tables_to_measure()), timeout_s=120)
 
 
 def taken(layout: Layout, steps: int) -> float:

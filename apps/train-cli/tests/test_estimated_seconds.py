@@ -22,6 +22,7 @@ from sley_core.draft import draft_model
 from sley_core.engine import layer_bench
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.weight_queue import WeightQueue
+from sley_core.estimate.calibrate import links
 from sley_core.estimate.calibrate.machine import measure
 from sley_core.estimate.layers.distinct import layer_keys
 from sley_core.estimate.machine.read import machine_from_dict
@@ -211,8 +212,12 @@ class Heard(WeightQueue):
 
 
 def measured(plan: dict[str, Any]) -> MachineFile | None:
-    """This machine with the layers of `plan`, as `train-cli calibrate` measures it on these ranks; None on all but rank 0."""
-    with patch.object(layer_bench, "WeightQueue", Heard), World.join("cpu") as world:
+    """This machine with the layers of `plan`, as `train-cli calibrate` measures it on these ranks; None on all but rank 0.
+
+    What is computed beside an exchange sleeps, as the layers do.
+    """
+    sleeping = patch.object(links, "products", lambda count, *_: time.sleep(count * 1e-4))
+    with sleeping, patch.object(layer_bench, "WeightQueue", Heard), World.join("cpu") as world:
         return measure(world, plan_from_dict(plan, FOLDER), timeout_s=100)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from sley_core.actions.action import Action, Kind
+from sley_core.comm.device import Device
+from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.recorded.expand import expanded
@@ -23,10 +27,11 @@ FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
 
-def machine(link: dict[str, float] = FAST):
+def machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = ()):
     matmul = {"fp64": {"flops_per_s": 1e10}, "fp32": {"flops_per_s": 1e10}}
     device = {"name": "even", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 1e-6, "matmul": matmul}
-    return machine_from_dict({"format": 1, "device": device, "links": {"ranks_per_host": 8, "same_host": link}})
+    tables = {"format": 1, "device": device, "links": {"ranks_per_host": 8, "same_host": link}, "layers": [*layers]}
+    return machine_from_dict(tables)
 
 
 def plan_of(**changes: Any):
@@ -109,3 +114,28 @@ def test_a_longer_step_keeps_what_each_action_waits_for() -> None:
     assert len(begun) == len(set(begun)) == 7
     assert [word.number for word in found.words if isinstance(word, Awaited)] == begun
     assert sum(isinstance(word, Worked) for word in found.words) == 13
+
+
+def test_layers_of_slices_take_what_was_timed_of_them() -> None:
+    """Only what was timed alone is scaled with them: what they swap, and the update, stay."""
+    plan = plan_of(**SLICES)
+    tables = measure_layers(plan, Device(torch.device("cpu")))
+    assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
+    times = ("forward", "backward", "input_gradient", "weight_gradient")
+    slower = [{**table, **dict.fromkeys(times, 1.0)} for table in tables]
+    found = [estimate_seconds(plan, 2, machine(layers=some)) for some in (tables, slower)]
+    assert [layer.is_measured for layer in found[0].layers] == [True] * 4
+    num_micros = plan.num_micros(plan.topology(2))
+    assert found[1].step.computing_s[0] == pytest.approx(num_micros * 4 * 2.0, rel=1e-3)
+    assert found[0].step.updating_s == pytest.approx(found[1].step.updating_s)
+    swaps = [one.step.exposed_s(0)["swap"] for one in found]
+    assert swaps[0] == pytest.approx(swaps[1])
+
+
+def test_layers_of_slices_are_other_layers_than_those_of_short_sequences() -> None:
+    """They look along as many positions as all slices have."""
+    positions = {"sequence": {"use": "isp.all_to_all", "positions": False}}
+    slices = plan_of(**{**SLICES, **positions})
+    short = plan_from_dict(small_plan(data={"use": "core.text", "source": "python-stdlib", "sequence": 12}))
+    keys = [{table["key"] for table in measure_layers(plan, Device(torch.device("cpu")))} for plan in (slices, short)]
+    assert not keys[0] & keys[1]

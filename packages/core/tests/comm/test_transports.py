@@ -108,11 +108,12 @@ def kinds(attaches):
 
 @reads
 def test_each_group_has_the_transport_that_fits(ranks):
-    """Weights and gradients are read by cross-memory attach where that may be; the rest goes by messages."""
+    """Weights, gradients and slices are read by cross-memory attach where that may be; the rest goes by messages."""
     for found in ranks(4)(kinds, True):
-        assert {axis for axis, names in found.items() if "Cma" in names} == {"wp", "stage", "wdp"}
+        assert {axis for axis, names in found.items() if "Cma" in names} == {"wp", "stage", "wdp", "sp"}
         assert found["wp"] == ["Cma", "Cma"]
-        assert found["sp"] == found["control"] == ["Direct"]
+        assert found["sp"] == ["Cma"]
+        assert found["control"] == ["Direct"]
     assert all({"Direct"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
@@ -13,18 +16,22 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
-from sley_core.errors import PlanError
+from sley_core.errors import RunError
 from sley_core.estimate.calibrate import device as devices
+from sley_core.estimate.calibrate import links
 from sley_core.estimate.calibrate import machine as machines
 from sley_core.estimate.calibrate.device import measure_device, saturation
 from sley_core.estimate.calibrate.layers import measure_layers
-from sley_core.estimate.calibrate.links import FEW, MANY, measure_links, way
+from sley_core.estimate.calibrate.links import FEW, MANY, measure_links, overlap, way
 from sley_core.estimate.calibrate.machine import measure
 from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.estimate.machine.tables import LinksTable
+from sley_core.estimate.seconds.links import collective, message
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.testing.plans import small_plan
+from sley_core.topology import Topology
 
 SMALL = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
 SIZES = (1e6, 1e7, 1e8, 1e9)
@@ -42,15 +49,22 @@ def test_products_that_get_slower_with_size_have_no_negative_constant() -> None:
     assert 1e12 < found["flops_per_s"] < 2e12
 
 
-@pytest.mark.parametrize(("kind", "rounds", "size"), [("sum", 2 * 3, 4), ("gather", 3, 4), ("send", 1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "rounds", "size"), [("sum", 2 * 3, 4), ("gather", 3, 4), ("send", 1, 2), ("swap", 1, 4)]
+)
 def test_latency_and_bandwidth_are_found_from_their_own_times(kind, rounds, size) -> None:
-    share = 1.0 if kind == "send" else rounds / size
+    share = {"send": 1.0, "swap": (size - 1) / size}.get(kind, rounds / size)
 
     def seconds(num_bytes):
         return rounds * 2e-5 + share * num_bytes / 3e9
 
-    found = way(seconds(FEW), seconds(MANY), rounds, kind, size)
+    found = way(seconds(FEW), seconds(MANY), kind, size)
     assert found == pytest.approx({"latency_s": 2e-5, "bandwidth": 3e9})
+    same_host = {**found, "shared": False}
+    table = LinksTable.model_validate({"ranks_per_host": size, "same_host": same_host})
+    num_bytes = 3 * MANY
+    cost = message(num_bytes, 0, 1, table) if kind == "send" else collective(kind, num_bytes, range(size), table)
+    assert sum(cost) == pytest.approx(seconds(num_bytes)), "what estimates compute with it"
 
 
 def test_this_device_has_figures_that_a_machine_file_takes(monkeypatch) -> None:
@@ -75,7 +89,29 @@ def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
         "device": {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}},
     }
     same = machine_from_dict({**machine, "links": first}).links.same_host
-    assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "send"))
+    assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "swap", "send"))
+
+
+def overlap_of_each() -> tuple[float, float]:
+    """What is found of an exchange that its ranks do themselves when they wait, and of one that needs none of them."""
+    with World.join("cpu") as world:
+        groups = world.groups(Topology.of(2, wp=2), 30.0)
+
+        def attended() -> Callable[[], None]:
+            return lambda: time.sleep(0.02)
+
+        def beside() -> Callable[[], None]:
+            end = time.perf_counter() + 0.02
+            return lambda: time.sleep(max(0.0, end - time.perf_counter()))
+
+        with patch.object(links, "products", lambda count, one, result: time.sleep(count * 1e-3)):
+            return overlap(groups, attended, world), overlap(groups, beside, world)
+
+
+def test_what_runs_beside_computing_is_told_from_what_the_ranks_do_themselves(ranks) -> None:
+    for attended, beside in ranks(2)(overlap_of_each):
+        assert attended == pytest.approx(0.0, abs=0.2)
+        assert beside == pytest.approx(1.0, abs=0.2)
 
 
 def machine_of_two() -> tuple[bool, int]:
@@ -95,12 +131,25 @@ def test_ranks_that_share_a_host_time_layers_at_once(ranks) -> None:
     assert ranks(2)(machine_of_two) == [(True, 3), (False, 3)]
 
 
-def test_layers_that_attend_to_slices_of_other_ranks_are_not_timed_alone() -> None:
-    """It was a KeyError, of a field that only a slice has."""
-    plan = plan_from_dict(small_plan(parallel={"sp": 2}))
-    with World.alone("cpu") as world, pytest.raises(PlanError, match="measure without `--plan`") as raised:
-        measure(world, plan, 30.0)
-    assert raised.value.diagnostics[0].code == "calibrate-sequence"
+def failure_of_one() -> str:
+    """What a rank says when rank 1 cannot time layers."""
+
+    def fails_on_one(plan: Plan, device: Device) -> list[dict[str, Any]]:
+        if dist.get_rank() == 1:
+            raise MemoryError("too large")
+        return measure_layers(plan, device)
+
+    with World.join("cpu") as world, patch.object(machines, "measure_layers", fails_on_one):
+        with pytest.raises((MemoryError, RunError)) as raised:
+            measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
+        return str(raised.value)
+
+
+def test_no_rank_waits_for_one_that_cannot_time_layers(ranks) -> None:
+    """Rank 0 was in a barrier until its time was over. Alone, its times are not those of a run."""
+    first, second = ranks(2)(failure_of_one)
+    assert "rank 1 could not measure its device and layers: MemoryError: too large" in first
+    assert second == "too large"
 
 
 def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:

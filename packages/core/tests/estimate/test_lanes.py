@@ -118,7 +118,7 @@ def test_a_tie_is_summed_by_the_stages_that_hold_it_behind_their_own_sums():
 
 
 def exchange(key, rank, links, work=2.0, latency=0.0):
-    return Exchange(key, f"lane {key}", (rank,), latency, work, links)
+    return Exchange(key, f"lane {key}", (rank,), latency, work, links=links)
 
 
 def run(*programs):
@@ -149,6 +149,17 @@ def test_an_exchange_waits_for_its_lane_and_for_all_members():
     both = Exchange("x", "lane", (0, 1), 0.0, 1.0)
     first = Exchange("y", "lane", (0,), 0.0, 5.0)
     assert run([Begin(first), Begin(both), Await("x")], [Compute(2.0), Begin(both), Await("x")]) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(("computing", "end"), [(0.0, 3.0), (1.0, 3.0), (5.0, 6.0)], ids=["at once", "early", "late"])
+def test_what_does_not_overlap_is_work_of_each_member_that_waits(computing, end):
+    """Two seconds of three run beside computing; who does not wait does not work for it."""
+    shared = Exchange("x", "lane", (0, 1), *Cost(0.0, 3.0).with_overlap(2 / 3))
+    lanes = Lanes([[Begin(shared), Compute(computing), Await("x")], [Begin(shared)]])
+    lanes.run()
+    assert lanes.ends_s == pytest.approx([end, 0.0])
+    (waits,) = lanes.exposed
+    assert waits.end_s - waits.start_s == pytest.approx(end - computing)
 
 
 def test_a_program_that_waits_for_nobody_is_refused_by_name():

@@ -22,8 +22,8 @@ def links(per_host=4, shared=False, **same) -> LinksTable:
 
 
 def test_a_ring_of_one_host() -> None:
-    assert collective("sum", 4 * MB, range(4), links()) == pytest.approx((6e-5, 2 * 3 / 4 * 4e-3))
-    assert collective("gather", 4 * MB, range(4), links()) == pytest.approx((3e-5, 3 / 4 * 4e-3))
+    assert collective("sum", 4 * MB, range(4), links()) == pytest.approx((6e-5, 2 * 3 / 4 * 4e-3, 0.0))
+    assert collective("gather", 4 * MB, range(4), links()) == pytest.approx((3e-5, 3 / 4 * 4e-3, 0.0))
     assert collective("reduce", 4 * MB, range(4), links()) == collective("gather", 4 * MB, range(4), links())
     assert collective("sum", 4 * MB, [3], links()) == NOTHING
 
@@ -44,21 +44,43 @@ def test_groups_that_share_a_card_have_a_part_of_it_each() -> None:
 
 
 def test_messages() -> None:
-    assert message(MB, 0, 3, links()) == pytest.approx((1e-5, 1e-3))
-    assert message(MB, 3, 4, links()) == pytest.approx((1e-4, 1e-2))
-    assert message(MB, 3, 4, links(shared=True)) == pytest.approx((1e-4, 4e-2))
+    assert message(MB, 0, 3, links()) == pytest.approx((1e-5, 1e-3, 0.0))
+    assert message(MB, 3, 4, links()) == pytest.approx((1e-4, 1e-2, 0.0))
+    assert message(MB, 3, 4, links(shared=True)) == pytest.approx((1e-4, 4e-2, 0.0))
 
 
 def test_swaps_go_to_each_peer_directly() -> None:
-    assert collective("swap", 8 * MB, range(4), links()) == pytest.approx((1e-5, 3 / 4 * 8e-3))
+    assert collective("swap", 8 * MB, range(4), links()) == pytest.approx((1e-5, 3 / 4 * 8e-3, 0.0))
     assert collective("swap", 8 * MB, range(8), links()).work_s == pytest.approx(4 / 8 * 8 * MB / 1e8)
 
 
 def test_a_kind_of_exchange_may_have_figures_of_its_own() -> None:
     own = links(sum={"latency_s": 0.0, "bandwidth": 5e8}, send={"latency_s": 0.5, "bandwidth": 1e9})
-    assert collective("sum", 4 * MB, range(4), own) == pytest.approx((0.0, 2 * 3 / 4 * 8e-3))
+    assert collective("sum", 4 * MB, range(4), own) == pytest.approx((0.0, 2 * 3 / 4 * 8e-3, 0.0))
     assert collective("gather", 4 * MB, range(4), own).latency_s == pytest.approx(3e-5)
     assert message(MB, 0, 1, own).latency_s == 0.5
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda links: collective("gather", 4 * MB, range(4), links),
+        lambda links: collective("swap", 4 * MB, range(4), links),
+        lambda links: message(4 * MB, 0, 1, links),
+    ],
+    ids=["ring", "swap", "message"],
+)
+def test_what_does_not_overlap_is_work_of_who_waits(cost) -> None:
+    """It takes as long in all, where nothing is computed beside it."""
+    whole, half, none = (cost(links(overlap=overlap)) for overlap in (1.0, 0.5, 0.0))
+    assert half == pytest.approx((whole.latency_s / 2, whole.work_s / 2, sum(whole) / 2))
+    assert none == pytest.approx((0.0, 0.0, sum(whole)))
+
+
+def test_a_kind_overlaps_as_its_own_figures_say() -> None:
+    own = links(gather={"latency_s": 0.0, "bandwidth": 1e9, "overlap": 0.0})
+    assert collective("gather", 4 * MB, range(4), own).work_s == 0.0
+    assert collective("reduce", 4 * MB, range(4), own).attended_s == 0.0
 
 
 def test_ranks_of_a_host_that_share_its_bus() -> None:

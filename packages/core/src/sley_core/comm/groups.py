@@ -93,10 +93,10 @@ def make_groups(
     groups than another, as with ties of stages (1, 2) and (2, 3).
 
     device: of the tensors that the transports carry. attaches: whether ranks may use cross-memory attach: those that
-    share weights, and those that sum gradients; only on the host, with gloo. extra: plugins' groups; a rank that is in
-    none of the lines of such an axis has a group of one there. backend: of the device's lines; lines marked `gloo` keep
-    it. Two lines with the same members and lane share one communicator: all members issue what runs on them in one
-    order anyway.
+    share weights or sequences, and those that sum gradients; only on the host, with gloo. extra: plugins' groups; a rank
+    that is in none of the lines of such an axis has a group of one there. backend: of the device's lines; lines marked
+    `gloo` keep it. Two lines with the same members and lane share one communicator: all members issue what runs on them in
+    one order anyway.
 
     Raises RunError `group-failed` if a member does not come within `timeout`.
     """
@@ -139,6 +139,13 @@ def make_groups(
     return Groups(groups, progress)
 
 
+def imagined(axis: str, size: int) -> Group:
+    """Returns a group of `size` ranks of which this one is the first and the others exist nowhere. Exchanges of rows bring what
+    this rank has, and are over at once: for timing what lies between them.
+    """
+    return Group(axis, tuple(range(size)), 0, {}, {DEFAULT_LANE: Alone()}, is_silent=True)
+
+
 def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | None:
     """Returns a store that the ranks of this run have in common, and no other run; None where there are no peers."""
     control = lanes.get("control", {}).get(DEFAULT_LANE)
@@ -158,8 +165,11 @@ def _group(members: Members, lanes: dict[str, dist.ProcessGroup], device: torch.
 
 
 def _attaching(topology: Topology) -> tuple[str, ...]:
-    """Returns the axes over which weights are gathered, and those over which the sum of an entry's gradient may be partial."""
-    return ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
+    """Returns the axes over which weights are gathered, those over which the sum of an entry's gradient may be partial, and the
+    one that swaps slices of sequences.
+    """
+    weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
+    return (*weights, "sp") if topology.sp > 1 else weights
 
 
 def _new_group(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:

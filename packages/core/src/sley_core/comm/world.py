@@ -25,7 +25,7 @@ from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, make_groups
 from sley_core.comm.guard import first_line
 from sley_core.comm.meeting import Meeting
-from sley_core.comm.texts import value_of_first
+from sley_core.comm.texts import gather_values, value_of_first
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
 
@@ -140,6 +140,25 @@ class World(AbstractContextManager["World"]):
         if fault:
             raise RunError("start-failed", f"rank 0 could not {what}: {fault}")
         found: T = value  # without a fault it is what `make` returned
+        return found
+
+    def on_all(self, make: Callable[[], T], what: str) -> T:
+        """Calls `make` on every rank and returns each its own result; a blocking collective, over the default group.
+
+        what: words for what it does, for errors. Raises what `make` raises where it does, RunError `start-failed` on the
+        others.
+        """
+        if self.size == 1:
+            return make()
+        try:
+            found = make()
+        except Exception as error:
+            gather_values(f"{type(error).__name__}: {first_line(error)}")
+            raise
+        # The default group; every rank comes here once, or above.
+        for rank, fault in enumerate(gather_values("")):
+            if fault:
+                raise RunError("start-failed", f"rank {rank} could not {what}: {fault}")
         return found
 
     def groups(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from sley_core.data.cut import cut
 from sley_core.data.feed import Feed
+from sley_core.data.slices import Slices
 from sley_core.engine.boundary import Description
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import queued_products
@@ -31,8 +33,12 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Loss
 
-REPETITIONS = 3
-"""Timed calls of a layer, behind one that warms up; the shortest counts, as whatever disturbs it makes it longer."""
+REPETITIONS = 5
+"""Timed calls of a layer, if not said otherwise, behind one that warms up. Medians count: what disturbs a call disturbs those
+of a run, too."""
+
+EVICTED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Written before each timed half: in a run, too, other layers have taken the caches before a layer's turn comes (again)."""
 
 PLACE = (0, 0)
 """Chunk and micro-batch of the queue of W."""
@@ -43,7 +49,7 @@ Handed = tuple[Description, list[Tensor]]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The shortest times of a layer, in seconds. backward, input_gradient: recomputation included."""
+    """What a layer takes, in seconds: medians. backward, input_gradient: recomputation included."""
 
     forward: float
     backward: float
@@ -55,7 +61,7 @@ class LayerBench:
     """Times the layers of `model`, on meta as it was drafted, on one micro-batch of the plan's data.
 
     dtype: of the working weights. gradients: of their accumulated gradients, to which a backward adds its own; None leaves that
-    out.
+    out. repetitions: timed calls of a layer.
     """
 
     def __init__(
@@ -66,17 +72,21 @@ class LayerBench:
         dataset: AnyDataset,
         dtype: torch.dtype,
         gradients: torch.dtype | None = None,
+        repetitions: int = REPETITIONS,
     ) -> None:
         self.plan = plan
         self.device = device
         self.model = model
         self.dtype = dtype
         self.gradients = gradients
+        self.repetitions = repetitions
         self.loss: Loss = plan.loss.build()
         policy = plan.activations.build([layer.name for layer in model.layers])
         self.caller = LayerCaller(device, plan.run.seed, policy)
         self.fields = self._micro_batch(dataset)
         self.micro = MicroStep(0, 0, Phase.TRAIN, 0, 0)
+        size = EVICTED_BYTES["cuda" if device.type == "cuda" else "cpu"]
+        self._evicting = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
         self._remembered = [(layer, layer.written, layer.held) for layer in model.layers]
 
     def time(self, layer: Layer, value: Handed | None, *, split: bool = False) -> tuple[LayerTimes, Handed]:
@@ -95,27 +105,33 @@ class LayerBench:
             device=self.device.torch_device,
             owned={layer.name},
         )
-        whole = [self._whole(layer, value) for _ in range(1 + REPETITIONS)][1:]
-        halves = [self._split(layer, value) for _ in range(1 + REPETITIONS)][1:] if split else [(0.0, 0.0)]
+        whole = [self._whole(layer, value) for _ in range(1 + self.repetitions)][1:]
+        halves = [self._split(layer, value) for _ in range(1 + self.repetitions)][1:] if split else [(0.0, 0.0)]
         as_it_was.put_back()
         description, tensors = describe(whole[-1][0])
-        forward, backward = min(one[1] for one in whole), min(one[2] for one in whole)
-        # The sum of the two is the shortest of all: what disturbs a call need not disturb both of its halves.
-        times = LayerTimes(forward, backward, min(one[0] for one in halves), min(one[1] for one in halves))
+        times = LayerTimes(
+            median(one[1] for one in whole),
+            median(one[2] for one in whole),
+            median(one[0] for one in halves),
+            median(one[1] for one in halves),
+        )
         return times, (description, [tensor.detach() for tensor in tensors])
 
     def _whole(self, layer: Layer, value: Handed | None) -> tuple[Any, float, float]:
         """Returns the layer's output, after its backward, and the seconds of forward and backward."""
         slots = self._slots(layer)
+        self._evict()
         began = self.device.moment()
         held, output, gradients = self._forward(layer, value)
+        ready = self.device.moment()
+        self._evict()
         turned = self.device.moment()
         if held.loss is None or held.loss.requires_grad:
             held.backward(gradients)
         self._accumulate(slots)
         ended = self.device.moment()
         layer.module.zero_grad(set_to_none=True)
-        return output, self.device.seconds_between(began, turned), self.device.seconds_between(turned, ended)
+        return output, self.device.seconds_between(began, ready), self.device.seconds_between(turned, ended)
 
     def _split(self, layer: Layer, value: Handed | None) -> tuple[float, float]:
         """Returns the seconds of the two halves of a split backward."""
@@ -123,16 +139,23 @@ class LayerBench:
         slots = self._slots(layer)
         with queued_products(layer.module, queue, self.gradients or self.dtype):
             held, _, gradients = self._forward(layer, value)
+            self._evict()
             began = self.device.moment()
             with queue.collecting(PLACE):
                 if held.loss is None or held.loss.requires_grad:
                     held.backward(gradients)
             self._accumulate(slots)
+            done = self.device.moment()
+            self._evict()
             turned = self.device.moment()
             queue.run(PLACE)
             ended = self.device.moment()
         layer.module.zero_grad(set_to_none=True)
-        return self.device.seconds_between(began, turned), self.device.seconds_between(turned, ended)
+        return self.device.seconds_between(began, done), self.device.seconds_between(turned, ended)
+
+    def _evict(self) -> None:
+        """Leaves nothing of the layer in the device's caches."""
+        self._evicting.zero_()
 
     def _forward(self, layer: Layer, value: Handed | None) -> tuple[InFlight, Any, list[Tensor]]:
         """Returns what is in flight after the layer's forward, its output, and the gradients to begin the backward with."""
@@ -161,13 +184,15 @@ class LayerBench:
                 slot.add_(parameter.grad)
 
     def _micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
-        """The first micro-batch of the run, on the device."""
+        """The first micro-batch of the run, as the first rank of `sp` gets it, on the device."""
         plan, size = self.plan, self.plan.batch.global_size
         rows = range(plan.batch.micro_size)
         data: Any = plan.data.config
         with Feed(dataset, seed=plan.run.seed, batch_size=size, rows=rows, shuffle=data.shuffle) as feed:
             batch = cut(feed.next(), dataset.info.fields, 0, 1)
-        return {name: self.device.move(value) for name, value in batch.items()}
+        declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
+        first = Slices(declared, plan.parallel.sp, 0)(batch)
+        return {name: self.device.move(value) for name, value in first.items()}
 
 
 class _Tensors:

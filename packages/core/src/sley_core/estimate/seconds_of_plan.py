@@ -20,7 +20,7 @@ from sley_core.draft import draft_model, layer_costs_of
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.errors import KeyPath, PlanError
-from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers
+from sley_core.estimate.layers.of_plan import PricedLayer, measured_layers, priced_layers
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
 from sley_core.estimate.seconds.step import StepWork
@@ -112,19 +112,19 @@ def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     from sley_core.estimate.recorded.of_plan import Measured, records_of, seconds_of_records
 
     records = records_of(plan, size)
-    layers: list[PricedLayer] = []
-    measured: Measured = {}
-    if plan.parallel.sp == 1:  # layers of slices were not timed
-        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        model = draft_model(plan, dataset.info)
-        layers = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
-        by_name = {one.name: one for one in layers}
-        measured = {
-            (stage, chunk): [by_name[name].seconds for name in names]
-            for stage, one in enumerate(records)
-            for chunk, names in enumerate(one.layers)
-            if all(by_name[name].is_measured for name in names)
-        }
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    model = draft_model(plan, dataset.info)
+    fields = meta_micro_batch(plan, dataset)
+    # What is counted on meta knows no other slices.
+    priced = priced_layers if plan.parallel.sp == 1 else measured_layers
+    layers = priced(plan, model, fields, machine) or []
+    by_name = {one.name: one for one in layers if one.is_measured}
+    measured: Measured = {
+        (stage, chunk): [by_name[name].seconds for name in names]
+        for stage, one in enumerate(records)
+        for chunk, names in enumerate(one.layers)
+        if by_name.keys() >= set(names)
+    }
     num_micros = plan.num_micros(plan.topology(size))
     step = seconds_of_records(records, num_micros, machine, measured)
     return PlanSeconds(step, layers, num_micros, ())

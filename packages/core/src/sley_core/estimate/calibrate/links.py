@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +21,17 @@ FEW, MANY = 1 << 12, 1 << 23
 """Bytes of the whole tensors that are exchanged: one shows the latency, the other the bandwidth."""
 
 REPETITIONS = 12
-ROUNDS = {"sum": 2, "gather": 1, "reduce": 1}
-"""Passes around the ring; `estimate.seconds.links` computes with the same."""
+ROUNDS = {"sum": 2}
+"""Passes around the ring, where it is not one; `estimate.seconds.links` computes with the same."""
+
+AT_ONCE = ("send", "swap")
+"""Exchanges that go from rank to rank directly."""
+
+EDGE, MANY_PRODUCTS = 256, 32
+"""Of the products that are computed before or beside an exchange, and how many are timed first."""
+
+WORK_S = 2e-3
+"""Of work before an exchange: about what a layer's half takes."""
 
 
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
@@ -34,54 +42,67 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     size = world.size
     found: dict[str, dict[str, float]] = {}
     together = world.groups(Topology.of(size, wp=size), timeout_s, attaches=True)
-    for kind, exchange in _collectives(together["stage"], together["wp"], world).items():
-        # Over all ranks; each comes to the same kinds, sizes and repetitions in the same order.
-        few, many = (_slowest(together, exchange, num_bytes, world) for num_bytes in (FEW, MANY))
-        found[kind] = way(few, many, ROUNDS.get(kind, 1) * (size - 1), kind, size)
+    sliced = world.groups(Topology.of(size, sp=size), timeout_s, attaches=True)
     apart = world.groups(Topology.of(size, pp=size), timeout_s, attaches=True)
-    few, many = (
-        _slowest(apart, partial(_message, apart["pp"], world), num_bytes, world) / 2 for num_bytes in (FEW, MANY)
-    )
-    found["send"] = way(few, many, 1, "send", size)
+    # Over all ranks; each comes to the same kinds, sizes and repetitions in the same order.
+    for kind, exchange in _collectives(together["stage"], together["wp"], sliced["sp"], world).items():
+        few_s, many_s = (_after_work(together, exchange(num_bytes), world) for num_bytes in (FEW, MANY))
+        found[kind] = way(few_s, many_s, kind, size) | {"overlap": overlap(together, exchange(MANY), world)}
+    there_and_back = [_slowest(apart, _message(apart["pp"], world, num_bytes), world) for num_bytes in (FEW, MANY)]
+    both_ways = overlap(apart, _messages(apart["pp"], world, MANY), world)
+    found["send"] = way(*(seconds / 2 for seconds in there_and_back), "send", size) | {"overlap": both_ways}
     slowest = max(found.values(), key=lambda one: one["latency_s"] + MANY / one["bandwidth"])
     return {"ranks_per_host": size, "same_host": {**slowest, **found}}
 
 
-def way(few_s: float, many_s: float, rounds: int, kind: str, size: int) -> dict[str, float]:
-    """Returns latency and bandwidth from the times of FEW and MANY bytes, in `rounds` rounds of 1 / size of the tensor each,
-    or as a message.
+def way(few_s: float, many_s: float, kind: str, size: int) -> dict[str, float]:
+    """Returns latency and bandwidth from the times of FEW and MANY bytes, as `estimate.seconds.links` computes with them: in
+    rounds of 1 / size of the tensor each, from every rank to each other one, or as a message.
     """
+    rounds = ROUNDS.get(kind, 1) * (size - 1)
     share = 1.0 if kind == "send" else rounds / size
     slope = max(many_s - few_s, 1e-3 * many_s) / (MANY - FEW)
-    return {"latency_s": max(0.0, few_s - slope * FEW) / rounds, "bandwidth": share / slope}
+    latency_s = max(0.0, few_s - slope * FEW) / (1 if kind in AT_ONCE else rounds)
+    return {"latency_s": latency_s, "bandwidth": share / slope}
 
 
-Exchanging = Callable[[int], Callable[[], None]]
-"""Makes tensors of so many bytes, and returns what exchanges them once."""
+Begin = Callable[[], Callable[[], object]]
+"""Begins an exchange, and returns what ends it."""
 
 
-def _collectives(stage: Group, shards: Group, world: World) -> dict[str, Exchanging]:
+def ended(begin: Begin) -> Callable[[], object]:
+    """Returns what begins an exchange and ends it."""
+    return lambda: begin()()
+
+
+def _collectives(stage: Group, shards: Group, slices: Group, world: World) -> dict[str, Callable[[int], Begin]]:
+    """Returns what makes tensors of so many bytes for an exchange of each kind."""
     size, device = world.size, world.device.torch_device
 
     def tensor(num_bytes: int) -> Tensor:
         return torch.ones(size, math.ceil(num_bytes / 4 / size), device=device)
 
-    def summed(num_bytes: int) -> Callable[[], None]:
+    def summed(num_bytes: int) -> Begin:
         whole = tensor(num_bytes)
-        return lambda: _ended(stage.transport().all_reduce(whole.zero_(), what="a sum to time"))
+        return lambda: stage.transport().all_reduce(whole.zero_(), what="a sum to time").wait_sent
 
-    def gathered(num_bytes: int) -> Callable[[], None]:
+    def gathered(num_bytes: int) -> Begin:
         whole = tensor(num_bytes)
         own = whole[:1].clone()
-        return lambda: _ended(shards.transport(GATHER).all_gather([whole], [own], what="a gather to time"))
+        return lambda: shards.transport(GATHER).all_gather([whole], [own], what="a gather to time").wait_sent
 
-    def reduced(num_bytes: int) -> Callable[[], None]:
+    def reduced(num_bytes: int) -> Begin:
         whole = tensor(num_bytes)
         transport = shards.transport(REDUCE)
         scratch = torch.empty(transport.num_scratch_rows(1), *whole.shape[1:], device=device)
-        return lambda: _ended(transport.reduce_scatter([whole.zero_()], [scratch], what="a reduction to time"))
+        return lambda: transport.reduce_scatter([whole.zero_()], [scratch], what="a reduction to time").wait_sent
 
-    return {"sum": summed, "gather": gathered, "reduce": reduced}
+    def swapped(num_bytes: int) -> Begin:
+        sent = tensor(num_bytes)
+        received = torch.empty_like(sent)
+        return lambda: slices.transport().all_to_all(received, sent, what="a swap to time").wait_sent
+
+    return {"sum": summed, "gather": gathered, "reduce": reduced, "swap": swapped}
 
 
 def _message(group: Group, world: World, num_bytes: int) -> Callable[[], None]:
@@ -100,19 +121,75 @@ def _message(group: Group, world: World, num_bytes: int) -> Callable[[], None]:
     return there_and_back
 
 
-def _ended(work: Any) -> None:
-    work.wait()
-    work.wait_sent()
+def _messages(group: Group, world: World, num_bytes: int) -> Begin:
+    """Messages between the first two stages, in both directions at once."""
+    sent = torch.ones(num_bytes // 4, device=world.device.torch_device)
+    received = torch.empty_like(sent)
+    own, other = ("up", "down") if group.coord == 0 else ("down", "up")
+
+    def begin() -> Callable[[], None]:
+        if group.coord > 1:
+            return lambda: None
+        peer = 1 - group.coord
+        coming = receive_from(received, group, other, peer, what="a message to time")
+        going = send_to(sent, group, own, peer, what="a message to time")
+
+        def end() -> None:
+            coming.wait()
+            going.wait()
+
+        return end
+
+    return begin
 
 
-def _slowest(groups: Groups, exchanging: Exchanging, num_bytes: int, world: World) -> float:
-    """Returns the median seconds of one exchange on the slowest rank, equal on all."""
-    exchange = exchanging(num_bytes)
-    exchange()
+def _after_work(groups: Groups, begin: Begin, world: World) -> float:
+    """Returns the seconds that an exchange adds to work that every rank does before it: they do not come at the same moment."""
+    work = _work(WORK_S, groups, world)
+
+    def both() -> None:
+        work()
+        begin()()
+
+    alone_s = _slowest(groups, ended(begin), world)
+    return max(alone_s, _slowest(groups, both, world) - _slowest(groups, work, world))
+
+
+def overlap(groups: Groups, begin: Begin, world: World) -> float:
+    """Returns which share of an exchange, from 0 to 1, runs beside work that takes as long and that every rank does."""
+    exchange_s = _slowest(groups, ended(begin), world)
+    work = _work(exchange_s, groups, world)
+
+    def both() -> None:
+        end = begin()
+        work()
+        end()
+
+    work_s, both_s = _slowest(groups, work, world), _slowest(groups, both, world)
+    return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))
+
+
+def _work(seconds: float, groups: Groups, world: World) -> Callable[[], None]:
+    """Returns products that take about so many seconds, as many on all ranks."""
+    one, result = (torch.ones(EDGE, EDGE, device=world.device.torch_device) for _ in range(2))
+    each_s = _slowest(groups, lambda: products(MANY_PRODUCTS, one, result), world) / MANY_PRODUCTS
+    count = max(1, round(seconds / each_s))
+    return lambda: products(count, one, result)
+
+
+def products(count: int, one: Tensor, result: Tensor) -> None:
+    """Multiplies `one`, a square, with itself so many times."""
+    for _ in range(count):
+        torch.mm(one, one, out=result)
+
+
+def _slowest(groups: Groups, work: Callable[[], object], world: World) -> float:
+    """Returns the median seconds of `work` on the slowest rank, equal on all."""
+    work()
     taken = []
     for _ in range(REPETITIONS):
         began = world.device.moment()
-        exchange()
+        work()
         taken.append(world.device.seconds_between(began, world.device.moment()))
-    # All ranks, after the same exchanges.
+    # All ranks, after the same work.
     return float(max(gather_objects(statistics.median(taken), groups["control"], what="the times of exchanges")))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from sley_core.estimate.calibrate.device import measure_device, measure_host
-from sley_core.estimate.calibrate.layers import check_whole_sequences, measure_layers
+from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.calibrate.links import measure_links
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import MACHINE_FORMAT
@@ -21,24 +19,23 @@ if TYPE_CHECKING:
 def measure(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
     """Returns the machine on rank 0 of `world`, None on others; a collective of a world of several ranks, which measures links.
 
-    The device is measured by rank 0 alone, once the others have nothing more to do; layers too, but on CPUs, where ranks share
-    memory and caches in a run, all ranks time them at once. Raises PlanError `calibrate-sequence`, on all ranks and before
-    anything is measured, for a plan with `sp`.
+    The device and its layers are measured by rank 0 alone, once the others have nothing more to do; but on CPUs, where ranks
+    share memory and caches in a run, by all ranks at once.
     """
-    if plan is not None:
-        check_whole_sequences(plan)
     links = measure_links(world, timeout_s) if world.size > 1 else None
     together = world.size > 1 and world.device.type == "cpu"
-    layers = measure_layers(plan, world.device) if plan is not None and (world.rank == 0 or together) else None
-    if layers is not None and together:
-        dist.barrier()  # all ranks have timed layers, and come here once
+
+    def alone() -> dict[str, Any]:
+        found: dict[str, Any] = {"device": measure_device(world.device)}
+        return found | ({} if plan is None else {"layers": measure_layers(plan, world.device)})
+
+    tables: dict[str, Any] = {"format": MACHINE_FORMAT}
+    if together or world.rank == 0:
+        tables |= world.on_all(alone, "measure its device and layers") if together else alone()
     if world.rank != 0:
         return None
-    tables: dict[str, Any] = {"format": MACHINE_FORMAT, "device": measure_device(world.device)}
     if links is not None:
         tables["links"] = links
     if (host := measure_host(world.device)) is not None:
         tables["host"] = host
-    if layers is not None:
-        tables["layers"] = layers
     return machine_from_dict(tables)

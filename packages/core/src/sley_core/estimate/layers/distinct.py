@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
     """Returns a key of 16 hexadecimal digits for each layer of `model`, on meta; equal for layers that cost the same.
 
-    fields: a micro-batch. The keys of a plan are those that `train-cli calibrate` found, in any layout with its `micro_size`.
+    fields: a micro-batch. The keys of a plan are those that `train-cli calibrate` found, in any layout with its `micro_size`
+    and `sp`.
     """
     last = len(model.layers) - 1
     shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
@@ -33,7 +34,9 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
         loss = (plan.loss.name, plain(plan.loss.config, "loss")) if at == last else None
         ends = at == 0, loss
         treatment = _treatment(plan, policy, layer)
-        text = repr((kind_of(layer.module, layer.name), layer.fields, shapes, precision, ends, treatment))
+        cost = kind_of(layer.module, layer.name), layer.fields, shapes, precision, ends, treatment
+        # A slice's attention looks along the whole sequence, on some of the heads.
+        text = repr((*cost, plan.parallel.sp) if plan.parallel.sp > 1 else cost)
         found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
     return found
 

@@ -35,22 +35,32 @@ class PricedLayer:
     is_measured: bool
 
 
+def measured_layers(
+    plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile
+) -> list[PricedLayer] | None:
+    """Returns every layer of `model`, on meta, in order, if the machine file has them all. fields: a micro-batch on meta."""
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    keys = layer_keys(plan, model, policy, fields)
+    known = {table.key: table for table in machine.layers}
+    if not known.keys() >= set(keys):
+        return None
+    return [
+        PricedLayer(layer.name, key, LayerSeconds.measured(known[key]), known[key].output_bytes, is_measured=True)
+        for layer, key in zip(model.layers, keys, strict=True)
+    ]
+
+
 def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer]:
     """Returns every layer of `model`, on meta, in order. fields: a micro-batch on meta.
 
     Raises PlanError "estimate-layer" for a layer that was not measured and cannot be counted, "machine-matmul" for a product
     of a dtype that the machine file does not have.
     """
+    if (whole := measured_layers(plan, model, fields, machine)) is not None:
+        return whole
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, fields)
     measured = {table.key: table for table in machine.layers}
-    if measured.keys() >= set(keys):
-        return [
-            PricedLayer(
-                layer.name, key, LayerSeconds.measured(measured[key]), measured[key].output_bytes, is_measured=True
-            )
-            for layer, key in zip(model.layers, keys, strict=True)
-        ]
     works = layer_works(plan, model, fields, keys)
     found = []
     for layer, key, work in zip(model.layers, keys, works, strict=True):

@@ -81,6 +81,10 @@ class WayTable(Table):
     bandwidth: Bandwidth
     """Bytes per second that a rank sends while it receives as many; of all ranks of a host together where it is `shared`."""
 
+    overlap: Annotated[float, Field(ge=0, le=1), Words("a share, from 0 to 1")] = 1.0
+    """The share of an exchange that runs beside computing. The rest is work of the rank that waits for it: all of it where
+    ranks of a host read each other's memory, and some where threads that carry messages need the cores that compute."""
+
 
 class LinkTable(WayTable):
     """What ranks exchange over, of one kind; a kind of exchange that goes at another rate has a table of its own."""

@@ -76,7 +76,7 @@ class Lanes:
         self._at = [0] * len(programs)
         self._waits: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
         self._moving: dict[Hashable, _Moving] = {}
-        self._ended: dict[Hashable, float] = {}
+        self._ended: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
         self._on_link: dict[Hashable, set[Hashable]] = defaultdict(set)
         self._events: list[tuple[float, int, str, Hashable, int]] = []
@@ -120,11 +120,25 @@ class Lanes:
                 continue
             if isinstance(word, Begin):
                 self._begin(word.exchange, rank, now_s)
-            elif word.key not in self._ended:
+            elif (ended := self._ended.get(word.key)) is None:
                 self._waits[word.key].append((rank, now_s))
+                return
+            elif ended.attended_s:
+                self._attend(ended, rank, now_s, now_s)
                 return
             self._at[rank] += 1
         self.ends_s[rank] = now_s
+
+    def _attend(self, exchange: Exchange, rank: int, since_s: float, now_s: float) -> None:
+        """Ends a rank's wait, which began at `since_s`, for an exchange that is done: what is left of it is the rank's work."""
+        end_s = now_s + exchange.attended_s
+        if end_s > since_s:
+            self.exposed.append(Exposed(rank, exchange.lane, exchange.key, since_s, end_s))
+        self._at[rank] += 1
+        if exchange.attended_s:
+            self._event(end_s, "rank", rank)
+        else:
+            self._go_on(rank, now_s)
 
     def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
         assert rank in exchange.members, f"program {rank} begins {exchange}"
@@ -168,7 +182,7 @@ class Lanes:
         """Ends an exchange: its members go on, the next of its lanes start, and others have more of its links."""
         exchange = moving.exchange
         del self._moving[exchange.key]
-        self._ended[exchange.key] = now_s
+        self._ended[exchange.key] = exchange
         self.exchanged.append(LaneSpan(exchange.lane, exchange.key, exchange.members, moving.start_s, now_s))
         for link in exchange.links:
             self._on_link[link].discard(exchange.key)
@@ -180,10 +194,7 @@ class Lanes:
             if queue:
                 self._start_if_due(queue[0], now_s)
         for rank, since_s in self._waits.pop(exchange.key, ()):
-            if now_s > since_s:
-                self.exposed.append(Exposed(rank, exchange.lane, exchange.key, since_s, now_s))
-            self._at[rank] += 1
-            self._go_on(rank, now_s)
+            self._attend(exchange, rank, since_s, now_s)
 
     def _event(self, at_s: float, what: str, key: Hashable, version: int = 0) -> None:
         self._count += 1

@@ -17,10 +17,19 @@ from sley_core.protocols import Collective
 
 
 class Cost(NamedTuple):
-    """Seconds that do not depend on others, and seconds of the bytes where nothing else uses the link."""
+    """Seconds that do not depend on others, seconds of the bytes where nothing else uses the link, and seconds for which each
+    rank that waits for the exchange works for it then. Their sum is what it takes where nothing is computed beside it.
+    """
 
     latency_s: float
     work_s: float
+    attended_s: float = 0.0
+
+    def with_overlap(self, share: float) -> Cost:
+        """Returns the cost where only `share` of it runs beside computing."""
+        return Cost(
+            self.latency_s * share, self.work_s * share, self.attended_s + (1 - share) * (self.latency_s + self.work_s)
+        )
 
 
 NOTHING = Cost(0.0, 0.0)
@@ -52,32 +61,37 @@ def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: Li
         bandwidths.append(way.bandwidth / groups if other.shared else way.bandwidth * per_host)
     rounds = passes * (size - 1)
     latency_s = rounds * max(way.latency_s for way in ways)
-    return Cost(latency_s, rounds / size * num_bytes / min(bandwidths))
+    cost = Cost(latency_s, rounds / size * num_bytes / min(bandwidths))
+    return cost.with_overlap(min(way.overlap for way in ways))
 
 
 def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
     """Returns the cost of a message, while all ranks of the sender's host send one too. Raises as `collective`."""
     if sender // links.ranks_per_host == receiver // links.ranks_per_host:
         same = _same(links)
-        return Cost(_way(same, "send").latency_s, num_bytes / _between_ranks(same, "send", links))
+        way = _way(same, "send")
+        return Cost(way.latency_s, num_bytes / _between_ranks(same, "send", links)).with_overlap(way.overlap)
     other = _other(links)
     way = _way(other, "send")
-    return Cost(way.latency_s, num_bytes * (links.ranks_per_host if other.shared else 1) / way.bandwidth)
+    cost = Cost(way.latency_s, num_bytes * (links.ranks_per_host if other.shared else 1) / way.bandwidth)
+    return cost.with_overlap(way.overlap)
 
 
 def _swap(num_bytes: int, size: int, per_host: int, hosts: int, links: LinksTable) -> Cost:
-    latencies, seconds = [0.0], [0.0]
+    latencies, seconds, overlaps = [0.0], [0.0], [1.0]
     if per_host > 1:
         same = _same(links)
         latencies.append(_way(same, "swap").latency_s)
+        overlaps.append(_way(same, "swap").overlap)
         seconds.append(num_bytes * (per_host - 1) / size / _between_ranks(same, "swap", links))
     if hosts > 1:
         other = _other(links)
         way = _way(other, "swap")
         latencies.append(way.latency_s)
+        overlaps.append(way.overlap)
         share = links.ranks_per_host if other.shared else 1
         seconds.append(num_bytes * (size - per_host) / size * share / way.bandwidth)
-    return Cost(max(latencies), max(seconds))
+    return Cost(max(latencies), max(seconds)).with_overlap(min(overlaps))
 
 
 def _way(link: LinkTable, kind: Collective | Literal["send"]) -> WayTable:

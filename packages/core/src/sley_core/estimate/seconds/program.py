@@ -26,7 +26,8 @@ class Exchange(NamedTuple):
 
     key: names it; no two exchanges of a step have the same. lane: exchanges of one lane, at any member, come one after
     another. members: numbers of the programs. latency_s: seconds that nothing shares. work_s: seconds of its bytes where
-    it has its link for itself. links: names of what it shares with others that run then.
+    it has its link for itself. attended_s: seconds for which each member that waits for it is busy once it is done. links:
+    names of what it shares with others that run then.
     """
 
     key: Hashable
@@ -34,6 +35,7 @@ class Exchange(NamedTuple):
     members: tuple[int, ...]
     latency_s: float
     work_s: float
+    attended_s: float = 0.0
     links: tuple[Hashable, ...] = ()
 
 
