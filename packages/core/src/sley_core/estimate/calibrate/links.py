@@ -47,10 +47,10 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     # Over all ranks; each comes to the same kinds, sizes and repetitions in the same order.
     for kind, exchange in _collectives(together["stage"], together["wp"], sliced["sp"], world).items():
         few_s, many_s = (_after_work(together, exchange(num_bytes), world) for num_bytes in (FEW, MANY))
-        found[kind] = way(few_s, many_s, kind, size) | {"overlap": overlap(together, exchange(MANY), world)}
-    there_and_back = [_slowest(apart, _message(apart["pp"], world, num_bytes), world) for num_bytes in (FEW, MANY)]
+        found[kind] = {**way(few_s, many_s, kind, size), "overlap": overlap(together, exchange(MANY), world)}
+    few_s, many_s = (_slowest(apart, _message(apart["pp"], world, num_bytes), world) / 2 for num_bytes in (FEW, MANY))
     both_ways = overlap(apart, _messages(apart["pp"], world, MANY), world)
-    found["send"] = way(*(seconds / 2 for seconds in there_and_back), "send", size) | {"overlap": both_ways}
+    found["send"] = {**way(few_s, many_s, "send", size), "overlap": both_ways}
     slowest = max(found.values(), key=lambda one: one["latency_s"] + MANY / one["bandwidth"])
     return {"ranks_per_host": size, "same_host": {**slowest, **found}}
 
