@@ -13,6 +13,8 @@ from sley_core.loader import Loader
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict, plan_from_text
 from sley_core.plan.plan import Plan
+from sley_core.records import MetricsWriterRecord
+from sley_core.table import Table
 
 Make = Callable[..., Plan]
 
@@ -289,9 +291,6 @@ def test_a_check_that_fails_names_its_plugin(tables: dict[str, Any]) -> None:
 
         @hookimpl
         def sley_metrics_writers(self) -> Any:
-            from sley_core.records import MetricsWriterRecord
-            from sley_core.table import Table
-
             return [MetricsWriterRecord(name="csv", config=Table, build="nowhere:Csv")]
 
     plan = plan_from_dict({**tables, "metrics": [{"use": "broken.csv"}]}, loader=Loader(plugins={"broken": Broken()}))

@@ -272,9 +272,8 @@ class Communicator(WeightCommunicator):
 
     def _share_vocabulary(self, site: Site) -> None:
         """Patches the head's forward: within an action its weight is not gathered; outside of one it is a site like others."""
-        head = VocabularyHead(
-            site, self.columns.tokens, self._parts.store, self.pool, self._queue, lambda: self._action is not None
-        )
+        tokens, store = self.columns.tokens, self._parts.store
+        head = VocabularyHead(site, tokens, store, self.pool, self._queue, lambda: self._action is not None)
         self._patch(site.module, head.forward)
         self.sites.append(site)
 

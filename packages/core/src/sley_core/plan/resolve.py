@@ -17,21 +17,20 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyEr
 from sley_core.loader import Loader, Plugin
 from sley_core.plan.check_tables import check_tables
 from sley_core.plan.defaults import default_list, default_of, is_named_by, no_factory, of_core, without_default
-from sley_core.plan.document import MOST_PROBLEMS, Document, by_place, first_of
-from sley_core.plan.faults import faults, unknown_key
+from sley_core.plan.document import MOST_PROBLEMS, Document, by_place
+from sley_core.plan.faults import faults
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, a_word
 from sley_core.plan.origins import origins
 from sley_core.plan.own_names import NameFault, OwnNames
 from sley_core.plan.paths import validated
 from sley_core.plan.plan import Component, Plan
 from sley_core.plan.references import Reference, references
-from sley_core.plan.tables import DRAWN_STEP, FORMAT, OPTIONAL, TABLES, RunTable, TimelineTable
-from sley_core.plan.words import shown, suggestion
+from sley_core.plan.tables import DRAWN_STEP, OPTIONAL, TABLES, RunTable, TimelineTable
+from sley_core.plan.top_level import top_level_faults
+from sley_core.plan.words import shown
 from sley_core.table import Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
-
-TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL, *(table.key for table in COMPONENTS))
 
 
 def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath] = ()) -> Plan:
@@ -50,7 +49,7 @@ def resolve(document: Document, loader: Loader, found_by_core: Iterable[KeyPath]
             parts[spec.key] = resolver.named(spec)
         else:
             parts[spec.key] = resolver.components(spec, tables) if spec.many else resolver.component(spec)
-    resolver.top_level()
+    resolver.problems += top_level_faults(resolver.document)
     resolver.raise_problems(parts)
     plan = Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins, origins={})
     return replace(plan, origins=origins(plan, {*resolver.written_in, *found_by_core}))
@@ -144,14 +143,6 @@ class _Resolver:
         found = {name: self._component(spec, one, (spec.key, name)) for name, one in given.items()}
         return {name: component for name, component in found.items() if component}
 
-    def top_level(self) -> None:
-        """Notes a problem for another format of plan, and for tables and keys that no plan has."""
-        version = self.tables.get("plan", FORMAT)
-        if version != FORMAT or isinstance(version, bool):
-            message = f"`plan` is the format of the plan, {FORMAT}, not {shown(version)}"
-            self._problem("plan-format", message, ("plan",))
-        self.problems += first_of([key for key in self.tables if key not in TOP_LEVEL], self._unknown, "the plan")
-
     def raise_problems(self, parts: Mapping[str, Any]) -> None:
         """Raises PlanError or PluginError, if any problem was noted, or if a table that the plan names is not used.
 
@@ -169,20 +160,6 @@ class _Resolver:
             self.problems += [self.document.diagnostic(one.code, one.message, one.path, one.hint) for one in found]
             kind = PluginError if any(found.code.startswith("plugin-") for found in self.problems) else PlanError
             raise kind.many(by_place(self.problems))
-
-    def _elsewhere(self, key: str) -> str | None:
-        """Returns which table has `key`, which was meant for it: the only one of this plan, or of those that any may have."""
-        here = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
-        known = [name for name, model in {**TABLES, **OPTIONAL}.items() if key in model.model_fields]
-        found = here if len(here) == 1 else known
-        return f"did you mean `{found[0]}.{key}`?" if len(found) == 1 else None
-
-    def _unknown(self, key: str) -> Diagnostic:
-        if not isinstance(self.tables[key], dict | list):
-            return unknown_key(key, TOP_LEVEL, (key,), self.document, "a plan", self._elsewhere(key))
-        tables = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
-        hint = suggestion(key, tables, f"its tables are {', '.join(tables)}")
-        return self.document.diagnostic("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, "key")
 
     def _component(
         self, spec: ComponentTable, given: Any, path: KeyPath, default: str | None = None
