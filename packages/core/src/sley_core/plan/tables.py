@@ -147,7 +147,8 @@ class ParallelTable(Table):
     same bits in every layout with the same `micro_size`, for more memory and time."""
 
     cross_memory_attach: bool = True
-    """Ranks on one host's CPUs read each other's weights and gradients, where the system lets them; false: gloo's sockets."""
+    """Ranks on one host's CPUs read each other's weights, gradients and slices of sequences, where the system lets them; false:
+    gloo's sockets."""
 
 
 class EvaluationTable(Table):
