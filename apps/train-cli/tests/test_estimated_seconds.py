@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -250,13 +251,17 @@ def both(
 
 
 def kendall(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau: of all pairs of layouts, the share that both put in one order, less the share that they do not."""
-    agree = total = 0
+    """Kendall's tau-b: of pairs of layouts, those that both put in one order, less those that they do not. Layouts of one
+    estimate, as those whose cuts are the same, have no order that real times could confirm.
+    """
+    score, total, tied = 0, 0, [0, 0]
     for at, (one, other) in enumerate(pairs):
         for first, second in pairs[:at]:
-            agree += (one - first) * (other - second) > 0 or -1
             total += 1
-    return agree / total
+            tied[0] += one == first
+            tied[1] += other == second
+            score += ((one > first) - (one < first)) * ((other > second) - (other < second))
+    return score / math.sqrt((total - tied[0]) * (total - tied[1]))
 
 
 SAMPLE = [
