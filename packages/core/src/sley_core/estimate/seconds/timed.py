@@ -90,13 +90,15 @@ class Timed:
     def _join_links(self, one: int, now_s: float) -> None:
         """Its latency is over: its bytes begin to move, beside those of others on its links."""
         self._since_s[one] = now_s
-        ports = self._ports[one]
-        for port in ports:
-            self._on_port[port].append(one)
-        if ports:
-            self._share_again(ports, now_s)
-        else:
+        alone = True
+        for port in self._ports[one]:
+            moving = self._on_port[port]
+            alone = alone and not moving
+            moving.append(one)
+        if alone:
             self._move(one, now_s)
+        else:
+            self._share_again(self._ports[one], now_s)
 
     def _share_again(self, ports: tuple[int, ...], now_s: float) -> None:
         """Computes anew when those on the links will end."""
@@ -112,19 +114,22 @@ class Timed:
         self._since_s[one] = now_s
         full = 1
         for port in self._ports[one]:
-            full = max(full, len(self._on_port[port]))
+            if (number := len(self._on_port[port])) > full:
+                full = number
         self._share[one] = 1.0 / full
-        self._event(now_s + max(0.0, left_s) * full, len(self._beats) + len(self._latest) + one)
+        self._event(now_s + (left_s if left_s > 0.0 else 0.0) * full, len(self._beats) + len(self._latest) + one)
         self._latest[one] = self._number
 
     def _end(self, one: int, now_s: float) -> None:
         """Ends an exchange: others have more of its links, the next of its lanes start, and its members go on."""
         waits, self._waits[one] = self._waits[one], None
-        ports = self._ports[one]
-        for port in ports:
-            self._on_port[port].remove(one)
-        if ports:
-            self._share_again(ports, now_s)
+        others = False
+        for port in self._ports[one]:
+            moving = self._on_port[port]
+            moving.remove(one)
+            others = others or bool(moving)
+        if others:
+            self._share_again(self._ports[one], now_s)
         for after in self._followers[one]:
             self._missing[after] -= 1
             if not self._missing[after]:
