@@ -69,10 +69,21 @@ class LayerColumns:
         """Seconds of the cheaper way to go back: whole, or in two halves."""
         return np.minimum(self.backward, self.input_gradient + self.weight_gradient)
 
-    def seconds(self, at: int) -> LayerSeconds:
-        """Returns the seconds of one layer."""
+    @cached_property
+    def rows(self) -> Floats:
+        """Of each layer: seconds of its forward, until its input's gradient is there, of its cheaper way back; kept bytes."""
+        return np.array([self.forward, np.minimum(self.backward, self.input_gradient), self.least_back, self.kept])
+
+    @cached_property
+    def totals(self) -> tuple[float, float, int]:
+        """Of all layers: seconds of their forwards, of their cheaper ways back, and kept bytes."""
+        return float(self.forward.sum()), float(self.least_back.sum()), int(self.kept.sum())
+
+    @cached_property
+    def layers(self) -> list[LayerSeconds]:
+        """The seconds of each layer."""
         each = self.forward, self.backward, self.input_gradient, self.weight_gradient
-        return LayerSeconds(*(float(values[at]) for values in each))
+        return [LayerSeconds(*values) for values in zip(*(values.tolist() for values in each), strict=True)]
 
 
 class LayerTables:
@@ -91,6 +102,7 @@ class LayerTables:
         self._traced: dict[Any, Any] = {}
         self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
         self._tables: dict[Any, LayerColumns | SleyError] = {}
+        self._exchanges: dict[tuple[int, str], tuple[Floats, Floats] | SleyError] = {}
         self._cut: dict[str, Integers | SleyError] = {}
 
     def keys(self, policy: Choice) -> list[str]:
@@ -114,11 +126,7 @@ class LayerTables:
     def _sharded(self, shape: Shape) -> LayerColumns:
         """Returns the table of sharded weights: a layer takes the longer of its computing and of its exchanges."""
         whole = self.of(replace(shape, sizes=replace(shape.sizes, wp=1), weights=None))
-        cut, ranks = self.cut(shape), range(shape.sizes.wp)
-        gather = self._exchanged("gather", cut * dtypes(self.plan)[0].itemsize, ranks)
-        reduce = self._exchanged("reduce", cut * DTYPES[self.plan.precision.gradients].itemsize, ranks)
-        if reduces(shape.weights) == "step":
-            reduce = np.zeros_like(reduce)
+        gather, reduce = once(self._exchanges, (shape.sizes.wp, str(shape.weights)), lambda: self._of_shards(shape))
         return replace(
             whole,
             forward=np.maximum(whole.forward, gather),
@@ -126,6 +134,13 @@ class LayerTables:
             input_gradient=np.maximum(whole.input_gradient, gather),
             weight_gradient=np.maximum(whole.weight_gradient, reduce),
         )
+
+    def _of_shards(self, shape: Shape) -> tuple[Floats, Floats]:
+        """Returns the seconds of the gather of each layer's weights, and of the reduction of its gradients per micro-batch."""
+        cut, ranks = self.cut(shape), range(shape.sizes.wp)
+        gather = self._exchanged("gather", cut * dtypes(self.plan)[0].itemsize, ranks)
+        reduce = self._exchanged("reduce", cut * DTYPES[self.plan.precision.gradients].itemsize, ranks)
+        return gather, np.zeros_like(reduce) if reduces(shape.weights) == "step" else reduce
 
     def _exchanged(self, kind: Collective, sizes: Integers, ranks: Sequence[int]) -> Floats:
         """Returns the seconds of an exchange of so many bytes for each layer; none where there are none."""
