@@ -19,7 +19,7 @@ from sley_core.testing.lists import any_lists
 
 def cost(rng, some):
     """Nothing, or seconds that often are alike: then many things happen at once."""
-    return Cost(rng.choice(some), rng.choice(some))
+    return Cost(*rng.choices(some, k=3))
 
 
 def drawn_exchanges(rng, stage, parts, placement, some):

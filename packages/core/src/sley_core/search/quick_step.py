@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from sley_core.search.layer_table import LayerColumns
     from sley_core.search.layouts import Candidate
-    from sley_core.search.quick import Exchanged, Quick
+    from sley_core.search.quick import Quick
+    from sley_core.search.shared import Exchanged
     from sley_core.search.stage_cut import Floats, StageCut
 
     Starts = Literal["ready", "updated"]
@@ -154,5 +155,4 @@ class QuickStep:
         self, costs: Exchanged, starts: Starts, lane: str
     ) -> Callable[[int, tuple[Use, ...]], GradientExchange]:
         """Returns what makes the exchange of a layer, by its number and its place in the stage."""
-        latency_s, work_s = costs
-        return lambda at, uses: GradientExchange(Cost(float(latency_s[at]), float(work_s[at])), starts, uses, lane=lane)
+        return lambda at, uses: GradientExchange(Cost(*costs[:, at].tolist()), starts, uses, lane=lane)

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sley_core.draft import DTYPES, dtypes
 from sley_core.estimate.seconds.links import NOTHING, collective
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 MOST_LAYERS_WHOLE = 2
 """How many layers have whole weights at once where weights are sharded: one that computes, and the one after it."""
 
-Exchanged = tuple[np.ndarray, np.ndarray]
-"""Of each layer: seconds that do not depend on others, and seconds of the bytes."""
+Exchanged = NDArray[np.float64]
+"""The three parts of `Cost`, of each layer: [3, layers]."""
 
 
 class OfLayers(NamedTuple):
@@ -84,7 +85,7 @@ class Shared:
 
         def least() -> Least:
             held, owned = self._held_elements(shape, every=True)
-            seconds = float(sum(costs.sum() for costs in self._exchange(shape, "reduce")))
+            seconds = float(sum(each.sum() for each in self._exchange(shape, "reduce")))
             return Least(seconds, held.sum() * self.weight_bytes + owned.sum() * self.state_bytes)
 
         return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights)), least)
@@ -94,11 +95,17 @@ class Shared:
         exchanged = OfLayers(sums, self._exchange(shape, "gather" if every else None), self._reduced_once(shape))
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
         return OfStages(
-            *(parts.by_stage(costs[0]) + parts.by_stage(costs[1]) for costs in exchanged[:2]),
+            self._by_stage(parts, exchanged.sums),
+            self._by_stage(parts, exchanged.gathers),
             self._update_s(held, owned),
             held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts),
             exchanged,
         )
+
+    def _by_stage(self, parts: Parts, costs: Exchanged) -> Floats:
+        """Returns the seconds of the exchanges of each stage's layers."""
+        latency_s, work_s, attended_s = map(parts.by_stage, costs)
+        return latency_s + work_s + attended_s
 
     def _held_elements(self, shape: Shape, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns, for each layer, the elements that a rank holds of its weights, and those that it steps.
@@ -112,7 +119,7 @@ class Shared:
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
     def _exchange(self, shape: Shape, kind: Collective | None) -> Exchanged:
-        """Returns latency and seconds of the bytes of an exchange of each layer's gradients, or of its weights: of shards with
+        """Returns the cost of an exchange of each layer's gradients, or of its weights: of shards with
         their replicas, and of the rest in the stage. None: nothing is exchanged. All stages are as the first.
         """
         sizes = shape.sizes
@@ -123,7 +130,7 @@ class Shared:
             topology = Topology(self.world, sizes.pp, wp=sizes.wp)
             one = self._of_layers(kind, -(-cut // sizes.wp), topology.ranks_of("wdp", 0))
             other = self._of_layers(kind, self.tables.numel - cut, topology.ranks_of("stage", 0))
-            return one[0] + other[0], one[1] + other[1]
+            return one + other
 
         return once(self._exchanged, key, costs)
 
@@ -134,7 +141,7 @@ class Shared:
 
     def _of_layers(self, kind: Collective | None, elements: np.ndarray, ranks: Sequence[int]) -> Exchanged:
         if kind is None:
-            return np.zeros(len(elements)), np.zeros(len(elements))
+            return np.zeros((len(NOTHING), len(elements)))
         itemsize = dtypes(self.plan)[0].itemsize if kind == "gather" else DTYPES[self.plan.precision.gradients].itemsize
         known = {
             count: collective(kind, count * itemsize, ranks, self.machine.links)
@@ -142,7 +149,7 @@ class Shared:
             if count
         }
         found = [known.get(count, NOTHING) for count in elements.tolist()]
-        return np.array([cost.latency_s for cost in found]), np.array([cost.work_s for cost in found])
+        return np.array(found).T
 
     def _update_s(self, held: Floats, owned: Floats) -> Floats:
         """Returns the seconds of each stage's norm and update, which move their bytes once."""

@@ -20,6 +20,7 @@ from sley_core.actions.action import Action, Kind, Lowered, Transfer
 from sley_core.actions.machine import Delivery, taken
 from sley_core.actions.placement import Placement
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
+from sley_core.estimate.seconds.links import Cost
 from sley_core.estimate.seconds.program import Await, Begin, Exchange, Word
 from sley_core.estimate.seconds.step import StageWords, StepWork, firsts_of, lasts_of
 
@@ -71,13 +72,12 @@ class Exchanges:
 
 @dataclass
 class Filled:
-    """A step with its costs. beats: of each stage. seconds: of the beats. latency_s, work_s: of each number of a cost."""
+    """A step with its costs. beats: of each stage. seconds: of the beats. costs: of each number of a cost."""
 
     beats: list[list[Beat]]
     exchanges: Exchanges
     seconds: list[float]
-    latency_s: list[float]
-    work_s: list[float]
+    costs: list[Cost]
 
 
 class Outline:
@@ -172,14 +172,13 @@ class _Filling:
         )
         self.seconds = [_in_turn(layers, kind) for layers in work.parts for kind in KINDS]
         self.seconds.append(0.0)
-        self.latency_s = [cost.latency_s for cost in work.messages]
-        self.work_s = [cost.work_s for cost in work.messages]
+        self.costs = list(work.messages)
         self._numbers: dict[Hashable, int] = {}
         self._latest: dict[tuple[str, int], int] = {}
 
     def filled(self) -> Filled:
         beats = [self._of_stage(stage) for stage in range(len(self.outline.lists))]
-        return Filled(beats, self.exchanges, self.seconds, self.latency_s, self.work_s)
+        return Filled(beats, self.exchanges, self.seconds, self.costs)
 
     def _of_stage(self, stage: int) -> list[Beat]:
         """Returns the beats of a stage, with what its exchanges of gradients and weights change."""
@@ -203,9 +202,8 @@ class _Filling:
         """Returns the number of an exchange that `stage` begins now, behind all that it began before on the same lane."""
         found = self._numbers.get(exchange.key)
         if found is None:
-            found = self.exchanges.add(exchange.members, len(self.latency_s), shared=bool(exchange.links))
-            self.latency_s.append(exchange.latency_s)
-            self.work_s.append(exchange.work_s)
+            found = self.exchanges.add(exchange.members, len(self.costs), shared=bool(exchange.links))
+            self.costs.append(Cost(exchange.latency_s, exchange.work_s, exchange.attended_s))
             self._numbers[exchange.key] = found
         before = self._latest.get((exchange.lane, stage))
         if before is not None:

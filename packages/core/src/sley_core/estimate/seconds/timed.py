@@ -26,8 +26,10 @@ class Timed:
         self._missing = exchanges.missing
         self._followers = exchanges.followers
         self._ports = exchanges.ports
-        self._latency_s = [step.latency_s[cost] for cost in exchanges.costs]
-        self._left_s = [step.work_s[cost] for cost in exchanges.costs]
+        costs = [step.costs[cost] for cost in exchanges.costs]
+        self._latency_s = [cost.latency_s for cost in costs]
+        self._left_s = [cost.work_s for cost in costs]
+        self._attended_s = [cost.attended_s for cost in costs]
         self._since_s = [0.0] * count
         self._share = [1.0] * count
         self._latest = [0] * count
@@ -67,9 +69,10 @@ class Timed:
                 self._at[stage] = at
                 waits.append(stage)
                 return
-            if seconds := self._seconds[place]:
+            ready_s = now_s + self._attended_s[awaited] if awaited >= 0 else now_s
+            if (seconds := self._seconds[place]) or ready_s > now_s:
                 self._at[stage] = at + 1
-                self._event(now_s + seconds, stage)
+                self._event(ready_s + seconds, stage)
                 return
         self._running -= 1
         self._end_s = max(self._end_s, now_s)
@@ -78,8 +81,10 @@ class Timed:
         """Goes on with the beat of a stage that has waited."""
         at = self._at[stage]
         self._at[stage] = at + 1
-        if seconds := self._seconds[self._beats[stage][at].seconds]:
-            self._event(now_s + seconds, stage)
+        _, awaited, place = self._beats[stage][at]
+        ready_s = now_s + self._attended_s[awaited]
+        if (seconds := self._seconds[place]) or ready_s > now_s:
+            self._event(ready_s + seconds, stage)
         else:
             self._begin(stage, now_s)
 
