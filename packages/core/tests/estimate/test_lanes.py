@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ from sley_core.estimate.seconds.lanes import Lanes
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, Cost
 from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange
-from sley_core.estimate.seconds.result import simulate_step, simulated_s
+from sley_core.estimate.seconds.result import simulate_step
 from sley_core.estimate.seconds.step import GradientExchange, StepWork
 from sley_core.testing.lists import any_lists
 
@@ -65,8 +64,6 @@ def test_without_shared_links_it_is_the_simulation_of_actions(seed):
     work = StepWork(parts, [NOTHING] * (placement.num_positions - 1))
     found = simulate_step(lowered, placement, work)
     assert found.timeline == simulated.timeline
-    uneven = replace(work, update_s={0: 0.5})
-    assert simulated_s(lowered, placement, uneven) == simulate_step(lowered, placement, uneven).seconds
 
 
 def test_a_message_delays_the_stage_that_needs_it():

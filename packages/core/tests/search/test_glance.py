@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sley_core.draft import DTYPES
 from sley_core.errors import PlanError
 from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.estimate.seconds.links import collective
 from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.hookspecs import hookimpl
 from sley_core.loader import Loader
@@ -86,3 +88,18 @@ def test_seconds_of_a_policy_that_says_that_it_copies_are_refused() -> None:
     with pytest.raises(PlanError, match="copies to the host") as caught:
         estimate_seconds(plan_of(activations={"use": "out.away"}), 1, MACHINE)
     assert caught.value.diagnostics[0].path == ("activations", "use")
+
+
+def test_exchanges_that_overlap_nothing_are_added_to_computing() -> None:
+    """They were counted as hidden beneath the backward."""
+    plan = plan_of(parallel={"dp": 2})
+    keep = ["pp", "sp", "wp", "micro_size", "reducer", "activations"]
+    (layout,) = everything(plan, 2, keep)[0]
+    slow, free = ({"bandwidth": bandwidth, "latency_s": 0.0, "overlap": 0.0} for bandwidth in (1e8, 1e15))
+    quick = [Quick(plan, 2, machine_from_dict(small_machine(links__same_host=link))) for link in (slow, free)]
+    seconds = [one.seconds(layout) for one in quick]
+    sums = [
+        sum(collective("sum", int(count) * DTYPES[plan.precision.gradients].itemsize, range(2), quick[0].machine.links))
+        for count in quick[0].tables.numel
+    ]
+    assert seconds[0] - seconds[1] == pytest.approx(sum(sums), rel=1e-3)

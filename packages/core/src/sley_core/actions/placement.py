@@ -61,12 +61,12 @@ class Placement:
         """How many stages there are."""
         return max(self.route) + 1
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """How many positions each stage holds."""
         return self.num_positions // self.stages
 
-    @property
+    @cached_property
     def num_positions(self) -> int:
         return len(self.route)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,6 +40,10 @@ class Choice:
         return {"use": self.name, **self.options}
 
     def __str__(self) -> str:
+        return self._words
+
+    @cached_property
+    def _words(self) -> str:  # made once: a search asks for it with every layout
         options = ", ".join(f"{key} = {value}" for key, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
 

@@ -67,5 +67,5 @@ def _asked(quick: Quick, layout: Candidate) -> Sequence[int]:
     found: dict[Hashable, int] = {}
     order = sorted(range(len(step.stage_bytes)), key=lambda stage: -step.stage_bytes[stage])
     for stage in order:
-        found.setdefault(tuple(tuple(keys[first:last]) for first, last in step.parts(stage)), stage)
+        found.setdefault(tuple(tuple(keys[first:last]) for first, last in step.parts.of_stage(stage)), stage)
     return list(found.values())

@@ -5,7 +5,7 @@
                                                          gathers and reductions     ──> the longer of both
 
 Weights are gathered, and gradients reduced, beside the computing of the layer before. So a layer takes the longer of its
-computing and of its exchanges.
+computing and of its exchanges, but for what of these does not overlap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sley_core.estimate.layers.distinct import layer_keys
 from sley_core.estimate.layers.of_plan import layer_works
 from sley_core.estimate.layers.operators import LayerWork, Operator
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
-from sley_core.estimate.seconds.links import collective
+from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.search.glance import reduces
 from sley_core.search.grown import grown
 from sley_core.search.layouts import Candidate, Shape, Sizes
@@ -69,10 +69,21 @@ class LayerColumns:
         """Seconds of the cheaper way to go back: whole, or in two halves."""
         return np.minimum(self.backward, self.input_gradient + self.weight_gradient)
 
-    def seconds(self, at: int) -> LayerSeconds:
-        """Returns the seconds of one layer."""
+    @cached_property
+    def rows(self) -> Floats:
+        """Of each layer: seconds of its forward, until its input's gradient is there, of its cheaper way back; kept bytes."""
+        return np.array([self.forward, np.minimum(self.backward, self.input_gradient), self.least_back, self.kept])
+
+    @cached_property
+    def totals(self) -> tuple[float, float, int]:
+        """Of all layers: seconds of their forwards, of their cheaper ways back, and kept bytes."""
+        return float(self.forward.sum()), float(self.least_back.sum()), int(self.kept.sum())
+
+    @cached_property
+    def layers(self) -> list[LayerSeconds]:
+        """The seconds of each layer."""
         each = self.forward, self.backward, self.input_gradient, self.weight_gradient
-        return LayerSeconds(*(float(values[at]) for values in each))
+        return [LayerSeconds(*values) for values in zip(*(values.tolist() for values in each), strict=True)]
 
 
 class LayerTables:
@@ -91,6 +102,7 @@ class LayerTables:
         self._traced: dict[Any, Any] = {}
         self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
         self._tables: dict[Any, LayerColumns | SleyError] = {}
+        self._exchanges: dict[tuple[int, str], tuple[Floats, Floats] | SleyError] = {}
         self._cut: dict[str, Integers | SleyError] = {}
 
     def keys(self, policy: Choice) -> list[str]:
@@ -112,27 +124,37 @@ class LayerTables:
         return once(self._cut, str(shape.weights), lambda: self._cut_by_communicator(shape))
 
     def _sharded(self, shape: Shape) -> LayerColumns:
-        """Returns the table of sharded weights: a layer takes the longer of its computing and of its exchanges."""
+        """Returns the table of sharded weights: a layer takes the longer of its computing and of what overlaps it of its
+        exchanges, and then the rest of them.
+        """
         whole = self.of(replace(shape, sizes=replace(shape.sizes, wp=1), weights=None))
+        gather, reduce = once(self._exchanges, (shape.sizes.wp, str(shape.weights)), lambda: self._of_shards(shape))
+        return replace(
+            whole,
+            forward=_beside(whole.forward, gather),
+            backward=_beside(whole.backward, gather + reduce),
+            input_gradient=_beside(whole.input_gradient, gather),
+            weight_gradient=_beside(whole.weight_gradient, reduce),
+        )
+
+    def _of_shards(self, shape: Shape) -> tuple[Floats, Floats]:
+        """Returns the seconds of the gather of each layer's weights, and of the reduction of its gradients per micro-batch, as
+        `_exchanged` does.
+        """
         cut, ranks = self.cut(shape), range(shape.sizes.wp)
         gather = self._exchanged("gather", cut * dtypes(self.plan)[0].itemsize, ranks)
         reduce = self._exchanged("reduce", cut * DTYPES[self.plan.precision.gradients].itemsize, ranks)
-        if reduces(shape.weights) == "step":
-            reduce = np.zeros_like(reduce)
-        return replace(
-            whole,
-            forward=np.maximum(whole.forward, gather),
-            backward=np.maximum(whole.backward, gather + reduce),
-            input_gradient=np.maximum(whole.input_gradient, gather),
-            weight_gradient=np.maximum(whole.weight_gradient, reduce),
-        )
+        return gather, np.zeros_like(reduce) if reduces(shape.weights) == "step" else reduce
 
     def _exchanged(self, kind: Collective, sizes: Integers, ranks: Sequence[int]) -> Floats:
-        """Returns the seconds of an exchange of so many bytes for each layer; none where there are none."""
-        known = {
-            size: sum(collective(kind, int(size), ranks, self.machine.links)) if size else 0.0 for size in set(sizes)
+        """Returns the seconds of an exchange of so many bytes for each layer, [2, layers]: what runs beside computing, and what
+        does not. None where there are no bytes.
+        """
+        costs = {
+            size: collective(kind, int(size), ranks, self.machine.links) if size else NOTHING for size in set(sizes)
         }
-        return np.array([known[size] for size in sizes])
+        known = {size: (cost.latency_s + cost.work_s, cost.attended_s) for size, cost in costs.items()}
+        return np.array([known[size] for size in sizes]).T
 
     def _whole(self, shape: Shape) -> LayerColumns:
         """Returns the table of whole weights."""
@@ -228,3 +250,9 @@ def once(known: dict[Key, Value | SleyError], key: Key, make: Callable[[], Value
     if isinstance(found, SleyError):
         raise found
     return found
+
+
+def _beside(computing: Floats, exchanged: Floats) -> Floats:
+    """Returns the seconds of layers of which `exchanged` says what runs beside their computing, and what does not."""
+    overlapping, attended = exchanged
+    return np.asarray(np.maximum(computing, overlapping) + attended)

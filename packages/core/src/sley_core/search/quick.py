@@ -10,54 +10,31 @@ are gradient handlers beside the reducer, ties, and of bytes what an operator ne
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from sley_core.draft import DTYPES, draft_model, dtypes
+from sley_core.draft import draft_model
 from sley_core.engine import layer_costs
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
-from sley_core.estimate.seconds.links import NOTHING, Cost, collective
+from sley_core.estimate.seconds.links import Cost, collective
 from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
-from sley_core.estimate.stage_facts import num_states
 from sley_core.search.best_first import Estimate
-from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check_shape, leaves_shards, reduces
+from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check_shape, leaves_shards
 from sley_core.search.layer_table import LayerTables, once
 from sley_core.search.layouts import Candidate, Shape
-from sley_core.search.quick_step import QuickStep
-from sley_core.topology import Topology
+from sley_core.search.quick_step import Passes, QuickStep
+from sley_core.search.shared import Shared
+from sley_core.search.stage_cut import Parts, StageCut
 
 if TYPE_CHECKING:
-    from sley_core.actions.placement import Placement
-    from sley_core.engine.lists import Lists
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import Collective
-
-
-Exchanged = tuple[np.ndarray, np.ndarray]
-"""Of each layer: seconds that do not depend on others, and seconds of the bytes."""
-
-
-@dataclass(frozen=True)
-class StageCut:
-    """How a schedule cuts the model into stages. bounds: of the model's layers, from position to position. owners: the stage
-    that holds each position.
-    """
-
-    lists: Lists
-    placement: Placement
-    bounds: Sequence[int]
-
-    @cached_property
-    def owners(self) -> list[int]:
-        positions = range(self.placement.num_positions)
-        return [self.placement.holder(at).stage for at in positions]
+    from sley_core.search.layer_table import LayerColumns
+    from sley_core.search.stage_cut import Floats
 
 
 class Quick:
@@ -74,11 +51,14 @@ class Quick:
         self.tables = LayerTables(plan, machine)
         self._costs = layer_costs.by_parameters(self.tables.model)
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
-        self._exchanged: dict[tuple[str | None, int, int, str], Exchanged | SleyError] = {}
+        self._parts: dict[Hashable, Parts] = {}
+        self._passes: tuple[LayerColumns, Parts, Passes] | None = None
         self._bounds: dict[Hashable, Estimate | SleyError] = {}
         self._seconds: dict[Hashable, float | SleyError] = {}
         self._slices: dict[str, SleyError | None] = {}
+        self.shared = Shared(plan, world, machine, self.tables)
         self.messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
+        self.both_ways: dict[tuple[int, int], Floats | SleyError] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
 
     def least(self, shape: Shape) -> Estimate:
@@ -93,13 +73,11 @@ class Quick:
         check_shape(shape)
         if shape.attention is not None:
             once(self._slices, str(shape.attention), lambda: self._check_slices(shape))
-        table = tables.of(shape)
-        there, back = float(table.forward.sum()), float(table.least_back.sum())
-        exposed = max(0.0, float(sum(costs.sum() for costs in self.exchanged(shape, "reduce"))) - back)
+        there, back, kept = tables.of(shape).totals
+        shared = self.shared.least(shape)
+        exposed = max(0.0, shared.exchanged_s - back)
         seconds = ((there + back) * sizes.micros(self.plan, self.world) + exposed) / sizes.pp
-        held, owned = self.held_elements(shape, every=True)
-        num_bytes = held.sum() * self.weight_bytes + owned.sum() * self.state_bytes + table.kept.sum()
-        return Estimate(seconds + self.end_s(sizes.pp), int(num_bytes / sizes.pp))
+        return Estimate(seconds + self.end_s(sizes.pp), int((shared.num_bytes + kept) / sizes.pp))
 
     def bound(self, layout: Candidate) -> Estimate:
         """Returns the seconds of a step in which the fullest stage never waits once it has begun, and the bytes that it holds
@@ -113,7 +91,7 @@ class Quick:
             step = self.step(layout)
             return Estimate(step.least_s(), step.least_bytes())
 
-        return once(self._bounds, _alike(layout), bound)
+        return once(self._bounds, (_alike(layout), self._cut(layout).parts), bound)
 
     def num_bytes(self, layout: Candidate) -> int:
         """Returns the bytes of the stage that holds most. Raises as `bound` does."""
@@ -121,7 +99,14 @@ class Quick:
 
     def seconds(self, layout: Candidate) -> float:
         """Returns the simulated seconds of a step. Raises as `bound` does."""
-        return once(self._seconds, _alike(layout), self.step(layout).seconds)
+        return once(self._seconds, (_alike(layout), str(layout.schedule)), self.step(layout).seconds)
+
+    def passes(self, step: QuickStep) -> Passes:
+        """Returns what the layers of a step take; known of the last that was asked: alike layouts come one after another."""
+        known = self._passes
+        if known is None or known[0] is not step.table or known[1] is not step.parts:
+            self._passes = known = step.table, step.parts, step.passes()
+        return known[2]
 
     def end_s(self, pp: int) -> float:
         """Returns the seconds that end every step: what all stages sum, and what belongs to nothing else."""
@@ -136,62 +121,6 @@ class Quick:
         """Returns the layout's step. Raises PlanError for one that cannot be assembled."""
         return QuickStep(self, layout, self._cut(layout), self.tables.of(layout.shape))
 
-    def held_elements(self, shape: Shape, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for each layer, the elements that a rank holds of its weights, and those that it steps.
-
-        every: whether each of those that hold an element alike steps a part of it.
-        """
-        sizes, cut = shape.sizes, self.tables.cut(shape)
-        ranks = self.world // sizes.pp
-        shards, whole = cut / sizes.wp, self.tables.numel - cut
-        held = shards + whole
-        return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
-
-    def exchanged(self, shape: Shape, kind: Collective | None) -> Exchanged:
-        """Returns latency and seconds of the bytes of an exchange of each layer's gradients, or of its weights: of shards with
-        their replicas, and of the rest in the stage. None: nothing is exchanged. All stages are as the first.
-        """
-        sizes = shape.sizes
-        key = kind, sizes.pp, sizes.wp, str(shape.weights)
-
-        def costs() -> Exchanged:
-            cut = self.tables.cut(shape)
-            topology = Topology(self.world, sizes.pp, wp=sizes.wp)
-            one = self._of_layers(kind, -(-cut // sizes.wp), topology.ranks_of("wdp", 0))
-            other = self._of_layers(kind, self.tables.numel - cut, topology.ranks_of("stage", 0))
-            return one[0] + other[0], one[1] + other[1]
-
-        return once(self._exchanged, key, costs)
-
-    def reduced_once(self, shape: Shape) -> Exchanged:
-        """Returns the same of the reductions of shards' gradients that come once a step."""
-        is_once = reduces(shape.weights) == "step"
-        return self._of_layers("reduce" if is_once else None, self.tables.cut(shape), range(shape.sizes.wp))
-
-    def _of_layers(self, kind: Collective | None, elements: np.ndarray, ranks: Sequence[int]) -> Exchanged:
-        if kind is None:
-            return np.zeros(len(elements)), np.zeros(len(elements))
-        itemsize = dtypes(self.plan)[0].itemsize if kind == "gather" else DTYPES[self.plan.precision.gradients].itemsize
-        known = {
-            count: collective(kind, int(count) * itemsize, ranks, self.machine.links)
-            for count in set(elements)
-            if count
-        }
-        found = [known.get(count, NOTHING) for count in elements]
-        return np.array([cost.latency_s for cost in found]), np.array([cost.work_s for cost in found])
-
-    @cached_property
-    def state_bytes(self) -> int:
-        """Bytes of a parameter that only those hold who step it: its master, and the optimizer's states."""
-        working, stepped = dtypes(self.plan)
-        master = stepped.itemsize if stepped != working else 0
-        return master + num_states(self.plan) * stepped.itemsize
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of a parameter that every rank holds that has it: its working copy and its gradient."""
-        return dtypes(self.plan)[0].itemsize + DTYPES[self.plan.precision.gradients].itemsize
-
     def _cut(self, layout: Candidate) -> StageCut:
         """Returns how the layout's schedule cuts the model; the same for all layouts with the same stages."""
         key = layout.shape.sizes.pp, str(layout.schedule)
@@ -201,8 +130,10 @@ class Quick:
             plain = replace(layout, shape=replace(layout.shape, sizes=sizes, weights=None, attention=None))
             plan = plain.plan(self.plan, self.world)
             stage = stage_of(plan, plan.topology(self.world), 0, self.tables.model, self._costs)
-            bounds = list(accumulate((len(part) for _, part in stage.stages), initial=0))
-            return StageCut(stage.lists, stage.lists.placement, bounds)
+            bounds = tuple(accumulate((len(part) for _, part in stage.stages), initial=0))
+            placement = stage.lists.placement
+            parts = self._parts.setdefault((bounds, placement.route), Parts(bounds, placement))
+            return StageCut(stage.lists, parts)
 
         return once(self._cuts, key, cut)
 
@@ -214,7 +145,14 @@ class Quick:
 
 
 def _alike(layout: Candidate) -> Hashable:
-    """Returns a key that is equal for layouts which take the same at a glance: two reducers with plain sums do."""
+    """Returns a key that is equal for layouts which take the same at a glance but for their schedules: two reducers with plain
+    sums do.
+    """
     shape = layout.shape
-    tables = shape.activations, shape.weights, shape.attention, layout.schedule
-    return (shape.sizes, leaves_shards(layout.reducer), *map(str, tables))
+    return (
+        shape.sizes,
+        leaves_shards(layout.reducer),
+        str(shape.activations),
+        str(shape.weights),
+        str(shape.attention),
+    )

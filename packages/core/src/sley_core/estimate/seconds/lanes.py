@@ -78,7 +78,9 @@ class Lanes:
         self._moving: dict[Hashable, _Moving] = {}
         self._ended: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
-        self._on_link: dict[Hashable, set[Hashable]] = defaultdict(set)
+        self._on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(
+            dict
+        )  # in order: a set's is another in each process
         self._events: list[tuple[float, int, str, Hashable, int]] = []
         self._count = 0
 
@@ -163,13 +165,15 @@ class Lanes:
         """Its latency is over: its bytes begin to move, beside those of others on its links."""
         moving.since_s = now_s
         for link in moving.exchange.links:
-            self._on_link[link].add(moving.exchange.key)
+            self._on_link[link][moving.exchange.key] = None
         self._share_again(moving, now_s)
 
     def _share_again(self, changed: _Moving, now_s: float) -> None:
         """Computes anew when those on the links of `changed` will end. A share is that of the fullest of its links."""
-        neighbours = {key for link in changed.exchange.links for key in self._on_link[link]}
-        for key in neighbours | ({changed.exchange.key} & self._moving.keys()):
+        neighbours = {key: None for link in changed.exchange.links for key in self._on_link[link]}
+        if changed.exchange.key in self._moving:
+            neighbours[changed.exchange.key] = None
+        for key in neighbours:
             moving = self._moving[key]
             moving.left_s -= (now_s - moving.since_s) * moving.share
             moving.since_s = now_s
@@ -185,7 +189,7 @@ class Lanes:
         self._ended[exchange.key] = exchange
         self.exchanged.append(LaneSpan(exchange.lane, exchange.key, exchange.members, moving.start_s, now_s))
         for link in exchange.links:
-            self._on_link[link].discard(exchange.key)
+            self._on_link[link].pop(exchange.key, None)
         if exchange.links:
             self._share_again(moving, now_s)
         for member in exchange.members:

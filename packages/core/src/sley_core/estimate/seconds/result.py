@@ -10,8 +10,10 @@ from sley_core.actions.action import Action, Lowered
 from sley_core.actions.placement import Placement
 from sley_core.actions.timeline import TimedAction, Timeline
 from sley_core.estimate.seconds.lanes import Exposed, Lanes, LaneSpan
+from sley_core.estimate.seconds.outline import Outline
 from sley_core.estimate.seconds.program import Compute, Program
 from sley_core.estimate.seconds.step import StepWork, programs_of
+from sley_core.estimate.seconds.timed import Timed
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,12 @@ def simulate_step(lists: Sequence[Lowered], placement: Placement, work: StepWork
     return simulate_programs(programs_of(lists, placement, work))
 
 
-def simulated_s(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> float:
-    """Returns the seconds of the step alone. Pure; raises as `simulate_step`. Who looks at many steps reads no timeline."""
-    lanes = Lanes(programs_of(lists, placement, work))
-    lanes.run()
-    return max(lanes.ends_s, default=0.0)
+def simulated_s(outline: Outline, work: StepWork) -> float:
+    """Returns the seconds of the step that `simulate_step` returns for the lists of `outline`, to the bit, and nothing else of
+    it: for who looks at many steps of the same lists. Pure; raises as `simulate_step`.
+    """
+    found = Timed(outline.fill(work)).run()
+    return simulate_step(outline.lists, outline.placement, work).seconds if found is None else found
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepSeconds:

@@ -61,30 +61,63 @@ class StepWork:
 
 def programs_of(lists: Sequence[Lowered], placement: Placement, work: StepWork) -> list[list[Word]]:
     """Returns one program per stage. Pure: the same arguments give the same programs."""
-    return [list(_Stage(stage, steps, placement, work, len(lists)).words()) for stage, steps in enumerate(lists)]
+    found = []
+    for stage, steps in enumerate(lists):
+        first, last = firsts_of(steps), lasts_of(steps)
+        found.append(list(StageWords(stage, placement, work, len(lists), first, last).words(steps)))
+    return found
 
 
-class _Stage:
-    def __init__(self, stage: int, steps: Lowered, placement: Placement, work: StepWork, stages: int) -> None:
+def firsts_of(steps: Lowered) -> dict[int, Action]:
+    """Returns the first forward of each chunk of a list."""
+    return {step.chunk: step for step in reversed(steps) if isinstance(step, Action) and step.kind is Kind.FORWARD}
+
+
+def lasts_of(steps: Lowered) -> dict[int, Action]:
+    """Returns the last action of each chunk of a list that changes gradients."""
+    return {step.chunk: step for step in steps if isinstance(step, Action) and step.kind in GRADIENT_KINDS}
+
+
+class StageWords:
+    """The words of a stage's program, piece by piece. first, last: of each chunk its first forward and its last action that
+    changes gradients; where these stand, exchanges of weights are waited for, and sums start.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        placement: Placement,
+        work: StepWork,
+        stages: int,
+        first: Mapping[int, Action],
+        last: Mapping[int, Action],
+    ) -> None:
         self.stage = stage
-        self.steps = steps
         self.placement = placement
         self.work = work
         self.stages = stages
-        actions = [step for step in steps if isinstance(step, Action)]
-        self.last = {action.chunk: action for action in actions if action.kind in GRADIENT_KINDS}
-        self.first = {action.chunk: action for action in reversed(actions) if action.kind is Kind.FORWARD}
+        self.first = first
+        self.last = last
         self.gradients = work.gradients.get(stage, ())
         self.left = {number: set(one.uses) for number, one in enumerate(self.gradients) if one.starts == "ready"}
         self.awaited: set[int] = set()
 
-    def words(self) -> Iterator[Word]:
-        yield from self._begin_all("updated", range(len(self.gradients)))
-        for step in self.steps:
+    def words(self, steps: Lowered) -> Iterator[Word]:
+        """Yields the whole program, of a lowered list."""
+        yield from self.head()
+        for step in steps:
             if isinstance(step, Transfer):
                 yield Begin(message_exchange(step, self.stage, self.placement, self.work.messages.__getitem__))
             elif step.kind is not Kind.CHUNK_DONE:
-                yield from self._action(step)
+                yield from self.action(step)
+        yield from self.tail()
+
+    def head(self) -> Iterator[Word]:
+        """Yields what comes before the list."""
+        yield from self._begin_all("updated", range(len(self.gradients)))
+
+    def tail(self) -> Iterator[Word]:
+        """Yields what comes after the list, whose actions must have been yielded."""
         assert not any(self.left.values()), f"gradients of {self.left} never came"
         for handler in sorted({one.handler for one in self.gradients}):
             own = [number for number, one in enumerate(self.gradients) if one.handler == handler]
@@ -106,7 +139,8 @@ class _Stage:
                 self.awaited.add(number)
                 yield Await(self._exchange(number).key)
 
-    def _action(self, action: Action) -> Iterator[Word]:
+    def action(self, action: Action) -> Iterator[Word]:
+        """Yields an action: what it waits for, its layers, and what starts behind one of them."""
         position = self.placement.position(self.stage, action.chunk)
         needed = taken(action, position, self.placement)
         if needed is not None and self.placement.holder(needed.origin).stage != self.stage:

@@ -1,0 +1,69 @@
+"""The most bytes that stages hold, by counts of what there is of each kind: made once, weighed with the bytes of many layouts.
+
+`peaks_of` goes through a list with the bytes of one layout, and is the oracle. Here each step of a list that adds something is
+a row, with a column for every chunk and kind (graphs, queues, received outputs, received gradients); bytes are a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sley_core.actions.action import GRADIENT_KINDS, Action, Kind, Lowered, Transfer
+from sley_core.actions.costs import Costs
+from sley_core.actions.machine import taken
+from sley_core.actions.placement import Placement
+
+Counts = NDArray[np.int64]
+
+GRAPH, QUEUE, OUTPUT, GRADIENT = range(4)
+"""Columns of a chunk."""
+
+CHANGES = {
+    Kind.FORWARD: ((GRAPH, 1),),
+    Kind.BACKWARD: ((GRAPH, -1),),
+    Kind.INPUT_GRADIENT: ((GRAPH, -1), (QUEUE, 1)),
+    Kind.WEIGHT_GRADIENT: ((QUEUE, -1),),
+}
+
+
+class Held:
+    """Counts of lowered lists."""
+
+    def __init__(self, lists: Sequence[Lowered], placement: Placement) -> None:
+        self._placement = placement
+        self._counts = [_counts(steps, stage, placement) for stage, steps in enumerate(lists)]
+
+    def most_bytes(self, costs: Costs) -> list[int]:
+        """Returns for each stage what `peaks_of` returns as `num_bytes`."""
+        placement, found = self._placement, []
+        for stage, counts in enumerate(self._counts):
+            values: list[int] = []
+            for chunk in range(placement.chunks):
+                at = placement.position(stage, chunk)
+                before = costs.boundary_bytes[at - 1] if at else 0
+                after = costs.boundary_bytes[at] if at + 1 < placement.num_positions else 0
+                values += (costs.graph_bytes[at], costs.queued_bytes[at], before, after)
+            found.append(int((counts @ np.array(values, dtype=np.int64)).max(initial=0)))
+        return found
+
+
+def _counts(steps: Lowered, stage: int, placement: Placement) -> Counts:
+    """Returns the counts behind every step that adds something, each row once."""
+    keeps = any(step.kind in GRADIENT_KINDS for step in steps if isinstance(step, Action))
+    changes = np.zeros((len(steps), placement.chunks * 4), dtype=np.int64)
+    for number, step in enumerate(steps):
+        first = step.chunk * 4
+        if isinstance(step, Transfer):
+            if step.op == "post":
+                changes[number, first + (OUTPUT if step.flow == "forward" else GRADIENT)] += 1
+            continue
+        needed = taken(step, placement.position(stage, step.chunk), placement)
+        if needed is not None and placement.route[needed.origin] != stage:
+            changes[number, first + (OUTPUT if step.kind is Kind.FORWARD else GRADIENT)] -= 1
+        for column, change in CHANGES.get(step.kind, ()) if keeps else ():
+            changes[number, first + column] += change
+    counts = changes.cumsum(axis=0)[(changes > 0).any(axis=1)]
+    return np.unique(counts, axis=0)

@@ -1,0 +1,275 @@
+"""The lists of a step as numbers, made once and timed with the costs of many layouts.
+
+    list of a stage    post B0 > F0.0 > send F0 > ...     actions, transfers
+    beats of a stage   (begins, awaited, seconds), ...    of each: exchanges that it begins, the one that it then waits for, and
+                                                          where in a table it stands how long it computes
+
+What layouts with the same lists have in common is here: which messages there are, their order, and how long which action of
+which part of the model takes, as a place in a table. What differs (costs, exchanges of gradients and weights) is put in by
+`fill`, which asks `step.py` for the words of the few actions that they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from sley_core.actions.action import Action, Kind, Lowered, Transfer
+from sley_core.actions.machine import Delivery, taken
+from sley_core.actions.placement import Placement
+from sley_core.estimate.seconds.layer_seconds import LayerSeconds
+from sley_core.estimate.seconds.links import Cost
+from sley_core.estimate.seconds.program import Await, Begin, Exchange, Word
+from sley_core.estimate.seconds.step import StageWords, StepWork, firsts_of, lasts_of
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+COLUMNS = {kind: number for number, kind in enumerate(KINDS)}
+
+NONE = -1
+"""In place of an exchange: nothing is waited for, nothing follows."""
+
+
+class Beat(NamedTuple):
+    """What a stage does from one end of computing to the next: it begins exchanges, waits for one, and computes.
+
+    seconds: the number of an entry of `Filled.seconds`.
+    """
+
+    begins: tuple[int, ...]
+    awaited: int
+    seconds: int
+
+
+@dataclass
+class Exchanges:
+    """All exchanges of a step, by their numbers.
+
+    costs: of each the number of its cost. missing: how much must be before it starts: it is begun by every member, and at each
+    the exchange before it on its lane is over. followers: those that come after it there. ports: numbers of the links that it
+    shares with others.
+    """
+
+    costs: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    followers: list[list[int]] = field(default_factory=list)
+    ports: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, members: Sequence[int], cost: int, *, shared: bool = True) -> int:
+        """Returns the number of a new exchange. shared: whether it uses the links of its members."""
+        self.costs.append(cost)
+        self.missing.append(len(members))
+        self.followers.append([])
+        self.ports.append(tuple(port for at in members for port in (2 * at, 2 * at + 1)) if shared else ())
+        return len(self.costs) - 1
+
+    def follow(self, before: int, after: int) -> None:
+        """Puts `after` behind `before`, on the lane of a member."""
+        self.followers[before].append(after)
+        self.missing[after] += 1
+
+
+@dataclass
+class Filled:
+    """A step with its costs. beats: of each stage. seconds: of the beats. costs: of each number of a cost."""
+
+    beats: list[list[Beat]]
+    exchanges: Exchanges
+    seconds: list[float]
+    costs: list[Cost]
+
+
+class Outline:
+    """The numbers of lowered lists. Pure: `fill` changes nothing here."""
+
+    def __init__(self, lists: Sequence[Lowered], placement: Placement) -> None:
+        self.lists = lists
+        self.placement = placement
+        self._messages = Exchanges()
+        self._numbers: dict[Delivery, int] = {}
+        self._firsts = [firsts_of(steps) for steps in lists]
+        self._lasts = [lasts_of(steps) for steps in lists]
+        self._changed: list[dict[int, Action]] = []
+        orders: list[dict[tuple[int, int], list[int]]] = []
+        self._beats = [self._of_stage(stage, orders) for stage in range(len(lists))]
+        self._chain(orders)
+
+    def _of_stage(self, stage: int, orders: list[dict[tuple[int, int], list[int]]]) -> list[Beat]:
+        """Returns the beats of a stage. Adds to `orders` the messages that it begins, by sender and receiver."""
+        position_of = [self.placement.position(stage, chunk) for chunk in range(self.placement.chunks)]
+        stage_of = self.placement.route
+        special = {id(one) for one in (*self._firsts[stage].values(), *self._lasts[stage].values())}
+        order: dict[tuple[int, int], list[int]] = {}
+        changed: dict[int, Action] = {}
+        beats: list[Beat] = []
+        begins: list[int] = []
+        for step in self.lists[stage]:
+            if isinstance(step, Transfer):
+                number, lane = self._message(step, stage)
+                begins.append(number)
+                order.setdefault(lane, []).append(number)
+            elif step.kind is not Kind.CHUNK_DONE:
+                position = position_of[step.chunk]
+                needed = taken(step, position, self.placement)
+                away = needed is not None and stage_of[needed.origin] != stage
+                if id(step) in special:
+                    changed[len(beats)] = step
+                awaited = self._number(needed) if away and needed is not None else NONE
+                beats.append(Beat(tuple(begins), awaited, position * len(KINDS) + COLUMNS[step.kind]))
+                begins = []
+        beats.append(Beat(tuple(begins), NONE, self.nothing))
+        orders.append(order)
+        self._changed.append(changed)
+        return beats
+
+    @property
+    def nothing(self) -> int:
+        """The number of no seconds."""
+        return self.placement.num_positions * len(KINDS)
+
+    def _number(self, delivery: Delivery) -> int:
+        """Returns the number of the message that brings `delivery`, from stage to stage."""
+        found = self._numbers.get(delivery)
+        if found is None:
+            sender, receiver = self.placement.route[delivery.origin], self.placement.route[delivery.position]
+            found = self._messages.add((sender, receiver), min(delivery.position, delivery.origin))
+            self._messages.ports[found] = 2 * sender, 2 * receiver + 1  # it is sent here, and received there
+            self._numbers[delivery] = found
+        return found
+
+    def _message(self, entry: Transfer, stage: int) -> tuple[int, tuple[int, int]]:
+        """Returns the number of the message of which `entry` is one end, at `stage`, and its sender and receiver."""
+        if entry.op == "send":
+            position, lane = self.placement.position(entry.peer, entry.peer_chunk), (stage, entry.peer)
+        else:
+            position, lane = self.placement.position(stage, entry.chunk), (entry.peer, stage)
+        return self._number(Delivery(entry.flow, position, entry.micro)), lane
+
+    def _chain(self, orders: Sequence[dict[tuple[int, int], list[int]]]) -> None:
+        """Puts messages of a lane one behind the other, at the sender and then at the receiver, as each begins them."""
+        lanes = {lane for order in orders for lane in order}
+        for lane in sorted(lanes):
+            for end in lane:
+                begun = orders[end].get(lane, [])
+                for before, after in pairwise(begun):
+                    self._messages.follow(before, after)
+
+    def fill(self, work: StepWork) -> Filled:
+        """Returns the step with the costs of `work`, which `Timed` runs."""
+        return _Filling(self, work).filled()
+
+
+class _Filling:
+    """Puts what `work` has into an outline. orders: the last exchange of each lane at each member, but messages."""
+
+    def __init__(self, outline: Outline, work: StepWork) -> None:
+        self.outline = outline
+        self.work = work
+        messages = outline._messages
+        self.exchanges = Exchanges(
+            messages.costs.copy(), messages.missing.copy(), messages.followers.copy(), messages.ports.copy()
+        )
+        self.seconds = [_in_turn(layers, kind) for layers in work.parts for kind in KINDS]
+        self.seconds.append(0.0)
+        self.costs = list(work.messages)
+        self._numbers: dict[Hashable, int] = {}
+        self._latest: dict[tuple[str, int], int] = {}
+
+    def filled(self) -> Filled:
+        beats = [self._of_stage(stage) for stage in range(len(self.outline.lists))]
+        return Filled(beats, self.exchanges, self.seconds, self.costs)
+
+    def _of_stage(self, stage: int) -> list[Beat]:
+        """Returns the beats of a stage, with what its exchanges of gradients and weights change."""
+        outline, plain = self.outline, self.outline._beats[stage]
+        firsts, lasts = outline._firsts[stage], outline._lasts[stage]
+        words = StageWords(stage, outline.placement, self.work, len(outline.lists), firsts, lasts)
+        made = _Beats(self, stage)
+        made.put(words.head())
+        at = 0
+        for number, action in outline._changed[stage].items():
+            made.copy(plain[at:number])
+            made.begin(plain[number].begins)
+            made.put(words.action(action))
+            at = number + 1
+        made.copy(plain[at:-1])
+        made.begin(plain[-1].begins)
+        made.put(words.tail())
+        return made.closed()
+
+    def number(self, exchange: Exchange, stage: int) -> int:
+        """Returns the number of an exchange that `stage` begins now, behind all that it began before on the same lane."""
+        found = self._numbers.get(exchange.key)
+        if found is None:
+            found = self.exchanges.add(exchange.members, len(self.costs), shared=bool(exchange.links))
+            self.costs.append(Cost(exchange.latency_s, exchange.work_s, exchange.attended_s))
+            self._numbers[exchange.key] = found
+        before = self._latest.get((exchange.lane, stage))
+        if before is not None:
+            self.exchanges.follow(before, found)
+        self._latest[exchange.lane, stage] = found
+        return found
+
+    def awaited(self, key: Hashable) -> int:
+        """Returns the number of an exchange that a stage has begun, or of a message to it."""
+        return self.outline._numbers[key] if isinstance(key, Delivery) else self._numbers[key]
+
+    def place(self, seconds: float) -> int:
+        """Returns the number of an entry of `seconds`."""
+        if not seconds:
+            return self.outline.nothing
+        self.seconds.append(seconds)
+        return len(self.seconds) - 1
+
+
+class _Beats:
+    """The beats of a stage as they are made. begins, awaited: of the one that is open."""
+
+    def __init__(self, filling: _Filling, stage: int) -> None:
+        self.filling = filling
+        self.stage = stage
+        self.beats: list[Beat] = []
+        self.begins: list[int] = []
+        self.awaited = NONE
+
+    def copy(self, plain: Sequence[Beat]) -> None:
+        """Adds beats of the outline; what is open becomes part of the first."""
+        if plain and (self.begins or self.awaited != NONE):
+            self._close(self.filling.outline.nothing)
+        self.beats += plain
+
+    def begin(self, numbers: Iterable[int]) -> None:
+        if self.awaited != NONE:
+            self._close(self.filling.outline.nothing)
+        self.begins += numbers
+
+    def put(self, words: Iterable[Word]) -> None:
+        """Adds words of a program."""
+        for word in words:
+            if isinstance(word, Begin):
+                self.begin([self.filling.number(word.exchange, self.stage)])
+            elif isinstance(word, Await):
+                if self.awaited != NONE:
+                    self._close(self.filling.outline.nothing)
+                self.awaited = self.filling.awaited(word.key)
+            else:
+                self._close(self.filling.place(word.seconds))
+
+    def closed(self) -> list[Beat]:
+        """Returns all beats."""
+        if self.begins or self.awaited != NONE:
+            self._close(self.filling.outline.nothing)
+        return self.beats
+
+    def _close(self, seconds: int) -> None:
+        self.beats.append(Beat(tuple(self.begins), self.awaited, seconds))
+        self.begins, self.awaited = [], NONE
+
+
+def _in_turn(layers: Sequence[LayerSeconds], kind: Kind) -> float:
+    """Returns the seconds of layers that follow each other, added in their order: `sum` would round in another way."""
+    total = 0.0
+    for layer in layers if kind is Kind.FORWARD else reversed(layers):
+        total += layer.of(kind)
+    return total

@@ -1,0 +1,97 @@
+"""How a schedule cuts the model: which layers are one part, which stage holds it, and what the stages' lists are.
+
+layers      0 1 2 3 4 5 6 7      values of layers are summed
+positions   0   1   2   3        by position,
+stages      0   1   1   0        and by stage: schedules that deal alike have the same `Parts`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sley_core.actions.held import Held
+from sley_core.estimate.seconds.outline import Outline
+
+if TYPE_CHECKING:
+    from sley_core.actions.placement import Placement
+    from sley_core.engine.lists import Lists
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Which layers are at which position, and on which stage. bounds: of the model's layers, from position to position."""
+
+    bounds: tuple[int, ...]
+    placement: Placement
+
+    @cached_property
+    def starts(self) -> NDArray[np.intp]:
+        """The first layer of each position."""
+        return np.array(self.bounds[:-1])
+
+    @cached_property
+    def places(self) -> NDArray[np.intp]:
+        """The position of each chunk of each stage: [chunk, stage]."""
+        stages, chunks = range(self.placement.stages), range(self.placement.chunks)
+        return np.array([[self.placement.position(stage, chunk) for stage in stages] for chunk in chunks])
+
+    @cached_property
+    def firsts(self) -> NDArray[np.intp]:
+        """The first position of each stage."""
+        return np.asarray(self.places.min(axis=0))
+
+    def of_stage(self, stage: int) -> list[tuple[int, int]]:
+        """Returns the first layer of each chunk of a stage, and the one behind its last."""
+        bounds = list(pairwise(self.bounds))
+        return [bounds[self.placement.position(stage, chunk)] for chunk in range(self.placement.chunks)]
+
+    def by_position(self, values: Sequence[float] | np.ndarray) -> Floats:
+        """Returns the sums of layers' values over each position. Layers are the last dim."""
+        return np.add.reduceat(np.asarray(values, dtype=np.float64), self.starts, axis=-1)
+
+    def by_stage(self, values: Sequence[float] | np.ndarray) -> Floats:
+        """Returns the sums of layers' values over each stage, position by position. Layers are the last dim."""
+        return self.sum_of_stages(self.by_position(values))
+
+    def sum_of_stages(self, values: Floats) -> Floats:
+        """Returns the sums of positions' values over each stage. Positions are the last dim."""
+        dealt = values[..., self.places]
+        total: Floats = dealt[..., 0, :]
+        for chunk in range(1, self.placement.chunks):
+            total = total + dealt[..., chunk, :]
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class StageCut:
+    """A schedule's lists, and its parts."""
+
+    lists: Lists
+    parts: Parts
+    _outlines: dict[int, Outline] = field(default_factory=dict, repr=False)
+    _held: dict[int, Held] = field(default_factory=dict, repr=False)
+
+    @property
+    def placement(self) -> Placement:
+        return self.parts.placement
+
+    def outline(self, micros: int) -> Outline:
+        """Returns the lists of a step of `micros` micro-batches, as the simulation takes them."""
+        if micros not in self._outlines:
+            self._outlines[micros] = Outline(self.lists.of_all_stages(micros), self.placement)
+        return self._outlines[micros]
+
+    def held(self, micros: int) -> Held:
+        """Returns what stages hold in a step of `micros` micro-batches."""
+        if micros not in self._held:
+            self._held[micros] = Held(self.lists.of_all_stages(micros), self.placement)
+        return self._held[micros]
