@@ -93,12 +93,9 @@ class Shared:
         sums = self._exchange(shape, "reduce" if every else "sum")
         exchanged = OfLayers(sums, self._exchange(shape, "gather" if every else None), self._reduced_once(shape))
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
-        return OfStages(
-            *(parts.by_stage(costs[0]) + parts.by_stage(costs[1]) for costs in exchanged[:2]),
-            self._update_s(held, owned),
-            held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts),
-            exchanged,
-        )
+        sums_s, gathers_s = (parts.by_stage(costs[0]) + parts.by_stage(costs[1]) for costs in exchanged[:2])
+        states = held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts)
+        return OfStages(sums_s, gathers_s, self._update_s(held, owned), states, exchanged)
 
     def _held_elements(self, shape: Shape, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns, for each layer, the elements that a rank holds of its weights, and those that it steps.
