@@ -214,6 +214,9 @@ class LimitsTable(Table):
     data_timeout_s: Seconds = 600.0
     """Seconds for the data set to give a batch."""
 
+    estimate_timeout_s: Seconds = 600.0
+    """Seconds for the steps of one stage without values, in `estimate`, `search` and `show`."""
+
 
 class ModelConfig(Table):
     """What every model's table has; the config of a model record is a subclass."""

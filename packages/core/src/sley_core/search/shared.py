@@ -94,13 +94,9 @@ class Shared:
         sums = self._exchange(shape, "reduce" if every else "sum")
         exchanged = OfLayers(sums, self._exchange(shape, "gather" if every else None), self._reduced_once(shape))
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
-        return OfStages(
-            self._by_stage(parts, exchanged.sums),
-            self._by_stage(parts, exchanged.gathers),
-            self._update_s(held, owned),
-            held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts),
-            exchanged,
-        )
+        sums_s, gathers_s = (self._by_stage(parts, costs) for costs in exchanged[:2])
+        states = held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts)
+        return OfStages(sums_s, gathers_s, self._update_s(held, owned), states, exchanged)
 
     def _by_stage(self, parts: Parts, costs: Exchanged) -> Floats:
         """Returns the seconds of the exchanges of each stage's layers."""

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 
 from sley_core.errors import RunError
+from sley_core.estimate.bytes.limited import late_error
 
 T = TypeVar("T")
 
-LIMIT_S = 600.0
-"""Of one call: the largest stage that was estimated took little more than a minute, and a fork may wait for ever for a lock."""
+BACKWARD_S = 60.0
+"""What the backward of one element may take, in a fork that finds no lock which nobody holds there."""
 
 
 def can_fork() -> bool:
@@ -28,12 +29,12 @@ def can_fork() -> bool:
     if "fork" not in multiprocessing.get_all_start_methods():
         return False
     try:
-        return all(is_done for _, is_done in forked([_backward], 1))
-    except RuntimeError:
+        return all(is_done for _, is_done in forked([_backward], 1, BACKWARD_S))
+    except (RuntimeError, RunError):
         return False
 
 
-def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float = LIMIT_S) -> Iterator[tuple[int, T]]:
+def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float) -> Iterator[tuple[int, T]]:
     """Yields the number and the result of each call, as they come. A call sees what was done here when it was started.
 
     Results cross by pickle. Raises what a call raises, RunError `estimate-ended` for a process that ends before its call, and
@@ -56,7 +57,7 @@ def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float = LIMI
             first_end = min(end for _, _, end in running.values())
             done = wait(list(running), max(0.0, first_end - time.monotonic()))
             if not done:
-                raise _late(limit_s)
+                raise late_error(limit_s)
             for ended in done:
                 number, process, _ = running[ended]
                 result = _received(ended, process)
@@ -66,14 +67,6 @@ def forked(calls: Sequence[Callable[[], T]], at_once: int, limit_s: float = LIMI
         for _, process, _ in running.values():
             process.kill()
             process.join()
-
-
-def _late(limit_s: float) -> RunError:
-    return RunError(
-        "estimate-late",
-        f"a process that takes a stage's steps without values was not done after {limit_s:.0f} s",
-        hint="`train-cli run --dry-run` takes the same steps: does a layer wait for a lock, a file or a peer?",
-    )
 
 
 def _received(receiver: Any, process: Any) -> Any:

@@ -27,6 +27,7 @@ from sley_core.errors import RunError
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
+from sley_core.estimate.bytes.limited import limited
 from sley_core.estimate.bytes.micros import fewest_micros, least_micros
 from sley_core.estimate.bytes.recipes import Recipes
 from sley_core.memory.state import PARTS
@@ -129,13 +130,15 @@ def fake_run(
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
 
-    Raises PlanError for all that the plan's checks find.
+    Raises PlanError for all that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
+    `limits.estimate_timeout_s`.
     """
     standing = _Standing()
     ledger = Ledger(standing.place)
     tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=plan.run.device != "cuda")
     device = FakeDevice(torch.device("cpu"), tensors=tensors)
-    with tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
+    limit = limited(plan.limits.estimate_timeout_s)
+    with limit, tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)
         yield run, ledger, tensors
 

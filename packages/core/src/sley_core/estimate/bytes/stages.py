@@ -81,7 +81,9 @@ def _in_forks(plan: Plan, ranks: Sequence[int], size: int, draft: Draft, cores: 
         return rank_bytes(plan, rank, size, recipes, draft), recipes
 
     found: dict[int, RankBytes] = {}
-    for number, (one, learned) in forked([partial(told, rank) for rank in ranks], cores):
+    for number, (one, learned) in forked(
+        [partial(told, rank) for rank in ranks], cores, plan.limits.estimate_timeout_s
+    ):
         recipes.learn(learned)
         found[number] = one
     return [found[number] for number in range(len(ranks))]

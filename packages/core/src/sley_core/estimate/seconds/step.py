@@ -9,6 +9,7 @@ sums of what several hold, and in the norm at the end of the step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -101,6 +102,10 @@ class StageWords:
         self.gradients = work.gradients.get(stage, ())
         self.left = {number: set(one.uses) for number, one in enumerate(self.gradients) if one.starts == "ready"}
         self.awaited: set[int] = set()
+        self._of_use: dict[tuple[str, Use], list[int]] = defaultdict(list)
+        for number, one in enumerate(self.gradients):
+            for use in dict.fromkeys(one.uses):
+                self._of_use[one.starts, use].append(number)
 
     def words(self, steps: Lowered) -> Iterator[Word]:
         """Yields the whole program, of a lowered list."""
@@ -165,16 +170,16 @@ class StageWords:
 
     def _due(self, use: Use) -> list[int]:
         """Returns the exchanges of weights for which the first forward of a layer waits."""
-        return [number for number, one in enumerate(self.gradients) if one.starts == "updated" and use in one.uses]
+        return self._of_use.get(("updated", use), [])
 
     def _ready(self, use: Use) -> list[int]:
         """Returns the exchanges that may start now that the last backward of a layer is done."""
         found = []
-        for number, left in self.left.items():
-            if use in left:
-                left.remove(use)
-                if not left:
-                    found.append(number)
+        for number in self._of_use.get(("ready", use), []):
+            left = self.left[number]
+            left.discard(use)
+            if not left:
+                found.append(number)
         return found
 
     def _exchange(self, number: int) -> Exchange:

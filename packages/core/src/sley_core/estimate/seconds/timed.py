@@ -100,8 +100,9 @@ class Timed:
             moving = self._on_port[port]
             alone = alone and not moving
             moving.append(one)
-        if alone:
-            self._move(one, now_s)
+        if alone:  # as `_move` would find, without looking
+            self._event(now_s + self._left_s[one], len(self._beats) + len(self._latest) + one)
+            self._latest[one] = self._number
         else:
             self._share_again(self._ports[one], now_s)
 
