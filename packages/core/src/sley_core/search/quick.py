@@ -27,7 +27,7 @@ from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check
 from sley_core.search.layer_table import LayerTables, once
 from sley_core.search.layouts import Candidate, Shape
 from sley_core.search.quick_step import Passes, QuickStep
-from sley_core.search.shared import Shared
+from sley_core.search.stage_costs import StageCosts
 from sley_core.search.stage_cut import Parts, StageCut
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Quick:
         self._bounds: dict[Hashable, Estimate | SleyError] = {}
         self._seconds: dict[Hashable, float | SleyError] = {}
         self._slices: dict[str, SleyError | None] = {}
-        self.shared = Shared(plan, world, machine, self.tables)
+        self.shared = StageCosts(plan, world, machine, self.tables)
         self.messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
         self.both_ways: dict[tuple[int, int], Floats | SleyError] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}

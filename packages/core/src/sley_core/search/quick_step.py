@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sley_core.search.layer_table import LayerColumns
     from sley_core.search.layouts import Candidate
     from sley_core.search.quick import Quick
-    from sley_core.search.shared import Exchanged
+    from sley_core.search.stage_costs import Exchanged
     from sley_core.search.stage_cut import Floats, StageCut
 
     Starts = Literal["ready", "updated"]

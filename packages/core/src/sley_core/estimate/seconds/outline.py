@@ -157,10 +157,10 @@ class Outline:
 
     def fill(self, work: StepWork) -> Filled:
         """Returns the step with the costs of `work`, which `Timed` runs."""
-        return _Filling(self, work).filled()
+        return _Outlined(self, work).filled()
 
 
-class _Filling:
+class _Outlined:
     """Puts what `work` has into an outline. orders: the last exchange of each lane at each member, but messages."""
 
     def __init__(self, outline: Outline, work: StepWork) -> None:
@@ -226,7 +226,7 @@ class _Filling:
 class _Beats:
     """The beats of a stage as they are made. begins, awaited: of the one that is open."""
 
-    def __init__(self, filling: _Filling, stage: int) -> None:
+    def __init__(self, filling: _Outlined, stage: int) -> None:
         self.filling = filling
         self.stage = stage
         self.beats: list[Beat] = []

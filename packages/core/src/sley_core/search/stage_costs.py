@@ -63,7 +63,7 @@ class Least(NamedTuple):
     num_bytes: float
 
 
-class Shared:
+class StageCosts:
     """Makes these for all layouts of a plan, each once."""
 
     def __init__(self, plan: Plan, world: int, machine: MachineFile, tables: LayerTables) -> None:
