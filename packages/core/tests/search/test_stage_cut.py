@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sley_core.actions.placement import Placement, loop, v
-from sley_core.search.stage_cut import Parts
+from sley_core.search.stage_cut import ModelParts
 
 
 def drawn_parts(rng):
@@ -16,7 +16,7 @@ def drawn_parts(rng):
     bounds = [0]
     for _ in range(placement.num_positions):
         bounds.append(bounds[-1] + rng.randint(1, 12))
-    return Parts(tuple(bounds), placement)
+    return ModelParts(tuple(bounds), placement)
 
 
 @pytest.mark.parametrize("seed", range(20))

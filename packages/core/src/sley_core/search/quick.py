@@ -28,7 +28,7 @@ from sley_core.search.layer_table import LayerTables, once
 from sley_core.search.layouts import Candidate, Shape
 from sley_core.search.quick_step import Passes, QuickStep
 from sley_core.search.stage_costs import StageCosts
-from sley_core.search.stage_cut import Parts, StageCut
+from sley_core.search.stage_cut import ModelParts, StageCut
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
@@ -51,8 +51,8 @@ class Quick:
         self.tables = LayerTables(plan, machine)
         self._costs = layer_costs.by_parameters(self.tables.model)
         self._cuts: dict[tuple[int, str], StageCut | SleyError] = {}
-        self._parts: dict[Hashable, Parts] = {}
-        self._passes: tuple[LayerColumns, Parts, Passes] | None = None
+        self._parts: dict[Hashable, ModelParts] = {}
+        self._passes: tuple[LayerColumns, ModelParts, Passes] | None = None
         self._bounds: dict[Hashable, Estimate | SleyError] = {}
         self._seconds: dict[Hashable, float | SleyError] = {}
         self._slices: dict[str, SleyError | None] = {}
@@ -132,7 +132,7 @@ class Quick:
             stage = stage_of(plan, plan.topology(self.world), 0, self.tables.model, self._costs)
             bounds = tuple(accumulate((len(part) for _, part in stage.stages), initial=0))
             placement = stage.lists.placement
-            parts = self._parts.setdefault((bounds, placement.route), Parts(bounds, placement))
+            parts = self._parts.setdefault((bounds, placement.route), ModelParts(bounds, placement))
             return StageCut(stage.lists, parts)
 
         return once(self._cuts, key, cut)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sley_core.protocols import Collective
     from sley_core.search.layer_table import LayerTables
     from sley_core.search.layouts import Shape
-    from sley_core.search.stage_cut import Floats, Parts
+    from sley_core.search.stage_cut import Floats, ModelParts
 
 MOST_LAYERS_WHOLE = 2
 """How many layers have whole weights at once where weights are sharded: one that computes, and the one after it."""
@@ -75,7 +75,7 @@ class StageCosts:
         self._least: dict[Hashable, Least | SleyError] = {}
         self._exchanged: dict[Hashable, Exchanged | SleyError] = {}
 
-    def of(self, shape: Shape, parts: Parts, *, every: bool) -> OfStages:
+    def of(self, shape: Shape, parts: ModelParts, *, every: bool) -> OfStages:
         """Returns it for the layouts of a shape with these parts. every: whether each rank steps a part of its weights."""
         key = shape.sizes.pp, shape.sizes.wp, str(shape.weights), parts, every
         return once(self._of, key, lambda: self._of_stages(shape, parts, every))
@@ -90,7 +90,7 @@ class StageCosts:
 
         return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights)), least)
 
-    def _of_stages(self, shape: Shape, parts: Parts, every: bool) -> OfStages:
+    def _of_stages(self, shape: Shape, parts: ModelParts, every: bool) -> OfStages:
         sums = self._exchange(shape, "reduce" if every else "sum")
         exchanged = OfLayers(sums, self._exchange(shape, "gather" if every else None), self._reduced_once(shape))
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
@@ -98,7 +98,7 @@ class StageCosts:
         states = held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts)
         return OfStages(sums_s, gathers_s, self._update_s(held, owned), states, exchanged)
 
-    def _by_stage(self, parts: Parts, costs: Exchanged) -> Floats:
+    def _by_stage(self, parts: ModelParts, costs: Exchanged) -> Floats:
         """Returns the seconds of the exchanges of each stage's layers."""
         latency_s, work_s, attended_s = map(parts.by_stage, costs)
         return latency_s + work_s + attended_s
@@ -153,7 +153,7 @@ class StageCosts:
         moved = held * gradient + owned * (gradient + 2 * self.state_bytes)
         return np.asarray(moved / self.machine.device.memory_bandwidth)
 
-    def _gathered_bytes(self, shape: Shape, parts: Parts) -> Floats:
+    def _gathered_bytes(self, shape: Shape, parts: ModelParts) -> Floats:
         """Returns the bytes of whole weights, and of whole gradients, that each stage has for a while."""
         if shape.weights is None:
             return np.zeros(shape.sizes.pp)

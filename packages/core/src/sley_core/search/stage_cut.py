@@ -2,7 +2,7 @@
 
 layers      0 1 2 3 4 5 6 7      values of layers are summed
 positions   0   1   2   3        by position,
-stages      0   1   1   0        and by stage: schedules that deal alike have the same `Parts`
+stages      0   1   1   0        and by stage: schedules that deal alike have the same `ModelParts`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class ModelParts:
     """Which layers are at which position, and on which stage. bounds: of the model's layers, from position to position."""
 
     bounds: tuple[int, ...]
@@ -76,7 +76,7 @@ class StageCut:
     """A schedule's lists, and its parts."""
 
     lists: Lists
-    parts: Parts
+    parts: ModelParts
     _outlines: dict[int, Outline] = field(default_factory=dict, repr=False)
     _held: dict[int, Held] = field(default_factory=dict, repr=False)
 
