@@ -5,6 +5,7 @@ The distributions are folders with a `.dist-info` on `sys.path`, as pip leaves t
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 from sley_core import discovery, records
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError
@@ -75,6 +77,39 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
     assert loader.record("gradient_handlers", "zeta.topk").name == "topk"
     assert {"core", "alpha", "beta", "zeta"} <= set(loader.names())
     assert not {"fake_sley_alpha", "fake_sley_beta", "fake_sley_zeta_live"} & sys.modules.keys()
+
+
+def test_a_plugin_is_looked_at_again_only_if_it_has_changed(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("zeta")
+    first = Loader().load("zeta")
+    assert Loader().load("zeta").hooks is first.hooks
+    module = sys.modules["fake_sley_zeta"]
+
+    @hookimpl
+    def nothing() -> list[records.GradientHandlerRecord]:
+        return []
+
+    monkeypatch.setattr(module, "sley_gradient_handlers", nothing)
+    assert not Loader().load("zeta").records["gradient_handlers"]
+    monkeypatch.setattr(module, "sley_gradient_handlrs", nothing, raising=False)
+    assert fault_of("zeta").code == "plugin-hook"
+    install("eta", dist="sley-eta")
+    monkeypatch.setitem(sys.modules, "fake_sley_zeta", importlib.import_module("fake_sley_eta"))
+    assert Loader().load("zeta").hooks is not first.hooks
+
+
+def test_only_lines_about_core_are_read(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read one takes 0.1 ms, and each plan that is loaded asks."""
+    read = []
+
+    def counted(line: str) -> Requirement:
+        read.append(line)
+        return Requirement(line)
+
+    monkeypatch.setattr("packaging.requirements.Requirement", counted)
+    install("zeta", requires="numpy>=1;;sley.CORE >=0.0;;sley-core-x>=9;;torch")
+    Loader().load("zeta")
+    assert read == ["sley.CORE >=0.0"]
 
 
 def test_listing_imports_no_plugin(install: Install) -> None:

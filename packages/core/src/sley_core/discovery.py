@@ -118,6 +118,10 @@ def folder_of(name: str, extra: str = "") -> str:
     return f"packages/{name}[{extra}]" if extra else f"packages/{name}"
 
 
+_NAME = re.compile(r"[^\W_](?:[\w.-]*[^\W_])?")
+"""What a `Requires-Dist` line begins with."""
+
+
 @cache
 def core_version() -> str:
     """The installed version of core, or "0" where core runs from a folder that was never installed."""
@@ -135,12 +139,14 @@ def unmet_requirement(found: Found) -> str | None:
     from packaging.requirements import InvalidRequirement, Requirement
 
     for line in found.requires:
+        named = _NAME.match(line.strip())
+        if named is None or _canonical(named[0]) != CORE_DIST:  # to parse a line takes a hundred times as long
+            continue
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if _canonical(requirement.name) != CORE_DIST or not applies:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if not requirement.specifier.contains(core_version(), prereleases=True):
             return f"{CORE_DIST}{requirement.specifier}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pluggy
 
@@ -54,11 +55,36 @@ def imported(found: Found) -> Any:
         raise PluginError("plugin-import", message, hint=hint) from error
 
 
+class _Sound(NamedTuple):
+    """A module that was found to fit, with the names that it had then."""
+
+    module: ModuleType
+    names: dict[str, Any]
+    hooks: Any
+
+
+_sound: dict[str, _Sound] = {}
+"""Modules of plugins by name: to look at one takes milliseconds, and each plan that is loaded asks for those it names."""
+
+
 def hooks_of(module: Any, found: Found) -> Any:
     """Callers for the hooks of one plugin, every implementation of which fits a hook of this core.
 
-    Raises PluginError "plugin-hook" or "plugin-argument".
+    A module is looked at again only if one of its names has changed. Raises PluginError "plugin-hook" or "plugin-argument".
     """
+    if not isinstance(module, ModuleType):
+        return _looked_at(module, found)
+    known = _sound.get(module.__name__)
+    if known is None or known.module is not module or not _are_same(known.names, vars(module)):
+        known = _sound[module.__name__] = _Sound(module, dict(vars(module)), _looked_at(module, found))
+    return known.hooks
+
+
+def _are_same(names: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    return len(names) == len(others) and all(others.get(name, names) is value for name, value in names.items())
+
+
+def _looked_at(module: Any, found: Found) -> Any:
     manager = pluggy.PluginManager(PROJECT)
     for specifications in (offers, memory, plan_and_run):
         manager.add_hookspecs(specifications)

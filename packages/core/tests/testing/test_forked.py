@@ -128,8 +128,13 @@ print(mine.values, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, open("/pr
         ),
         ("", "os.kill(os.getpid(), signal.SIGTERM)", "-15 True ['a'] child True"),
         ("os.getlogin = None", "sys.exit('told')", "1 False ['a'] child True"),
+        (
+            "__import__('sley_core.testing.preload').testing.preload.before._handlers['SIGINT'] = 1",
+            "sys.exit(3)",
+            "3 True ['a'] child True",
+        ),
     ],
-    ids=["a handler", "a logger", "nothing", "a patch"],
+    ids=["a handler", "a logger", "nothing", "a patch", "tests in the background, where Ctrl-C is ignored"],
 )
 def test_what_it_starts_is_forked_too_and_begins_as_if_it_were_fresh(program, tmp_path, before, end, said):
     """Without what the program has done before; with an interpreter of its own where that cannot be undone."""

@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_AT_ONCE = 1016
+"""How many bytes of a text go with its length."""
+
+_LENGTH = 8
+
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns every rank's `value`, in the order of the group's ranks. Blocks. Uses the default group if none is given.
@@ -19,14 +24,25 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     value: JSON; tuples come back as lists, and keys of mappings as strings.
     """
     mine = _encoded(value, group)
-    size = dist.get_world_size(group)
-    # Twice, all members alike: how long each text is, then the texts, as long as the longest.
-    lengths = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([mine.numel()], device=mine.device), group=group)
-    longest = int(max(int(length) for length in lengths))
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=mine.device) for _ in range(size)]
-    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=group)
-    return [_decoded(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
+    heads = _gather(torch.cat((_bytes_of_length(mine), mine[:_AT_ONCE])), _LENGTH + _AT_ONCE, group)
+    lengths = [int(head[:_LENGTH].view(torch.int64)) for head in heads]
+    more = max(lengths) - _AT_ONCE
+    rests = (
+        _gather(mine[_AT_ONCE:], more, group) if more > 0 else [mine[:0]] * len(heads)
+    )  # all members see the same lengths
+    texts = (torch.cat((head[_LENGTH:], rest)) for head, rest in zip(heads, rests, strict=True))
+    return [_decoded(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+
+
+def _gather(mine: Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Returns `mine` of every rank, each filled up to `num_bytes`; over `group`, whose members all call `gather_values`."""
+    found = [torch.zeros(num_bytes, dtype=torch.uint8, device=mine.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, torch.nn.functional.pad(mine, (0, num_bytes - mine.numel())), group=group)
+    return found
+
+
+def _bytes_of_length(text: Tensor) -> Tensor:
+    return torch.tensor([text.numel()], dtype=torch.int64, device=text.device).view(torch.uint8)
 
 
 def value_of_first(value: Any) -> Any:

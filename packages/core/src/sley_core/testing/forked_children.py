@@ -133,7 +133,8 @@ def _is_as_fresh() -> bool:
     servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]  # private
     for server in servers:
         server.__init__()  # a program that wants one starts its own
-    return not before.restore()
+    # Handlers are a fresh interpreter's now; tests in the background began with others, as their shell ignores Ctrl-C.
+    return not before.restore(handlers=False)
 
 
 def _code_of(error: SystemExit) -> int:

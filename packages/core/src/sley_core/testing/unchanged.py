@@ -65,6 +65,7 @@ TORCHS = {
 MEANT = {
     "sley_core.comm.transport.cma.inbox._kept",  # of the whole process, as peers of failed runs may still write there
     "sley_core.discovery._kept",  # by the folder's time: of use as long as the folder stays as it is
+    "sley_core.plugin_rules._sound",  # of use as long as the module is the same
     "sley_core.testing.preload.before",
     "torch.distributed.distributed_c10d._backend",  # what the last group had, and where it met
     "torch.distributed.distributed_c10d._default_pg_init_method",
@@ -95,6 +96,7 @@ class Before:
         self._warnings = warnings.filters[:]
         self._loggers = _loggers()
         self._flags = _flags()
+        self._handlers = _handlers()
         self._own: dict[str, Any] = {}
         self._memory_bytes = _memory_bytes()
 
@@ -103,11 +105,16 @@ class Before:
         self._own = _own()
         self._memory_bytes = _memory_bytes()
 
-    def restore(self) -> list[str]:
-        """Undoes what can be undone; what else differs, in words: nothing where the process can be used again."""
+    def restore(self, *, handlers: bool = True) -> list[str]:
+        """Undoes what can be undone; what else differs, in words: nothing where the process can be used again.
+
+        handlers: whether those of signals are compared, too.
+        """
         self._set_back()
         gc.collect()
         found = [f"{name} is {now}, was {was}" for name, was, now in _differences(self._flags, _flags())]
+        if handlers:
+            found += [f"{name} is {now}, was {was}" for name, was, now in _differences(self._handlers, _handlers())]
         found += [f"{name} is {now}, was {was}" for name, was, now in _differences(self._own, _own())]
         if _memory_bytes() > self._memory_bytes + GROWTH_BYTES:
             found.append("memory")
@@ -205,7 +212,6 @@ def _is_installed(module: ModuleType) -> bool:
 
 def _flags() -> dict[str, Any]:
     """What a program sets for its whole process, or thread."""
-    handlers = {number.name: signal.getsignal(number) for number in signal.Signals if number.name != "SIGCHLD"}
     return {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
@@ -228,8 +234,12 @@ def _flags() -> dict[str, Any]:
         "recursion limit": sys.getrecursionlimit(),
         "limits": [resource.getrlimit(number) for number in LIMITS],
         "alarm": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
-        **handlers,
     }
+
+
+def _handlers() -> dict[str, Any]:
+    """What each signal does."""
+    return {number.name: signal.getsignal(number) for number in signal.Signals if number.name != "SIGCHLD"}
 
 
 def _own() -> dict[str, Any]:

@@ -31,7 +31,10 @@ from sley_core.errors import RunError
 
 _YIELD_S = 1e-3
 _SLEEP_S = 50e-6
-"""A rank that waits lets others run, and sleeps after a millisecond."""
+_LONGEST_SLEEP_S = 1e-3
+_PART = 16
+"""A rank that waits lets others run, and sleeps after a millisecond: for a part of what it has waited, so that it comes a
+sixteenth late at most. To look 10,000 times a second takes a fifth of a core, from the rank for which it waits."""
 
 _LOOK_S = 0.5
 """How often a rank that waits looks whether the peer is still there."""
@@ -112,7 +115,7 @@ class Connection:
             if now - began < _YIELD_S:
                 os.sched_yield()
                 continue
-            time.sleep(_SLEEP_S)
+            time.sleep(min(max((now - began) / _PART, _SLEEP_S), _LONGEST_SLEEP_S))
             if now - looked > _LOOK_S:
                 looked = now
                 peer = late()
