@@ -34,6 +34,6 @@ def test_a_long_wait_looks_seldom_and_a_short_one_often(monkeypatch, until_s):
     waiting.timeout_s = 60.0
     turn = SimpleNamespace(members=SimpleNamespace(progress=Progress()))
     waiting.wait_until(lambda: clock.now >= until_s, lambda: 0, turn)
-    assert clock.now <= until_s * (1 + 1 / 15)
-    assert all(slept <= max(50e-6, min(before / 16, 1e-3)) for before, slept in clock.sleeps)
-    assert len(clock.sleeps) <= 2 + until_s / 1e-3 + 60, len(clock.sleeps)
+    assert clock.now <= max(until_s * (1 + 1 / 60), until_s + 60e-6)
+    assert all(slept <= max(51e-6, min(before / 64, 5.1e-4)) for before, slept in clock.sleeps)
+    assert len(clock.sleeps) <= 25 + until_s / 5e-4 + 200 * (until_s > 0.01), len(clock.sleeps)
