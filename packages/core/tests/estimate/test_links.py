@@ -77,6 +77,11 @@ def test_what_does_not_overlap_is_work_of_who_waits(cost) -> None:
     assert none == pytest.approx((0.0, 0.0, sum(whole)))
 
 
+def test_over_two_hosts_the_slower_link_says_what_overlaps() -> None:
+    assert collective("sum", 4 * MB, range(8), links(overlap=0.0)).attended_s == 0.0
+    assert collective("swap", 4 * MB, range(8), links(overlap=0.0)).attended_s == 0.0
+
+
 def test_a_kind_overlaps_as_its_own_figures_say() -> None:
     own = links(gather={"latency_s": 0.0, "bandwidth": 1e9, "overlap": 0.0})
     assert collective("gather", 4 * MB, range(4), own).work_s == 0.0

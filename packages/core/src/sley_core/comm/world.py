@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -153,10 +153,16 @@ class World(AbstractContextManager["World"]):
         try:
             found = make()
         except Exception as error:
-            gather_values(f"{type(error).__name__}: {first_line(error)}")
+            with suppress(RuntimeError):  # others that are not there in time, or any more, must not hide it
+                gather_values(f"{type(error).__name__}: {first_line(error)}")
             raise
         # The default group; every rank comes here once, or above.
-        for rank, fault in enumerate(gather_values("")):
+        try:
+            faults = gather_values("")
+        except RuntimeError as error:
+            message = f"rank {self.rank} heard nothing from a rank that was to {what}: {first_line(error)}"
+            raise RunError("start-failed", message) from error
+        for rank, fault in enumerate(faults):
             if fault:
                 raise RunError("start-failed", f"rank {rank} could not {what}: {fault}")
         return found

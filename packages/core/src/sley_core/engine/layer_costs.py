@@ -54,7 +54,7 @@ def timed(plan: Plan, world: World, draft: Callable[[DataInfo], Model], dtype: t
 
 
 def _seconds(bench: LayerBench) -> list[float]:
-    """Returns each layer's shortest forward and backward together, in order; every layer gets the output of the one before."""
+    """Returns the medians of each layer's forward and backward together, in order; each gets the output of the one before."""
     found = []
     value: Handed | None = None
     for layer in bench.model.layers:

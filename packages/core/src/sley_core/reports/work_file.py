@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -73,18 +74,20 @@ class WorkFile:
 
     def _end(self) -> None:
         self._is_over = True
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        with suppress(OSError):  # what a network file system could not keep; nothing reads on from here
+            self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None  # first: its number is free, and perhaps another's, also where this fails
+        if file is not None:
+            os.close(file)
 
     def _write(self, *, is_last: bool = False) -> None:
         """Writes what is kept, and makes the file short if it is long by then."""
         if self._shortening is not None:
             before, self._shortening = self._shortening, None
             self._num_lines = before.result()
-            assert self._file is not None, "it was written before"
-            os.close(self._file)
-            self._file = None
+            self._close_file()
             self._open()
         assert self._file is not None, "opened before anything is kept"
         left = memoryview(self._late.encode())

@@ -82,11 +82,15 @@ def recorded_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str
     try:
         yield
     except BaseException:  # its reason is told first: a file system that hangs may have caused it
-        recorder.leave()
-        file.leave()
+        try:
+            recorder.leave()
+        finally:
+            file.leave()
         raise
-    recorder.detach()
-    file.close()
+    try:
+        recorder.detach()
+    finally:
+        file.close()
 
 
 class WorkRecorder:

@@ -1,4 +1,6 @@
-"""Measures what ranks of this host exchange, by the transports of a run: sums, gathers, reduce-scatters, messages."""
+"""Measures what ranks of this host exchange, by the transports of a run: sums, gathers, reduce-scatters, swaps, messages, and
+what of these runs beside computing.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from sley_core.topology import GATHER, REDUCE, Topology
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Group, Groups
+    from sley_core.comm.transport.protocol import Work
     from sley_core.comm.world import World
 
 FEW, MANY = 1 << 12, 1 << 23
@@ -45,7 +48,7 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     sliced = world.groups(Topology.of(size, sp=size), timeout_s, attaches=True)
     apart = world.groups(Topology.of(size, pp=size), timeout_s, attaches=True)
     # Over all ranks; each comes to the same kinds, sizes and repetitions in the same order.
-    for kind, exchange in _collectives(together["stage"], together["wp"], sliced["sp"], world).items():
+    for kind, exchange in collectives(together["stage"], together["wp"], sliced["sp"], world).items():
         few_s, many_s = (_after_work(together, exchange(num_bytes), world) for num_bytes in (FEW, MANY))
         found[kind] = {**way(few_s, many_s, kind, size), "overlap": overlap(together, exchange(MANY), world)}
     few_s, many_s = (_slowest(apart, _message(apart["pp"], world, num_bytes), world) / 2 for num_bytes in (FEW, MANY))
@@ -75,7 +78,19 @@ def ended(begin: Begin) -> Callable[[], object]:
     return lambda: begin()()
 
 
-def _collectives(stage: Group, shards: Group, slices: Group, world: World) -> dict[str, Callable[[int], Begin]]:
+def end_of(work: Work) -> Callable[[], None]:
+    """Returns what ends an exchange: its result is there, and its peers have what this rank gave. A gather that nobody waits
+    for is never read.
+    """
+
+    def end() -> None:
+        work.wait()
+        work.wait_sent()
+
+    return end
+
+
+def collectives(stage: Group, shards: Group, slices: Group, world: World) -> dict[str, Callable[[int], Begin]]:
     """Returns what makes tensors of so many bytes for an exchange of each kind."""
     size, device = world.size, world.device.torch_device
 
@@ -84,23 +99,23 @@ def _collectives(stage: Group, shards: Group, slices: Group, world: World) -> di
 
     def summed(num_bytes: int) -> Begin:
         whole = tensor(num_bytes)
-        return lambda: stage.transport().all_reduce(whole.zero_(), what="a sum to time").wait_sent
+        return lambda: end_of(stage.transport().all_reduce(whole.zero_(), what="a sum to time"))
 
     def gathered(num_bytes: int) -> Begin:
         whole = tensor(num_bytes)
         own = whole[:1].clone()
-        return lambda: shards.transport(GATHER).all_gather([whole], [own], what="a gather to time").wait_sent
+        return lambda: end_of(shards.transport(GATHER).all_gather([whole], [own], what="a gather to time"))
 
     def reduced(num_bytes: int) -> Begin:
         whole = tensor(num_bytes)
         transport = shards.transport(REDUCE)
         scratch = torch.empty(transport.num_scratch_rows(1), *whole.shape[1:], device=device)
-        return lambda: transport.reduce_scatter([whole.zero_()], [scratch], what="a reduction to time").wait_sent
+        return lambda: end_of(transport.reduce_scatter([whole.zero_()], [scratch], what="a reduction to time"))
 
     def swapped(num_bytes: int) -> Begin:
         sent = tensor(num_bytes)
         received = torch.empty_like(sent)
-        return lambda: slices.transport().all_to_all(received, sent, what="a swap to time").wait_sent
+        return lambda: end_of(slices.transport().all_to_all(received, sent, what="a swap to time"))
 
     return {"sum": summed, "gather": gathered, "reduce": reduced, "swap": swapped}
 

@@ -29,6 +29,9 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
     last = len(model.layers) - 1
     shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
     precision = plan.precision.compute, plan.precision.gradients
+    slices: tuple[Any, ...] = ()
+    if plan.parallel.sp > 1 and plan.sequence is not None:
+        slices = plan.parallel.sp, plan.sequence.name, plain(plan.sequence.config, "sequence")
     found = []
     for at, layer in enumerate(model.layers):
         loss = (plan.loss.name, plain(plan.loss.config, "loss")) if at == last else None
@@ -36,7 +39,7 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
         treatment = _treatment(plan, policy, layer)
         cost = kind_of(layer.module, layer.name), layer.fields, shapes, precision, ends, treatment
         # A slice's attention looks along the whole sequence, on some of the heads.
-        text = repr((*cost, plan.parallel.sp) if plan.parallel.sp > 1 else cost)
+        text = repr((*cost, *slices) if slices else cost)
         found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
     return found
 

@@ -62,7 +62,8 @@ def collective(kind: Collective, num_bytes: int, ranks: Sequence[int], links: Li
     rounds = passes * (size - 1)
     latency_s = rounds * max(way.latency_s for way in ways)
     cost = Cost(latency_s, rounds / size * num_bytes / min(bandwidths))
-    return cost.with_overlap(min(way.overlap for way in ways))
+    slowest = min(zip(bandwidths, ways, strict=True), key=lambda one: one[0])[1]
+    return cost.with_overlap(slowest.overlap)
 
 
 def message(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
@@ -91,7 +92,8 @@ def _swap(num_bytes: int, size: int, per_host: int, hosts: int, links: LinksTabl
         overlaps.append(way.overlap)
         share = links.ranks_per_host if other.shared else 1
         seconds.append(num_bytes * (size - per_host) / size * share / way.bandwidth)
-    return Cost(max(latencies), max(seconds)).with_overlap(min(overlaps))
+    longest = max(zip(seconds, overlaps, strict=True), key=lambda one: one[0])[1]
+    return Cost(max(latencies), max(seconds)).with_overlap(longest)
 
 
 def _way(link: LinkTable, kind: Collective | Literal["send"]) -> WayTable:
