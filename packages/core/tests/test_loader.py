@@ -99,7 +99,7 @@ def test_a_plugin_is_looked_at_again_only_if_it_has_changed(install: Install, mo
 
 
 def test_only_lines_about_core_are_read(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read one takes 0.1 ms, and each plan that is loaded asks."""
+    """Each plan that is loaded asks, and a distribution has many lines."""
     read = []
 
     def counted(line: str) -> Requirement:

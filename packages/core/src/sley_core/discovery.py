@@ -140,7 +140,7 @@ def unmet_requirement(found: Found) -> str | None:
 
     for line in found.requires:
         named = _NAME.match(line.strip())
-        if named is None or _canonical(named[0]) != CORE_DIST:  # to parse a line takes a hundred times as long
+        if named is None or _canonical(named[0]) != CORE_DIST:  # which is told without parsing the line
             continue
         try:
             requirement = Requirement(line)

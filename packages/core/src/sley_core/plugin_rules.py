@@ -64,7 +64,7 @@ class _Sound(NamedTuple):
 
 
 _sound: dict[str, _Sound] = {}
-"""Modules of plugins by name: to look at one takes milliseconds, and each plan that is loaded asks for those it names."""
+"""Modules of plugins by name: each plan that is loaded asks for those it names, and to look at them is much of its time."""
 
 
 def hooks_of(module: Any, found: Found) -> Any:

@@ -142,13 +142,14 @@ def overlap_of_each() -> tuple[float, float]:
         groups = world.groups(Topology.of(2, wp=2), 30.0)
 
         def attended() -> Callable[[], None]:
-            return lambda: time.sleep(0.02)
+            return lambda: time.sleep(0.1)
 
         def beside() -> Callable[[], None]:
-            end = time.perf_counter() + 0.02
+            end = time.perf_counter() + 0.1
             return lambda: time.sleep(max(0.0, end - time.perf_counter()))
 
-        with patch.object(links, "products", lambda count, one, result: time.sleep(count * 1e-3)):
+        sleeping = patch.object(links, "products", lambda count, one, result: time.sleep(count * 1e-3))
+        with sleeping, patch.object(links, "REPETITIONS", 3):
             return overlap(groups, attended, world), overlap(groups, beside, world)
 
 

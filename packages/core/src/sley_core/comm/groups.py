@@ -140,8 +140,8 @@ def make_groups(
 
 
 def imagined(axis: str, size: int) -> Group:
-    """Returns a group of `size` ranks of which this one is the first and the others exist nowhere. Exchanges of rows bring what
-    this rank has, and are over at once: for timing what lies between them.
+    """Returns a group of `size` ranks of which this one is the first and the others exist nowhere. Swaps of rows bring what
+    this rank has, and are over at once: for timing what lies between them. It is not made for other exchanges.
     """
     return Group(axis, tuple(range(size)), 0, {}, {DEFAULT_LANE: Alone()}, is_silent=True)
 

@@ -27,9 +27,8 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     heads = _gather(torch.cat((_bytes_of_length(mine), mine[:_AT_ONCE])), _LENGTH + _AT_ONCE, group)
     lengths = [int(head[:_LENGTH].view(torch.int64)) for head in heads]
     more = max(lengths) - _AT_ONCE
-    rests = (
-        _gather(mine[_AT_ONCE:], more, group) if more > 0 else [mine[:0]] * len(heads)
-    )  # all members see the same lengths
+    # All members see the same lengths.
+    rests = _gather(mine[_AT_ONCE:], more, group) if more > 0 else [mine[:0]] * len(heads)
     texts = (torch.cat((head[_LENGTH:], rest)) for head, rest in zip(heads, rests, strict=True))
     return [_decoded(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 

@@ -205,7 +205,7 @@ class LayerTables:
         return once(self._works, (str(policy), micro_size), traced)
 
     def _measured(self, sizes: Sizes, policy: Choice) -> dict[int, LayerSeconds]:
-        """Returns what the machine file says of layers, by their numbers; of slices it says nothing."""
+        """Returns what the machine file says of layers, by their numbers; what it says of slices is not looked at."""
         if not self.machine.layers or sizes.sp > 1:
             return {}
         known = {table.key: LayerSeconds.measured(table) for table in self.machine.layers}

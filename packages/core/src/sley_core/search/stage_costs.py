@@ -115,8 +115,8 @@ class StageCosts:
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
     def _exchange(self, shape: Shape, kind: Collective | None) -> Exchanged:
-        """Returns the cost of an exchange of each layer's gradients, or of its weights: of shards with
-        their replicas, and of the rest in the stage. None: nothing is exchanged. All stages are as the first.
+        """Returns the cost of an exchange of each layer's gradients, or of its weights: of shards with their replicas, and of
+        the rest in the stage. None: nothing is exchanged. All stages are as the first.
         """
         sizes = shape.sizes
         key = kind, sizes.pp, sizes.wp, str(shape.weights)

@@ -42,7 +42,7 @@ class ComputeSpan(NamedTuple):
 
 
 class Exposed(NamedTuple):
-    """A rank did nothing but wait for the exchange `key`, of `lane`."""
+    """A rank waited for the exchange `key`, of `lane`, and did what is its own part of it."""
 
     rank: int
     lane: str
@@ -78,9 +78,8 @@ class Lanes:
         self._moving: dict[Hashable, _Moving] = {}
         self._ended: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
-        self._on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(
-            dict
-        )  # in order: a set's is another in each process
+        # A dict keeps the order in which they came; a set's is another in each process.
+        self._on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)
         self._events: list[tuple[float, int, str, Hashable, int]] = []
         self._count = 0
 

@@ -18,9 +18,9 @@ from sley_core.estimate.seconds.timed import Timed
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """A simulated step. timeline: the actions of all stages. exchanges: what ran beside them. exposed: where a stage did
-    nothing but wait for an exchange. computing_s: seconds that each stage computes, and of these updating_s in no action: norm
-    and update. seconds: of the step, its update included.
+    """A simulated step. timeline: the actions of all stages. exchanges: what ran beside them. exposed: where a stage waited for
+    an exchange, or did its own part of one that does not overlap. computing_s: seconds that each stage computes, and of these
+    updating_s in no action: norm and update. seconds: of the step, its update included.
     """
 
     timeline: Timeline

@@ -34,7 +34,7 @@ _SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 5e-4
 _PART = 64
 """A rank that waits lets others run, and sleeps after a millisecond: for a part of what it has waited, so that it comes hardly
-later. To look 10,000 times a second takes a fifth of a core, from the rank for which it waits where there are more ranks."""
+later. To look every 50 us takes 15 % of a core, from the rank for which it waits where there are more ranks."""
 
 _LOOK_S = 0.5
 """How often a rank that waits looks whether the peer is still there."""
