@@ -21,7 +21,9 @@ from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.seconds_of_plan import estimate_seconds
 from sley_core.estimate.stage_facts import stage_facts
+from sley_core.model.layers import Model
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
 from sley_core.testing.machines import small_machine
 from sley_core.testing.plans import changed, small_plan
 
@@ -92,6 +94,10 @@ def seconds(tables: dict[str, Any], size: int, machine: dict[str, Any] = MACHINE
     return estimate_seconds(plan_from_dict(tables), size, machine_from_dict(machine)).step.seconds
 
 
+def draft(plan: Plan) -> Model:
+    return draft_model(plan, open_dataset(plan.data, DataContext(0, "train")).info)
+
+
 @pytest.mark.parametrize("handler", ["core.each", "dp.bucketed", "dp.sharded"])
 def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> None:
     plan = plan_of(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
@@ -132,8 +138,7 @@ def test_stages_that_are_alike_are_what_each_would_say_of_itself() -> None:
     )
     plan = plan_from_dict(tables)
     topology, machine = plan.topology(8), machine_from_dict(MACHINE)
-    dataset = open_dataset(plan.data, DataContext(0, "train"))
-    model = draft_model(plan, dataset.info)
+    dataset, model = open_dataset(plan.data, DataContext(0, "train")), draft(plan)
     layers = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
     stage = stage_of(plan, topology, 0, model, [1.0] * len(layers))
     shared = stage_facts(plan, topology, stage, layers)
@@ -145,3 +150,14 @@ def test_stages_that_are_alike_are_what_each_would_say_of_itself() -> None:
         first = [told.on(2 * number, machine.links) for told in one.exchanges]
         assert first == [told.on(2 * number, machine.links) for told in other.exchanges]
         assert first
+
+
+@pytest.mark.parametrize(("dp", "reduced"), [(1, {}), (2, {"gradient_handlers": [{"use": "dp.bucketed"}]})])
+def test_all_that_stages_have_is_updated_whether_or_not_it_is_reduced(dp: int, reduced: dict[str, Any]) -> None:
+    """By AdamW in fp32: the gradient is read twice, weight and two states are read and written."""
+    staged = {"parallel": {"pp": 2, "dp": dp}, "pipeline": {"use": "pp.one_f_one_b"}}
+    plan = plan_from_dict(plan_of(**staged, optimizer={"use": "core.adamw", "lr": 1e-3}, **reduced))
+    parameters = {p for layer in draft(plan).layers for p in layer.module.parameters()}
+    moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
+    found = estimate_seconds(plan, 2 * dp, machine_from_dict(changed(MACHINE, links__ranks_per_host=4))).step
+    assert sum(found.updating_s) == pytest.approx(moved_bytes / MACHINE["device"]["memory_bandwidth"])

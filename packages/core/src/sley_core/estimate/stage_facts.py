@@ -115,13 +115,21 @@ def _told(parts: Parts, stepper: Stepper, one: HandlerExchange, handler: int) ->
 
 
 def _update_bytes(plan: Plan, parts: Parts, count: int) -> float:
-    """Returns the bytes that norm and update move: the gradient twice, weight and states there and back, a working copy."""
+    # Not of `store.part`: a gradient that nobody reduces is an empty view before the first step.
+    spans = [(entry, parts.store.span(entry)) for entry in parts.book.trainable]
+    own = sum(entry.numel if span is None else span.numel for entry, span in spans)
+    of_held, of_stepped = moved_by_update(plan, count)
+    return sum(entry.numel for entry in parts.book.trainable) * of_held + own * of_stepped
+
+
+def moved_by_update(plan: Plan, count: int) -> tuple[int, int]:
+    """Returns the bytes that norm and update move for each element that a rank holds, and for each that it steps: the gradient
+    twice, weight and states there and back, a working copy. count: of states, as `num_states` says.
+    """
     gradient = DTYPES[plan.precision.gradients].itemsize
     working, stepped = dtypes(plan)
     copy = working.itemsize if stepped != working else 0
-    own = sum(parts.store.part(entry).numel() for entry in parts.book.trainable)
-    whole = sum(entry.numel for entry in parts.book.trainable)
-    return whole * gradient + own * (gradient + stepped.itemsize * (2 + 2 * count) + copy)
+    return gradient, gradient + stepped.itemsize * (2 + 2 * count) + copy
 
 
 def num_states(plan: Plan) -> int:

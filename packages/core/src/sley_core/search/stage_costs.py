@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sley_core.draft import DTYPES, dtypes
 from sley_core.estimate.seconds.links import NOTHING, collective
-from sley_core.estimate.stage_facts import num_states
+from sley_core.estimate.stage_facts import moved_by_update, num_states
 from sley_core.search.glance import reduces
 from sley_core.search.layer_table import once
 from sley_core.topology import Topology
@@ -149,9 +149,8 @@ class StageCosts:
 
     def _update_s(self, held: Floats, owned: Floats) -> Floats:
         """Returns the seconds of each stage's norm and update, which move their bytes once."""
-        gradient = DTYPES[self.plan.precision.gradients].itemsize
-        moved = held * gradient + owned * (gradient + 2 * self.state_bytes)
-        return np.asarray(moved / self.machine.device.memory_bandwidth)
+        of_held, of_stepped = moved_by_update(self.plan, self.num_states)
+        return np.asarray((held * of_held + owned * of_stepped) / self.machine.device.memory_bandwidth)
 
     def _gathered_bytes(self, shape: Shape, parts: ModelParts) -> Floats:
         """Returns the bytes of whole weights, and of whole gradients, that each stage has for a while."""
@@ -169,7 +168,12 @@ class StageCosts:
         """Bytes of a parameter that only those hold who step it: its master, and the optimizer's states."""
         working, stepped = dtypes(self.plan)
         master = stepped.itemsize if stepped != working else 0
-        return master + num_states(self.plan) * stepped.itemsize
+        return master + self.num_states * stepped.itemsize
+
+    @cached_property
+    def num_states(self) -> int:
+        """Tensors like the weight that the optimizer keeps."""
+        return num_states(self.plan)
 
     @cached_property
     def weight_bytes(self) -> int:
