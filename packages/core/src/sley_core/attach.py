@@ -10,7 +10,7 @@ from sley_core.data.slices import sliced_info
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.compiled import compile_layers
 from sley_core.engine.crossing import Crossing
-from sley_core.engine.direct import accumulate_directly
+from sley_core.engine.direct import accumulate_directly, accumulates_directly
 from sley_core.engine.direct_embedding import add_rows_directly
 from sley_core.engine.execute import Executor
 from sley_core.engine.first_values import check_first_values
@@ -22,7 +22,6 @@ from sley_core.records import GradientHandlerRecord, LossRecord
 from sley_core.updates import make_update
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Device
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
@@ -92,7 +91,7 @@ def stepper_of(
         executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events
     )
     splits = stage.lists.splits_backward(plan.num_micros(topology))
-    if splits or is_canonical or _accumulates_directly(plan, device):
+    if splits or is_canonical or accumulates_directly(plan.precision.accumulation, device):
         all_types = splits or is_canonical  # the same products in every layout
         undo.callback(accumulate_directly(parts.layers, parts.book, parts.store, parts.queue, all_types=all_types))
     if is_canonical:
@@ -112,8 +111,3 @@ def _link(plan: Plan, parts: Parts) -> StageLink | None:
     link: StageLink = plan.link.build()
     link.prepare(parts)
     return link
-
-
-def _accumulates_directly(plan: Plan, device: Device) -> bool:
-    wanted = plan.precision.accumulation
-    return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)

@@ -23,6 +23,7 @@ from sley_core.model.patch import ForwardPatch
 from sley_core.model.plain import is_plain
 
 if TYPE_CHECKING:
+    from sley_core.comm.device import Device
     from sley_core.engine.book import Entry, ParameterBook
     from sley_core.engine.store import GradientStore
     from sley_core.model.layers import Layer
@@ -132,6 +133,11 @@ def _is_special(input: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+def accumulates_directly(wanted: str, device: Device) -> bool:
+    """Returns whether `wanted`, `[precision] accumulation` of a plan, lets products be added directly on `device`."""
+    return wanted == "direct" or (wanted == "auto" and device.gains_from_direct_gradients)
 
 
 def accumulate_directly(

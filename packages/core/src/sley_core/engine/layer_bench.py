@@ -7,8 +7,10 @@ when called reaches the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from sley_core.data.feed import Feed
 from sley_core.data.slices import Slices
 from sley_core.engine.boundary import Description
 from sley_core.engine.call import LayerCaller
-from sley_core.engine.direct import queued_products
+from sley_core.engine.direct import accumulates_directly, queued_products
 from sley_core.engine.in_flight import InFlight, describe, edges_of
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.weight_queue import WeightQueue
@@ -80,6 +82,7 @@ class LayerBench:
         self.dtype = dtype
         self.gradients = gradients
         self.repetitions = repetitions
+        self._is_direct = gradients == dtype and accumulates_directly(plan.precision.accumulation, device)
         self.loss: Loss = plan.loss.build()
         policy = plan.activations.build([layer.name for layer in model.layers])
         self.caller = LayerCaller(device, plan.run.seed, policy)
@@ -105,8 +108,14 @@ class LayerBench:
             device=self.device.torch_device,
             owned={layer.name},
         )
-        whole = [self._whole(layer, value) for _ in range(1 + self.repetitions)][1:]
-        halves = [self._split(layer, value) for _ in range(1 + self.repetitions)][1:] if split else [(0.0, 0.0)]
+        queue = WeightQueue()
+        with self._accumulating(layer):
+            with self._products(layer, queue) if self._is_direct else nullcontext():
+                whole = [self._whole(layer, value) for _ in range(1 + self.repetitions)][1:]
+            halves = [(0.0, 0.0)]
+            if split:
+                with self._products(layer, queue):
+                    halves = [self._split(layer, value, queue) for _ in range(1 + self.repetitions)][1:]
         as_it_was.put_back()
         description, tensors = describe(whole[-1][0])
         times = LayerTimes(
@@ -117,9 +126,28 @@ class LayerBench:
         )
         return times, (description, [tensor.detach() for tensor in tensors])
 
+    @contextmanager
+    def _accumulating(self, layer: Layer) -> Iterator[None]:
+        """Returns a context manager within which gradients are added to memory of the layer's own, as in the store of a run: by
+        autograd, or by a hook if that has another dtype. Where accumulation is left out, nothing is.
+        """
+        trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
+        with ExitStack() as hooks:
+            for parameter in trained if self.gradients is not None else ():
+                slot = torch.zeros_like(parameter, dtype=self.gradients)
+                if parameter.dtype == self.gradients:
+                    parameter.grad = slot
+                else:
+                    hook = parameter.register_post_accumulate_grad_hook(partial(_add_to, slot))  # type: ignore[no-untyped-call]
+                    hooks.callback(hook.remove)
+            yield
+        layer.module.zero_grad(set_to_none=True)
+
+    def _products(self, layer: Layer, queue: WeightQueue) -> AbstractContextManager[None]:
+        return queued_products(layer.module, queue, self.gradients or self.dtype)
+
     def _whole(self, layer: Layer, value: Handed | None) -> tuple[Any, float, float]:
         """Returns the layer's output, after its backward, and the seconds of forward and backward."""
-        slots = self._slots(layer)
         self._evict()
         began = self.device.moment()
         held, output, gradients = self._forward(layer, value)
@@ -128,30 +156,29 @@ class LayerBench:
         turned = self.device.moment()
         if held.loss is None or held.loss.requires_grad:
             held.backward(gradients)
-        self._accumulate(slots)
         ended = self.device.moment()
-        layer.module.zero_grad(set_to_none=True)
+        self._forget(layer)
         return output, self.device.seconds_between(began, ready), self.device.seconds_between(turned, ended)
 
-    def _split(self, layer: Layer, value: Handed | None) -> tuple[float, float]:
+    def _split(self, layer: Layer, value: Handed | None, queue: WeightQueue) -> tuple[float, float]:
         """Returns the seconds of the two halves of a split backward."""
-        queue = WeightQueue()
-        slots = self._slots(layer)
-        with queued_products(layer.module, queue, self.gradients or self.dtype):
-            held, _, gradients = self._forward(layer, value)
-            self._evict()
-            began = self.device.moment()
-            with queue.collecting(PLACE):
-                if held.loss is None or held.loss.requires_grad:
-                    held.backward(gradients)
-            self._accumulate(slots)
-            done = self.device.moment()
-            self._evict()
-            turned = self.device.moment()
-            queue.run(PLACE)
-            ended = self.device.moment()
-        layer.module.zero_grad(set_to_none=True)
+        held, _, gradients = self._forward(layer, value)
+        self._evict()
+        began = self.device.moment()
+        with queue.collecting(PLACE):
+            if held.loss is None or held.loss.requires_grad:
+                held.backward(gradients)
+        done = self.device.moment()
+        self._evict()
+        turned = self.device.moment()
+        queue.run(PLACE)
+        ended = self.device.moment()
+        self._forget(layer)
         return self.device.seconds_between(began, done), self.device.seconds_between(turned, ended)
+
+    def _forget(self, layer: Layer) -> None:
+        if self.gradients is None:
+            layer.module.zero_grad(set_to_none=True)
 
     def _evict(self) -> None:
         """Leaves nothing of the layer in the device's caches."""
@@ -171,18 +198,6 @@ class LayerBench:
         pairs = zip(description.leaves, tensors, strict=True)
         return held, output, [torch.ones_like(tensor) for leaf, tensor in pairs if leaf.has_gradient]
 
-    def _slots(self, layer: Layer) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns the layer's parameters, each with memory for its accumulated gradient; none where that is left out."""
-        if self.gradients is None:
-            return []
-        trained = (parameter for parameter in layer.module.parameters() if parameter.requires_grad)
-        return [(parameter, torch.zeros_like(parameter, dtype=self.gradients)) for parameter in trained]
-
-    def _accumulate(self, slots: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        for parameter, slot in slots:
-            if parameter.grad is not None:
-                slot.add_(parameter.grad)
-
     def _micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
         """The first micro-batch of the run, as the first rank of `sp` gets it, on the device."""
         plan, size = self.plan, self.plan.batch.global_size
@@ -193,6 +208,13 @@ class LayerBench:
         declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
         first = Slices(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
+
+
+def _add_to(slot: Tensor, parameter: Tensor) -> None:
+    """Adds a gradient that autograd has made, and frees it."""
+    assert parameter.grad is not None
+    slot.add_(parameter.grad)
+    parameter.grad = None
 
 
 class _Tensors:
