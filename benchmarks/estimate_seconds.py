@@ -4,6 +4,7 @@
                 policy and axis that cuts layers
     estimate    each layout, from that machine alone; the median of the rounds
     run         each layout, all of them interleaved; the median of its steps
+    again       the same layout once more in each round: what it says of the first is the noise
 
 Behind each figure stands how much more the largest of the rounds is than the smallest. Targets: the mean of the errors'
 absolute values <= 7 %, the largest <= 15 %.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,29 @@ class Layout:
         return self.tables() if self.axis in ("wp", "sp") else Layout("dp", self.micro, self.policy, REDUCED).tables()
 
 
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a layout's step, of each round."""
+
+    estimated: list[float] = field(default_factory=list)
+    real: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """How much longer the estimate is than the real step."""
+        return statistics.median(self.estimated) / statistics.median(self.real) - 1
+
+    @property
+    def noise(self) -> float:
+        """How much longer the same step is, taken again."""
+        return statistics.median(self.again) / statistics.median(self.real) - 1
+
+
+def spread(found: Sequence[float]) -> float:
+    return max(found) / min(found) - 1
+
+
 REDUCED = {"gradient_handlers": [{"use": "dp.bucketed"}]}
 
 
@@ -101,28 +125,25 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=3)
     options.add_argument("--steps", type=int, default=7, help="of a layout in each round (default 7)")
     chosen = options.parse_args()
-    ranks, every = Ranks(RANKS, timeout_s=600), list(layouts())
-    seconds: dict[str, list[float]] = {str(layout): [] for layout in every}
-    told: dict[str, list[float]] = {str(layout): [] for layout in every}
+    ranks, rows = Ranks(RANKS, timeout_s=600), [(layout, Row()) for layout in layouts()]
     for _ in range(chosen.rounds):
         machines: dict[Hashable, MachineFile] = {}
-        for layout in every:
+        for layout, row in rows:
             if layout.measured_by not in machines:
                 (machines[layout.measured_by], *_) = ranks(measured, layout)
             step = estimate_seconds(plan_from_dict(layout.tables()), RANKS, machines[layout.measured_by]).step
-            told[str(layout)].append(step.seconds)
-            seconds[str(layout)].append(max(ranks(taken, layout, chosen.steps)))
-    errors = []
-    for layout in map(str, every):
-        estimated, real = statistics.median(told[layout]), statistics.median(seconds[layout])
-        errors.append(estimated / real - 1)
-        spreads = [max(found) / min(found) - 1 for found in (told[layout], seconds[layout])]
-        print(
-            f"{layout:<50} {estimated:7.3f} s (+{spreads[0]:.0%}), took {real:7.3f} s (+{spreads[1]:.0%})  {errors[-1]:+6.1%}",
-            flush=True,
+            row.estimated.append(step.seconds)
+            row.real.append(max(ranks(taken, layout, chosen.steps)))
+        for layout, row in rows:
+            row.again.append(max(ranks(taken, layout, chosen.steps)))
+    for layout, row in rows:
+        told = ", ".join(
+            f"{name} {statistics.median(one):.3f} s (+{spread(one):.0%})" for name, one in vars(row).items()
         )
-    mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
-    print(f"{len(errors)} layouts: mean {mean:.1%} (target {MEAN:.0%}), largest {worst:.1%} (target {WORST:.0%})")
+        print(f"{layout!s:<50} {told}: {row.error:+6.1%}, noise {row.noise:+6.1%}", flush=True)
+    for name, targets in (("error", f" (targets {MEAN:.0%}, {WORST:.0%})"), ("noise", "")):
+        found = [abs(getattr(row, name)) for _, row in rows]
+        print(f"{name} of {len(found)} layouts: mean {statistics.mean(found):.1%}, largest {max(found):.1%}{targets}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from sley_isp.counts import Tally
 from sley_isp.embedding.columns import Columns, ShardedEmbedding
 from sley_isp.embedding.find import check_tables
 from sley_isp.launch.points import Launches, check_points
+from sley_isp.offer import Offer
 from sley_isp.prefetch import Decision, PrefetchPolicy
 from sley_isp.reductions import Reductions
 from sley_isp.sites import Site, embedding_gradient, is_plain, linear_gradient
@@ -34,7 +35,6 @@ from sley_isp.vocabulary.find import find_head
 from sley_isp.vocabulary.head import VocabularyHead
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Published, Transport
     from sley_core.api.model import Layer
     from sley_core.api.parts import Entry, Parts, Phase
     from sley_core.protocols import MemoryPool
@@ -57,9 +57,6 @@ class Communicator(WeightCommunicator):
         self.sites: list[Site] = []
         self.units: list[Unit] = []
         self._gathered: dict[Unit, Gathered] = {}
-        self._leaving: list[Gathered] = []
-        self._published: Published | None = None
-        self._stamps: dict[Unit, int] = {}
         self._action: Action | None = None
         self._at = self._final = -1
         self._drains: set[int] = set()
@@ -86,6 +83,7 @@ class Communicator(WeightCommunicator):
         self._parts = parts
         self._group = parts.groups[AXIS]
         self._waits = parts.waits
+        self._offer = Offer(self._group, parts.waits.is_due)
         self._queue = parts.queue
         self.pool = parts.pool(self.config.pool)
         bound = self.config.bound if self.config.overlap else 0
@@ -119,12 +117,12 @@ class Communicator(WeightCommunicator):
         passes = [(phase, action.kind, action.chunk) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT]
         self.prefetch.begin(passes)
         self._drop(list(self._gathered))
-        self._end()
+        self._offer.end()
         self.reductions.forget()
         self.columns.forget()
         self.tally.begin(actions, phase)
         if self.config.overlap:
-            self._publish()
+            self._offer.begin(self.units)
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -145,12 +143,12 @@ class Communicator(WeightCommunicator):
         if self._at in self._drains:
             self.reductions.finish()
         if self._at == self._final:
-            self._end()
+            self._offer.end()
             self.tally.end()
 
     def detach(self) -> None:
         """Restores the modules' own forwards; stand-ins stay."""
-        self._published = None  # of a step that failed; it holds a communicator, whose threads end with the run
+        self._offer.forget()
         self._patches.close()
         self.launches.close()
         self.sites.clear()
@@ -189,7 +187,9 @@ class Communicator(WeightCommunicator):
     def _gather(self, unit: Unit) -> Gathered:
         """Starts to gather `unit`, after the waits of its layer; blocks until the weights are here unless `overlap` is set."""
         has_waited = self._waits.wait_for(unit.layer)
-        gathered = Gathered(unit, self.pool, self._source(unit, has_waited=has_waited), self._group.size)
+        is_as_offered = self._action is not None and not has_waited
+        source = self._offer.source(unit) if is_as_offered else self._group.transport(GATHER)
+        gathered = Gathered(unit, self.pool, source, self._group.size)
         if self._action is not None:
             self.tally.gathered(unit, gathered)
         if not self.config.overlap:
@@ -197,41 +197,13 @@ class Communicator(WeightCommunicator):
         return gathered
 
     def _drop(self, units: Sequence[object]) -> None:
-        """Returns the buffers of `units` to the pool; `_end` waits later until the peers have received this rank's shards."""
+        """Returns the buffers of `units` to the pool; their peers have received this rank's shards when the offer has ended."""
         for unit in units:
             assert isinstance(unit, Unit), unit
             gathered = self._gathered.pop(unit)
             gathered.release()
             self.tally.dropped(gathered)
-            self._leaving.append(gathered)
-
-    def _source(self, unit: Unit, *, has_waited: bool) -> Transport | Published:
-        """Returns the published shards if they are still as published, else the transport; the same on all ranks of `wp`."""
-        is_as_published = self._action is not None and not has_waited and self._stamps.get(unit) == unit.stamp
-        if is_as_published and self._published is not None:
-            return self._published
-        return self._group.transport(GATHER)
-
-    def _publish(self) -> None:
-        """Publishes the shards without a pending wait; the others are sent as they are at each gather."""
-        still = [unit for unit in self.units if not self._waits.is_due(unit.layer)]
-        self._stamps = {unit: unit.stamp for unit in still}
-        if not still:
-            return
-        due = ", ".join(unit.name for unit in self.units if unit not in self._stamps)
-        # Before the first gather of a step or an evaluation, which all ranks of `wp` begin together. Its name says of what.
-        what = f"the weights but for {due}" if due else "the weights"
-        shards = [shard for unit in still for shard in unit.shards]
-        self._published = self._group.transport(GATHER).publish(shards, what=what)
-
-    def _end(self) -> None:
-        """Waits until all peers have this rank's shards, which may change from now on."""
-        for gathered in self._leaving:
-            gathered.wait_sent()
-        self._leaving.clear()
-        if self._published is not None:
-            self._published.wait_sent()
-            self._published = None
+            self._offer.leaving.append(gathered)
 
     def _take(self, layer: Layer) -> None:
         """Puts the sharded modules of `layer` into units and patches their forwards."""
