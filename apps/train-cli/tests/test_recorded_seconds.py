@@ -27,9 +27,9 @@ FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
 
-def machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = ()):
+def machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), launch_s: float = 1e-6):
     matmul = {"fp64": {"flops_per_s": 1e10}, "fp32": {"flops_per_s": 1e10}}
-    device = {"name": "even", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 1e-6, "matmul": matmul}
+    device = {"name": "even", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": launch_s, "matmul": matmul}
     tables = {"format": 1, "device": device, "links": {"ranks_per_host": 8, "same_host": link}, "layers": [*layers]}
     return machine_from_dict(tables)
 
@@ -48,6 +48,15 @@ def test_lists_and_recorded_steps_say_the_same(changes: dict[str, Any]) -> None:
     plan = plan_of(**changes)
     listed = estimate_seconds(plan, 2, machine()).step.seconds
     assert _recorded(plan, 2, machine()).step.seconds == pytest.approx(listed, rel=0.05)
+
+
+@pytest.mark.parametrize("reducer", ["none", "dp.bucketed", "dp.sharded"])
+def test_lists_and_recorded_steps_update_alike(reducer: str) -> None:
+    """Whoever reduces, and where nobody does; without what starting an operator takes."""
+    shared = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": reducer}]}
+    plan, fast = plan_of(**(STAGES if reducer == "none" else shared)), machine(launch_s=1e-12)
+    listed = estimate_seconds(plan, 2, fast).step.updating_s
+    assert _recorded(plan, 2, fast).step.updating_s == pytest.approx(listed, rel=0.05)
 
 
 def test_attention_that_a_policy_keeps_is_not_priced_twice() -> None:

@@ -17,7 +17,7 @@ from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import PlanError
 from sley_core.estimate.layers.distinct import layer_keys
 from sley_core.estimate.layers.operators import PHASES, LayerWork, Operator
-from sley_core.estimate.layers.recorder import moved_bytes
+from sley_core.estimate.layers.recorder import OperatorRecorder, moved_bytes
 from sley_core.estimate.layers.trace import trace
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import DeviceTable
@@ -111,6 +111,26 @@ def test_a_look_up_reads_what_it_writes() -> None:
     work, _ = trace(layer, None, {"input": tokens}, Keep(), None, torch.float32, torch.float32)
     (look_up,) = work.forward
     assert look_up.num_bytes == 2 * 2 * 8 * WIDTH * 4 + 2 * 8 * 8
+
+
+def test_what_is_written_in_place_is_moved_twice_also_by_an_operator_that_returns_nothing() -> None:
+    one, other, step = torch.ones(64), torch.ones(64), torch.ones(())
+    with OperatorRecorder() as recorder:
+        one.add_(other)
+        torch._foreach_add_([one], [other])
+        settings = {
+            "lr": 0.1,
+            "beta1": 0.9,
+            "beta2": 0.9,
+            "weight_decay": 0.0,
+            "eps": 1e-8,
+            "amsgrad": False,
+            "maximize": False,
+        }
+        torch._fused_adamw_([one], [other], [torch.ones(64)], [torch.ones(64)], [], [step], **settings)
+    found = {operator.name: operator.num_bytes for operator in recorder.of("forward")}
+    assert found["aten.add_"] == found["aten._foreach_add_"] == 3 * one.nbytes
+    assert found["aten._fused_adamw_"] == 7 * one.nbytes + step.nbytes, "gradients are read alone"
 
 
 def test_attention_is_one_kernel_that_multiplies_half_of_a_causal_square() -> None:

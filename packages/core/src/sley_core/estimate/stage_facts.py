@@ -59,7 +59,7 @@ class StageFacts:
     """Of one stage: what its ranks exchange, in the order of handlers, and the bytes that norm and update move."""
 
     exchanges: tuple[ToldExchange, ...]
-    update_bytes: float
+    update_bytes: int
 
 
 def stage_facts(plan: Plan, topology: Topology, stage: Stage, layers: Sequence[PricedLayer]) -> list[StageFacts]:
@@ -114,22 +114,22 @@ def _told(parts: Parts, stepper: Stepper, one: HandlerExchange, handler: int) ->
     return ToldExchange(one, handler, uses, tuple(rank - parts.world.rank for rank in ranks), tie)
 
 
-def _update_bytes(plan: Plan, parts: Parts, count: int) -> float:
+def _update_bytes(plan: Plan, parts: Parts, count: int) -> int:
     # Not of `store.part`: a gradient that nobody reduces is an empty view before the first step.
     spans = [(entry, parts.store.span(entry)) for entry in parts.book.trainable]
-    own = sum(entry.numel if span is None else span.numel for entry, span in spans)
-    of_held, of_stepped = moved_by_update(plan, count)
-    return sum(entry.numel for entry in parts.book.trainable) * of_held + own * of_stepped
+    return moved_by_update(plan, count) * sum(entry.numel if span is None else span.numel for entry, span in spans)
 
 
-def moved_by_update(plan: Plan, count: int) -> tuple[int, int]:
-    """Returns the bytes that norm and update move for each element that a rank holds, and for each that it steps: the gradient
-    twice, weight and states there and back, a working copy. count: of states, as `num_states` says.
+def moved_by_update(plan: Plan, count: int) -> int:
+    """Returns the bytes that norm, clipping and update move for each element that a rank steps: the gradient for the norm and
+    for the update, there and back where it is clipped; weight and states there and back; a working copy. count: of states, as
+    `num_states` says.
     """
-    gradient = DTYPES[plan.precision.gradients].itemsize
+    config: Any = plan.optimizer.config
+    times = 2 if config.clip_norm is None else 4
     working, stepped = dtypes(plan)
     copy = working.itemsize if stepped != working else 0
-    return gradient, gradient + stepped.itemsize * (2 + 2 * count) + copy
+    return times * DTYPES[plan.precision.gradients].itemsize + stepped.itemsize * (2 + 2 * count) + copy
 
 
 def num_states(plan: Plan) -> int:

@@ -96,7 +96,7 @@ class StageCosts:
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
         sums_s, gathers_s = (self._by_stage(parts, costs) for costs in exchanged[:2])
         states = held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts)
-        return OfStages(sums_s, gathers_s, self._update_s(held, owned), states, exchanged)
+        return OfStages(sums_s, gathers_s, self._update_s(owned), states, exchanged)
 
     def _by_stage(self, parts: ModelParts, costs: Exchanged) -> Floats:
         """Returns the seconds of the exchanges of each stage's layers."""
@@ -147,10 +147,9 @@ class StageCosts:
         found = [known.get(count, NOTHING) for count in elements.tolist()]
         return np.array(found).T
 
-    def _update_s(self, held: Floats, owned: Floats) -> Floats:
+    def _update_s(self, owned: Floats) -> Floats:
         """Returns the seconds of each stage's norm and update, which move their bytes once."""
-        of_held, of_stepped = moved_by_update(self.plan, self.num_states)
-        return np.asarray((held * of_held + owned * of_stepped) / self.machine.device.memory_bandwidth)
+        return np.asarray(owned * (moved_by_update(self.plan, self.num_states) / self.machine.device.memory_bandwidth))
 
     def _gathered_bytes(self, shape: Shape, parts: ModelParts) -> Floats:
         """Returns the bytes of whole weights, and of whole gradients, that each stage has for a while."""

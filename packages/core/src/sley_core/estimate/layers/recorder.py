@@ -88,6 +88,7 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     if packet in LOOK_UPS:
         table, *given = given
         given += made if table.numel() else ()
+    made += _written(func, args, kwargs)
     num_bytes = sum(map(moved_bytes, given)) + sum(map(moved_bytes, made))
     formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(_out_of_place(packet))
     if formula is None:
@@ -105,6 +106,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, context: Tensor, *, is_
     flops = sdpa_flop_count(query.shape, grouped, of_values) // (2 if is_causal else 1)  # type: ignore[no-untyped-call]
     num_bytes = sum(map(moved_bytes, (query, key, value, context)))
     return Operator("attention", num_bytes, flops, NAMES.get(query.dtype, "fp32"))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operator writes in place, if it returns nothing: updates of many tensors at once do."""
+    if func._schema.returns:
+        return []
+    named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    places = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    if named.get("grad_scale") is None:
+        places = [name for name in places if name != "grads"]  # a fused optimizer writes gradients that it scales
+    return _tensors([named.get(name) for name in places])
 
 
 def _out_of_place(packet: Any) -> Any:
