@@ -51,7 +51,7 @@ def seen(plan: Tables, num_steps: int, folder: Path | None, load: Path | None = 
 
 def test_data_goes_on_and_no_row_is_skipped_or_taken_twice(texts, tmp_path):
     """Also the batch that was read ahead when the run was saved, and over the end of an epoch."""
-    plan = small_plan(run__steps=12, batch__global_size=32)
+    plan = small_plan(run__steps=12, batch={"global_size": 32, "micro_size": 16})
     whole = seen(plan, 12, texts)
     first = seen(plan, 5, texts, save=tmp_path / "at")
     rest = seen(plan, 7, texts, load=tmp_path / "at")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def stretch(
         held = states_of(run.stepper.update)
         found.states = {f"{one.name}/{one.state}/{one.span}": one.tensor.detach().clone().cpu() for one in held}
     return found
+
+
+def saving_at(step: int, path: Path) -> Callable[[Run], None]:
+    """Returns what lets a run save a checkpoint to `path` behind that step, and go on: for `prepare` of a `stretch`."""
+    return partial(_let_save, step, path)
+
+
+def _let_save(step: int, path: Path, run: Run) -> None:
+    run.listeners.append(lambda row: run.save_checkpoint(path) if row["step"] == step else None)
 
 
 def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch]) -> None:
