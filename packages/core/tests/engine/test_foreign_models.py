@@ -52,10 +52,20 @@ def records(plans, folder):
     return [record(plan, 3, folder=folder) for plan in plans]
 
 
-def test_two_ranks_are_one(ranks, folder):
+TIED = tables(HF_LLAMA, "fp32", tie=True)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(CONV_TIE, "fp32"), (HF_LLAMA, "fp64"), (TIED, "fp32")],
+        pytest.param([(CONV_TIE, "fp64"), (HF_LLAMA, "fp32"), (TIED, "fp64")], marks=pytest.mark.campaign),
+    ],
+    ids=["each", "the others"],
+)
+def test_two_ranks_are_one(ranks, folder, cases):
     """With the first weights bit for bit, ties and buffers that are not saved among them: nothing was broadcast."""
-    bases = [CONV_TIE, HF_LLAMA, tables(HF_LLAMA, "fp32", tie=True)]
-    plans = [tables(base, precision) for base in bases for precision in ("fp32", "fp64")]
+    plans = [tables(base, precision) for base, precision in cases]
     for plan, *layouts in zip(plans, *ranks(2)(records, plans, folder), strict=True):
         reference = record(plan, 3, folder=folder)
         assert_parity(reference, layouts, plan["precision"]["compute"])
