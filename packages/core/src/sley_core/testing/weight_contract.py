@@ -143,8 +143,8 @@ class WeightCommunicatorContract:
         ("world", "wp", "micros", "changes"),
         [
             (2, 2, 2, {}),
-            (2, 2, 3, {"activations": {"use": "core.recompute", "fraction": 1.0}}),
-            (4, 2, 2, {}),
+            (2, 2, 2, {"activations": {"use": "core.recompute", "fraction": 1.0}}),
+            (4, 2, 1, {}),
             (4, 4, 1, {"activations": {"use": "core.recompute", "fraction": 0.5}}),
         ],
         ids=["shards", "micro-batches and recomputation", "copies of shards", "four shards"],
