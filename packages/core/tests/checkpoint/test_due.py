@@ -22,7 +22,7 @@ from sley_core.testing.runs import weights
 
 
 def plan(**changes: Any) -> dict[str, Any]:
-    return changed(small_plan(run__steps=6), **changes)
+    return changed(small_plan(run__steps=6, batch__micro_size=8), **changes)
 
 
 def trained(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = None) -> Run:

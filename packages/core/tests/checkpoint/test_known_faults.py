@@ -71,7 +71,7 @@ def test_a_second_and_a_third_resume_go_on_too(texts, tmp_path):
 
 
 def test_the_position_of_every_rank_is_kept_by_fewer_and_by_more(texts, tmp_path, ranks):
-    plan = small_plan(run__steps=6)
+    plan = small_plan(run__steps=6, batch__micro_size=4)
     whole = seen(plan, 6, texts)
     two = changed(plan, **TWO)
     of_two = ranks(2, init=False)(seen, two, 3, texts, None, tmp_path / "of two")

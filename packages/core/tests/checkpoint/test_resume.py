@@ -13,7 +13,7 @@ DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 
 
 def plan(**changes: Any) -> dict[str, Any]:
-    return changed(small_plan(run__steps=6, learning_rate={"use": "core.cosine"}), **changes)
+    return changed(small_plan(run__steps=6, batch__micro_size=4, learning_rate={"use": "core.cosine"}), **changes)
 
 
 KINDS = {
