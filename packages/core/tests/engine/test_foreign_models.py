@@ -78,6 +78,7 @@ def test_two_ranks_are_one(ranks, folder, cases):
         assert len(ends & reference.first.keys()) == (1 if is_tied else 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-6), ("fp64", 1e-9)])
 @pytest.mark.parametrize("tie", [False, True])
 def test_hf_llama_has_the_losses_of_transformers_own_loop(folder, precision, near, tie):
