@@ -39,7 +39,7 @@ def tables(pp: int, waves: int = 1, **more: Any) -> dict[str, Any]:
         "run": {"name": "waves", "steps": 3, "device": "cpu", "seed": 3},
         "model": {"factory": "wave_model:layers"},
         "data": {"factory": "wave_model:Rows"},
-        "batch": {"global_size": 8, "micro_size": 1},
+        "batch": {"global_size": 8, "micro_size": 2},
         "optimizer": {"use": "core.sgd", "lr": 0.1},
         "precision": {"compute": "fp64"},
         "parallel": {"dp": 1, "pp": pp},
