@@ -80,9 +80,10 @@ def growth(file: Path) -> dict[str, tuple[float, float]]:
     """What `run` measures of each kind, in a process that does nothing else."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # holes of the heap are no tensors
     run(Given("constructors", 8, file))  # what the first time of anything costs
-    found = {}
+    found: dict[str, tuple[float, float]] = {}
     for kind in ("constructors", "drawn", "file", "assigned"):
-        model, *found[kind] = run(Given(kind, SIZE, file))
+        model, built, after = run(Given(kind, SIZE, file))
+        found[kind] = built, after
         assert all(layer.module.linear.weight.is_meta != (layer.name in OWNED) for layer in model)
         del model
     return found

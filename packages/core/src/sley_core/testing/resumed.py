@@ -21,6 +21,7 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.states import states_of
+from sley_core.loop import Row
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
@@ -75,7 +76,11 @@ def saving_at(step: int, path: Path) -> Callable[[Run], None]:
 
 
 def _let_save(step: int, path: Path, run: Run) -> None:
-    run.listeners.append(lambda row: run.save_checkpoint(path) if row["step"] == step else None)
+    def save(row: Row) -> None:
+        if row["step"] == step:
+            run.save_checkpoint(path)
+
+    run.listeners.append(save)
 
 
 def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch]) -> None:
