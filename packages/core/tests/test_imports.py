@@ -19,9 +19,17 @@ def modules() -> dict[str, ast.Module]:
     }
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements within `node`, without a look at what they compute: no import is in there."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from statements(child)
+
+
 def named(tree: ast.Module) -> Iterator[str]:
     """The modules, or things in them, that imports of `tree` name."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

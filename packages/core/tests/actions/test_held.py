@@ -20,6 +20,7 @@ def bytes_of(placement, chance):
     return Costs({}, (0.0,) * (len(graphs) - 1), graphs, queues, handed[1:])
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("training", [True, False])
 def test_counts_weigh_what_lists_hold(seed, training, any_lists):

@@ -155,7 +155,7 @@ PLACEMENTS = st.one_of(
 
 
 @given(PLACEMENTS, st.integers(1, 4), st.sampled_from(MUTATIONS), st.integers(0, 10**6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_changed_list_is_accepted_exactly_if_it_still_is_a_step(any_lists, placement, micros, mutation, seed):
     chance = Random(seed)
     lists = any_lists(placement, micros, chance)

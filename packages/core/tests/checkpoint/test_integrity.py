@@ -25,7 +25,7 @@ from sley_core.testing.forked import ForkedProgram
 from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.resumed import assert_same_stretch, stretch
 
-PLAN = small_plan(run__steps=6)
+PLAN = small_plan(run__steps=6, batch__micro_size=4)
 
 
 def flip(file: Path, _other: Path) -> None:

@@ -51,7 +51,7 @@ def seen(plan: Tables, num_steps: int, folder: Path | None, load: Path | None = 
 
 def test_data_goes_on_and_no_row_is_skipped_or_taken_twice(texts, tmp_path):
     """Also the batch that was read ahead when the run was saved, and over the end of an epoch."""
-    plan = small_plan(run__steps=12, batch__global_size=32)
+    plan = small_plan(run__steps=12, batch={"global_size": 32, "micro_size": 16})
     whole = seen(plan, 12, texts)
     first = seen(plan, 5, texts, save=tmp_path / "at")
     rest = seen(plan, 7, texts, load=tmp_path / "at")
@@ -71,7 +71,7 @@ def test_a_second_and_a_third_resume_go_on_too(texts, tmp_path):
 
 
 def test_the_position_of_every_rank_is_kept_by_fewer_and_by_more(texts, tmp_path, ranks):
-    plan = small_plan(run__steps=6)
+    plan = small_plan(run__steps=6, batch__micro_size=4)
     whole = seen(plan, 6, texts)
     two = changed(plan, **TWO)
     of_two = ranks(2, init=False)(seen, two, 3, texts, None, tmp_path / "of two")

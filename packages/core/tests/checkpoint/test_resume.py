@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.resumed import assert_goes_on, assert_same_stretch, stretch
+from sley_core.testing.resumed import assert_goes_on, assert_same_stretch, saving_at, stretch
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 
 
 def plan(**changes: Any) -> dict[str, Any]:
-    return changed(small_plan(run__steps=6, learning_rate={"use": "core.cosine"}), **changes)
+    return changed(small_plan(run__steps=6, batch__micro_size=4, learning_rate={"use": "core.cosine"}), **changes)
 
 
 KINDS = {
@@ -34,15 +34,13 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_layout_goes_on_bit_for_bit(texts, tmp_path, kind):
     tables = plan(**KINDS[kind])
-    whole = stretch(tables, 6, folder=texts)
-    stretch(tables, 3, folder=texts, save=tmp_path / "saved")
+    whole = stretch(tables, 6, folder=texts, prepare=saving_at(3, tmp_path / "saved"))
     assert_same_stretch([whole], [stretch(tables, 3, folder=texts, load=tmp_path / "saved")])
 
 
 def test_two_replicas_go_on_bit_for_bit(texts, tmp_path, ranks):
     tables = plan(**DP, precision__compute="bf16")
-    whole = ranks(2, init=False)(stretch, tables, 6, folder=texts)
-    ranks(2, init=False)(stretch, tables, 3, folder=texts, save=tmp_path / "saved")
+    whole = ranks(2, init=False)(stretch, tables, 6, folder=texts, prepare=saving_at(3, tmp_path / "saved"))
     assert_same_stretch(whole, ranks(2, init=False)(stretch, tables, 3, folder=texts, load=tmp_path / "saved"))
 
 

@@ -23,7 +23,7 @@ from sley_core.testing.resumed import stretch
 
 LIMIT_S = 6.0
 PLAN = changed(
-    small_plan(),
+    small_plan(batch__micro_size=4),
     parallel={"dp": 2},
     gradient_handlers=[{"use": "core.each"}],
     limits__collective_timeout_s=LIMIT_S,

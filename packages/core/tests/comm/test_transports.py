@@ -85,6 +85,7 @@ def out_of_order(attaches):
     return [*found, whole.tolist()], [len(group.transports) for group in groups.values()]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
 def test_handles_that_are_used_late_and_twice(ranks, size, attaches):
@@ -117,7 +118,7 @@ def test_each_group_has_the_transport_that_fits(ranks):
     assert all({"Direct"} >= set(names) for found in ranks(4)(kinds, False) for names in found.values())
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
@@ -158,6 +159,7 @@ def swap(attaches):
     return received, calls
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("attaches", [pytest.param(True, marks=reads), False])
 def test_rows_that_are_swapped(ranks, size, attaches):

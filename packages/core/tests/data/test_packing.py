@@ -6,7 +6,7 @@ from itertools import accumulate, chain
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.data import packing
@@ -39,6 +39,7 @@ def naive_window(documents: list[list[int]], index: int, sequence: int) -> dict[
     return {"tokens": tokens, "labels": labels, "positions": positions, "starts": starts}
 
 
+@settings(max_examples=40)
 @given(documents_of, sequences)
 def test_packed(documents: list[list[int]], sequence: int) -> None:
     tokens, offsets = as_stream(documents)
@@ -56,6 +57,7 @@ def test_packed(documents: list[list[int]], sequence: int) -> None:
         assert sample["cu_seqlens"].dtype == torch.int32
 
 
+@settings(max_examples=40)
 @given(documents_of, sequences)
 def test_packed_labels_cover_all_that_has_a_next_token_in_its_document(
     documents: list[list[int]], sequence: int
@@ -72,6 +74,7 @@ def test_packed_labels_cover_all_that_has_a_next_token_in_its_document(
         assert labels[labels != IGNORED].tolist() == expected
 
 
+@settings(max_examples=40)
 @given(documents_of, sequences)
 def test_cut(documents: list[list[int]], sequence: int) -> None:
     tokens, _ = as_stream(documents)
@@ -84,6 +87,7 @@ def test_cut(documents: list[list[int]], sequence: int) -> None:
         }
 
 
+@settings(max_examples=40)
 @given(documents_of, sequences)
 def test_padded(documents: list[list[int]], sequence: int) -> None:
     expected = []

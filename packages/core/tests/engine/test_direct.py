@@ -12,6 +12,7 @@ def plan(accumulation, **changes):
     return small_plan(precision__accumulation=accumulation, **changes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_direct_equals_autograd(texts, tied, fraction):

@@ -18,15 +18,16 @@ PLAN = {
 }
 
 
-def test_assemble_for_every_rank_of_64():
+@pytest.mark.parametrize("size", [16, pytest.param(64, marks=pytest.mark.campaign)])
+def test_assemble_for_every_rank(size):
     tables = set()
-    for rank in range(64):
-        with World.fake(rank, 64) as world, assemble(plan_from_dict(PLAN), world) as run:
+    for rank in range(size):
+        with World.fake(rank, size) as world, assemble(plan_from_dict(PLAN), world) as run:
             assert run.book.num_parameters > 50_000_000
             assert all(entry.parameter.is_meta for entry in run.book)
             assert all(buffer.data.is_meta for buffer in run.store.buffers)
-            assert run.rows == slice(4 * rank, 4 * rank + 4)
-            assert run.groups["stage"].ranks == tuple(range(64))
+            assert run.rows == slice(256 // size * rank, 256 // size * (rank + 1))
+            assert run.groups["stage"].ranks == tuple(range(size))
             tables.add(tuple((axis, group.size, tuple(group.lanes)) for axis, group in run.groups.items()))
     assert len(tables) == 1
 

@@ -36,7 +36,8 @@ def test_documents_and_ties(ranks, texts, documents, tied):
     check(ranks, texts, [2], data__documents=documents, model__tie_embeddings=tied)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("fraction", [0.5, 0.0, 1.0])
 def test_recomputation(ranks, texts, fraction):
     check(ranks, texts, [2], activations__use="core.recompute", activations__fraction=fraction)
 
@@ -50,21 +51,25 @@ def test_accumulation_and_size(ranks, texts, size, micro):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("documents", ["pack", "pad"])
-def test_single_precision(ranks, texts, documents):
-    check(ranks, texts, [2, 4], precision__compute="fp32", data__documents=documents)
+@pytest.mark.parametrize("size", [2, 4])
+def test_single_precision(ranks, texts, documents, size):
+    check(ranks, texts, [size], precision__compute="fp32", data__documents=documents)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [1.0, 3.0, "inf"])
 def test_norms(ranks, texts, kind):
     check(ranks, texts, [2], optimizer__clip_kind=kind)
 
 
-def test_sgd_whose_scale_shows(ranks, texts):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("size", [2, 4])
+def test_sgd_whose_scale_shows(ranks, texts, size):
     """Adam hides a wrong scale of the gradient; plain SGD without clipping does not."""
     check(
         ranks,
         texts,
-        [2, 4],
+        [size],
         optimizer__use="core.sgd",
         optimizer__clip_norm=None,
         optimizer__lr=0.1,

@@ -62,6 +62,7 @@ def by_threes(stepped):
     yield from (stepped[at : at + 3] for at in range(0, len(stepped), 3))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("buckets", [one_by_one, by_threes])
 @pytest.mark.parametrize("compute", ["fp64", "bf16"])
 def test_buckets_give_the_bits_of_one_step(buckets, compute, texts):

@@ -45,6 +45,7 @@ def trained(tables, folder, contiguous, monkeypatch):
         return {entry.name: entry.parameter.detach().clone() for entry in run.book}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("handlers", [[], [{"use": "core.each"}]])

@@ -9,6 +9,7 @@ from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.runs import assert_parity, record, same_on_all
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("global_size", [2, 6])
 def test_what_one_rank_uses_is_summed_with_the_zeros_of_the_other(ranks, own, small, recompute, global_size):

@@ -13,6 +13,7 @@ from sley_core.testing.real_bytes import real_bytes
 PLAN = small_plan(
     model={"use": "core.llama", "num_layers": 2, "hidden": 128, "heads": 4},
     data__sequence=64,
+    batch__global_size=4,
     precision={"compute": "fp32"},
 )
 """Of a megabyte and more, so that bytes are the tensors' and not those of a batch, a seed or a list of names."""
@@ -33,7 +34,7 @@ CASES = {
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_it_is_what_the_allocator_says(texts, changes):
     tables = changed(PLAN, **changes)
-    real = real_bytes(tables, folder=texts)
+    real = real_bytes(tables, 2, folder=texts)
     estimated = rank_bytes(plan_from_dict(tables, texts), 0, 1)
     print(f"real {real}, estimated {estimated}")
     assert estimated.states == real.states

@@ -2,84 +2,100 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import ctypes
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-PROGRAM = """
-import sys, torch
-from torch import nn
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.build import build_on_meta
+from sley_core.model.layers import Model
 from sley_core.model.materialize import materialize
+from sley_core.testing.ranks import Ranks
 
-COUNT = 16  # of 4 MiB each
+COUNT, SIZE = 16, 1024
+"""Layers, of one weight of 4 MiB each."""
+
+OWNED = {"2", "3", "4", "5"}
+_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of glibc's malloc.h."""
+
 
 class Part(nn.Module):
-    def __init__(self):
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE, bias=False)
-    def forward(self, tokens): ...
+        self.linear = nn.Linear(size, size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
 
 class Drawn(Part):
-    def __init__(self):
-        super().__init__()
-        self.linear.weight = nn.Parameter(torch.randn(SIZE, SIZE) * 0.02)
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.linear.weight = nn.Parameter(torch.randn(size, size) * 0.02)
 
-def layers():
-    parts = [Drawn() if kind == "drawn" else Part() for _ in range(COUNT)]
-    if kind == "file":
-        state = torch.load(path, mmap=True)
-        for at, part in enumerate(parts):
-            part.load_state_dict({"linear.weight": state[str(at)].bfloat16().float() * 2})
-    if kind == "assigned":
-        state = torch.load(path, mmap=True)
-        for at, part in enumerate(parts):
-            part.load_state_dict({"linear.weight": state[str(at)]}, assign=True)
-    return parts
 
-def held():
-    lines = dict(line.split(":") for line in open("/proc/self/status"))
+@dataclass
+class Given:
+    """Stands for a plan's model. kind: where its weights come from."""
+
+    kind: str
+    size: int
+    file: Path
+    name: str = "given"
+
+    def build(self, _: DataInfo) -> list[nn.Module]:
+        parts = [(Drawn if self.kind == "drawn" else Part)(self.size) for _ in range(COUNT)]
+        if self.kind in ("file", "assigned"):
+            state = torch.load(self.file, mmap=True)
+            for at, part in enumerate(parts):
+                own = state[str(at)]
+                value = own if self.kind == "assigned" else own.bfloat16().float() * 2
+                part.load_state_dict({"linear.weight": value}, assign=self.kind == "assigned")
+        return parts
+
+
+def held_mib() -> float:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["RssAnon"].split()[0]) / 1024
 
-class Given:
-    name = "given"
-    def build(self, data): return layers()
 
-def run():
-    before = held()
-    model = build_on_meta(Given(), DataInfo({"tokens": Field("int64")}, 32), 0)
-    built = held() - before
-    materialize(model.layers, seed=0, dtype=torch.float32, device=torch.device("cpu"), owned=owned)
-    return model, built, held() - before
+def run(given: Any) -> tuple[Model, float, float]:
+    """The model, and by how many MiB this process has grown once it is built and once it has values."""
+    before = held_mib()
+    model = build_on_meta(given, DataInfo({"tokens": Field("int64")}, 32), 0)
+    built = held_mib() - before
+    materialize(model.layers, seed=0, dtype=torch.float32, device=torch.device("cpu"), owned=OWNED)
+    return model, built, held_mib() - before
 
-path, owned = sys.argv[1], set(sys.argv[2:])
-kind, SIZE = "constructors", 8
-run()  # what the first time of anything costs
-SIZE = 1024
-for kind in ("constructors", "drawn", "file", "assigned"):
-    model, built, after = run()
-    assert all(layer.module.linear.weight.is_meta != (layer.name in owned) for layer in model)
-    print(kind, built, after)
-    model = None
-"""
+
+def growth(file: Path) -> dict[str, tuple[float, float]]:
+    """What `run` measures of each kind, in a process that does nothing else."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # holes of the heap are no tensors
+    run(Given("constructors", 8, file))  # what the first time of anything costs
+    found: dict[str, tuple[float, float]] = {}
+    for kind in ("constructors", "drawn", "file", "assigned"):
+        model, built, after = run(Given(kind, SIZE, file))
+        found[kind] = built, after
+        assert all(layer.module.linear.weight.is_meta != (layer.name in OWNED) for layer in model)
+        del model
+    return found
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_rank_holds_what_it_owns(tmp_path: Path) -> None:
+def test_a_rank_holds_what_it_owns(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     """64 MiB of weights, of which this rank owns a quarter; what it holds besides is one or two tensors of 4 MiB."""
-    import torch
-
-    torch.save({str(at): torch.full((1024, 1024), float(at)) for at in range(16)}, tmp_path / "file.pt")
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "file.pt"), "2", "3", "4", "5"]
-    environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # holes of the heap are no tensors
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
-    assert done.returncode == 0, done.stderr
-    kinds = [line.split() for line in done.stdout.splitlines()]
-    assert [kind for kind, *_ in kinds] == ["constructors", "drawn", "file", "assigned"]
-    for kind, built, after in kinds:
-        assert float(built) < 24, f"{kind}: MiB; nothing but what is under way"
-        assert 16 <= float(after) < 40, f"{kind}: MiB; 16 are its own"
+    file = tmp_path / "file.pt"
+    torch.save({str(at): torch.full((SIZE, SIZE), float(at)) for at in range(COUNT)}, file)
+    (found,) = ranks(1, init=False, fresh=True)(growth, file)
+    assert list(found) == ["constructors", "drawn", "file", "assigned"]
+    for kind, (built, after) in found.items():
+        assert built < 24, f"{kind}: MiB; nothing but what is under way"
+        assert 16 <= after < 40, f"{kind}: MiB; 16 are its own"

@@ -22,6 +22,12 @@ ABORT = "test_an_abort_waits_for_nobody"
 
 class TestWaveLink(StageLinkContract):
     link: ClassVar[dict[str, Any]] = {"use": "wave.link"}
+    num_walks: ClassVar[int] = 2
+
+
+@pytest.mark.campaign
+class TestWaveLinkOnMoreWalks(TestWaveLink):
+    num_walks: ClassVar[int] = 8
 
 
 @pytest.mark.parametrize(

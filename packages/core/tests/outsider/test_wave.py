@@ -39,7 +39,7 @@ def tables(pp: int, waves: int = 1, **more: Any) -> dict[str, Any]:
         "run": {"name": "waves", "steps": 3, "device": "cpu", "seed": 3},
         "model": {"factory": "wave_model:layers"},
         "data": {"factory": "wave_model:Rows"},
-        "batch": {"global_size": 8, "micro_size": 1},
+        "batch": {"global_size": 8, "micro_size": 2},
         "optimizer": {"use": "core.sgd", "lr": 0.1},
         "precision": {"compute": "fp64"},
         "parallel": {"dp": 1, "pp": pp},
@@ -145,13 +145,13 @@ def test_a_placement_that_cannot_be_is_refused_by_name(monkeypatch, route, words
 def test_trained_in_waves_it_is_the_loop_by_hand(
     ranks: Callable[..., Ranks], size: int, changes: dict[str, Any]
 ) -> None:
-    """Loss, norm, gradients and weights of three steps, with weights that stages share."""
+    """Loss, norm, gradients and weights of two steps, with weights that stages share."""
     from wave_model import Rows, layers
 
     rows = Rows(None)
-    made = [[rows[8 * step + at] for at in range(8)] for step in range(3)]
+    made = [[rows[8 * step + at] for at in range(8)] for step in range(2)]
     batches = [{name: torch.stack([row[name] for row in batch]) for name in batch[0]} for batch in made]
-    layouts = ranks(size, 120)(record, tables(**changes), 3, folder=OWN, batches=batches)
+    layouts = ranks(size, 120)(record, tables(**changes), 2, folder=OWN, batches=batches)
     first = {name: value for layout in layouts for name, value in layout.first.items()}
     names = {name for layout in layouts for name in layout.gradients[0]}
     assert names == {

@@ -194,7 +194,7 @@ def documents(draw: Any) -> str:
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
 @given(documents())
 def test_any_document(text: str) -> None:
     check(text)

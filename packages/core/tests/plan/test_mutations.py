@@ -199,7 +199,7 @@ def try_plan(load: Callable[[], Any]) -> None:
 SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 @given(text=broken_plans(), overrides=OVERRIDES)
 def test_any_plan(folder: Path, text: str, overrides: list[str]) -> None:
     try_plan(lambda: plan_from_text(text, "plan.toml", folder, overrides, loader=LOADER))

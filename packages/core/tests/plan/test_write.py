@@ -76,9 +76,23 @@ def plans(draw: Any) -> dict[str, Any]:
 PATHS = ["a.txt", "./b/*.txt", "/absolute/c", "../up/d", "e é/f"]
 
 
-@settings(max_examples=100, deadline=None)
-@given(plans(), st.sampled_from([None, Path("/some/folder"), Path("relative")]))
+FOLDERS = st.sampled_from([None, Path("/some/folder"), Path("relative")])
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(), FOLDERS)
 def test_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
+    check_round_trip(tables, folder)
+
+
+@pytest.mark.campaign
+@settings(max_examples=2_000, deadline=None)
+@given(plans(), FOLDERS)
+def test_round_trip_campaign(tables: dict[str, Any], folder: Path | None) -> None:
+    check_round_trip(tables, folder)
+
+
+def check_round_trip(tables: dict[str, Any], folder: Path | None) -> None:
     plan = plan_from_dict(tables, folder, loader=LOADER)
     text = plan.to_toml()
     assert tomli.loads(text) == plan.tables

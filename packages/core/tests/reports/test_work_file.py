@@ -154,16 +154,19 @@ def test_a_system_that_takes_a_line_in_parts_gets_all_of_it(tmp_path: Path, monk
     assert len(found.windows) == 2
 
 
-def test_a_file_of_a_long_run_stays_short_and_has_every_step(tmp_path: Path) -> None:
-    path = written(tmp_path, range(3 * MOST_LINES))
-    assert path.read_bytes().count(b"\n") <= MOST_LINES
+def test_a_file_of_a_long_run_stays_short_and_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = MOST_LINES // 4
+    monkeypatch.setattr(work_file, "MOST_LINES", most)
+    monkeypatch.setattr(work_file, "FEWER_LINES", work_file.FEWER_LINES // 4)
+    path = written(tmp_path, range(3 * most))
+    assert path.read_bytes().count(b"\n") <= most
     (found,) = read(tmp_path)
     steps = [(one.first, one.last) for one in found.windows]
     assert steps[0][0] == 1
-    assert steps[-1][1] == 3 * MOST_LINES * STEPS
+    assert steps[-1][1] == 3 * most * STEPS
     assert all(before[1] + 1 == after[0] for before, after in pairwise(steps)), "none is missing"
-    assert [one.num_steps for one in found.windows[-50:]] == [STEPS] * 50, "the newest are as they were written"
-    assert sum(one.usage.minor for one in found.windows) == 3 * MOST_LINES * 10
+    assert [one.num_steps for one in found.windows[-12:]] == [STEPS] * 12, "the newest are as they were written"
+    assert sum(one.usage.minor for one in found.windows) == 3 * most * 10
     assert found.start == START
 
 

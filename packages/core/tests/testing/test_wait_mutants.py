@@ -14,7 +14,7 @@ from sley_core.comm.device import Device
 from sley_core.testing.drawn_copies import DrawnDevice
 from sley_core.testing.wait_mutants import Site, wait_sites, without
 
-NUM_ORDERS = 200
+NUM_ORDERS = [50, pytest.param(500, marks=pytest.mark.campaign)]
 NUM_TRIES = 20
 """In how many orders a missing wait may show; measured: in the first, each."""
 
@@ -115,8 +115,9 @@ EQUIVALENT = {
 }
 
 
-def test_every_order_gives_the_same_bits() -> None:
-    assert {drawn(order) for order in range(NUM_ORDERS)} == {PLAIN}
+@pytest.mark.parametrize("num_orders", NUM_ORDERS)
+def test_every_order_gives_the_same_bits(num_orders: int) -> None:
+    assert {drawn(order) for order in range(num_orders)} == {PLAIN}
 
 
 def test_every_wait_is_found() -> None:
@@ -147,11 +148,12 @@ def first_caught(site: Site, num_orders: int, *, is_strict: bool) -> int | None:
     return None
 
 
+@pytest.mark.parametrize("num_orders", NUM_ORDERS)
 @pytest.mark.parametrize("site", SITES, ids=str)
-def test_without_one_of_its_waits_a_program_is_caught(site: Site) -> None:
+def test_without_one_of_its_waits_a_program_is_caught(site: Site, num_orders: int) -> None:
     """By a rule or by its bits. Printed: in which order first, and in which by its bits alone."""
     why = EQUIVALENT.get((site.function, site.wait))
-    by_rules = first_caught(site, NUM_ORDERS if why else NUM_TRIES, is_strict=True)
+    by_rules = first_caught(site, num_orders if why else NUM_TRIES, is_strict=True)
     by_bits = first_caught(site, NUM_TRIES, is_strict=False)
     print(f"{site}: caught in order {by_rules}, by bits alone in {by_bits}" + (f" ({why})" if why else ""))
     assert (by_rules is None) == (why is not None)

@@ -36,7 +36,7 @@ def test_weights_that_are_kept_too_long(ranks: Any) -> None:
 
 
 def test_weights_that_nobody_waited_for(ranks: Any) -> None:
-    broken("eager").test_every_layout_gives_the_numbers_of_whole_weights(ranks, 2, 2, 1, {})
+    broken("eager").test_every_layout_gives_the_numbers_of_whole_weights(ranks, 2, 2, 2, {})
     with pytest.raises(AssertionError, match="weights that come late"):
         broken("eager").test_weights_are_waited_for(ranks)
 
@@ -52,6 +52,6 @@ def test_shards_that_are_taken_for_weights(ranks: Any) -> None:
 
 
 def test_what_a_failed_step_left(ranks: Any) -> None:
-    broken("hoards").test_every_layout_gives_the_numbers_of_whole_weights(ranks, 2, 2, 3, {})
+    broken("hoards").test_every_layout_gives_the_numbers_of_whole_weights(ranks, 2, 2, 2, {})
     with pytest.raises(AssertionError, match="after a failed step"):
         broken("hoards").test_a_step_that_failed_leaves_nothing(ranks)

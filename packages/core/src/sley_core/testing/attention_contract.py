@@ -39,7 +39,7 @@ Table = dict[str, Any]
 Case = tuple[int, int, bool]
 """Query heads, key heads, and whether rows hold several documents."""
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 BATCH, LENGTH, WIDTH = 2, 8, 3
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """Where the documents of each row begin; one of each lies in both halves."""

@@ -42,7 +42,7 @@ from sley_core.testing.sequence import Collective, assert_same_sequence
 
 Handler = dict[str, Any]
 EACH: Handler = {"use": "core.each"}
-NUM_STEPS = 4
+NUM_STEPS = 3
 SAMPLES = 4
 WIDTH = 6
 LR = 1e-6

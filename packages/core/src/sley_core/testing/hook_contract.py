@@ -36,7 +36,7 @@ from sley_core.testing.traces import assert_untouched, drafts_kept
 
 Table = dict[str, Any]
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 FAILING = 1
 """The step before which another one fails, where one is to fail."""
 

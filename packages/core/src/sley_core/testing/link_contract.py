@@ -82,15 +82,16 @@ def abandon(link: Table) -> float:
 
 
 class StageLinkContract:
-    """Inherit, set `link` to the table `[link]` of your link, and pytest does the rest."""
+    """Inherit, set `link` to the table `[link]` of your link, and pytest does the rest. num_walks: over each placement."""
 
     link: ClassVar[Table]
+    num_walks: ClassVar[int] = 4
 
     @pytest.mark.parametrize("name", ROUTES)
     def test_what_is_sent_comes_as_it_was(self, ranks: Callable[..., Ranks], name: str) -> None:
         """In the order of whoever takes it, also where what was sent is overwritten at once."""
         route = ROUTES[name]
-        ranks(max(route) + 1)(observe, self.link, route, [(3, 3, 3, 3)] * 4, False, len(route))
+        ranks(max(route) + 1)(observe, self.link, route, [(3, 3, 3, 3)] * self.num_walks, False, len(route))
 
     @pytest.mark.parametrize("name", ["two stages", "a wave"])
     def test_micro_batches_may_have_any_lengths(self, ranks: Callable[..., Ranks], name: str) -> None:

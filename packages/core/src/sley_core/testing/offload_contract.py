@@ -34,7 +34,7 @@ from sley_core.testing.runs import weights
 
 Bits = dict[tuple[str, str], Tensor]
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")
 """Two micro-batches."""
 

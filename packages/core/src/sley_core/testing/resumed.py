@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.states import states_of
+from sley_core.loop import Row
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.testing.parity import assert_close_gradients, assert_same_bits
@@ -66,6 +68,19 @@ def stretch(
         held = states_of(run.stepper.update)
         found.states = {f"{one.name}/{one.state}/{one.span}": one.tensor.detach().clone().cpu() for one in held}
     return found
+
+
+def saving_at(step: int, path: Path) -> Callable[[Run], None]:
+    """Returns what lets a run save a checkpoint to `path` behind that step, and go on: for `prepare` of a `stretch`."""
+    return partial(_let_save, step, path)
+
+
+def _let_save(step: int, path: Path, run: Run) -> None:
+    def save(row: Row) -> None:
+        if row["step"] == step:
+            run.save_checkpoint(path)
+
+    run.listeners.append(save)
 
 
 def assert_same_stretch(reference: Sequence[Stretch], others: Sequence[Stretch]) -> None:
