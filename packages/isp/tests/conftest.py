@@ -15,6 +15,7 @@ from sley_core.testing.runs import Recorded, alone, assert_parity, record, same_
 OWN = Path(__file__).parent / "own"
 
 PLAN = small_plan(
+    run__steps=4,  # one more than is recorded: the last one evaluates, and `record` does
     model__num_layers=3,
     model__heads=2,
     model__kv_heads=None,

@@ -56,7 +56,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_name", ["branches", "uneven_branches"])
 @pytest.mark.parametrize(("weights", "memory"), WAYS)
 def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weights, memory, model_name):
