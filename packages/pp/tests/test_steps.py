@@ -87,7 +87,8 @@ def with_late_reductions(tables, folder, signs):
         return events
 
 
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1", "pp.gpipe"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.gpipe", "pp.zero_bubble_h1"])
 def test_the_last_gradient_is_sent_before_any_reduction_is_waited_for(ranks, small, own, tmp_path, schedule):
     """A reduction that lasts until the first stage is done delays nobody; and no device is synchronised."""
     tables = small(schedule, 2, 2, batch={"global_size": 8, "micro_size": 1})

@@ -33,7 +33,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Component
 from sley_core.testing.plans import small_plan
 from sley_core.testing.ranks import Ranks
-from sley_core.testing.runs import assert_parity_of_parts, record
+from sley_core.testing.runs import alone, assert_parity_of_parts, record
 
 Table = dict[str, Any]
 
@@ -155,7 +155,7 @@ def _decoder(num_layers: int, num_micros: int, **changes: Any) -> Table:
 
 def _assert_parity(ranks: Callable[..., Ranks], texts: Path, plan: Table, tables: Table) -> None:
     """Asserts that two stages, with these further tables, train as one process does."""
-    reference = record(plan, NUM_STEPS, folder=texts)
+    reference = alone(plan, NUM_STEPS, folder=texts)
     found = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **tables}, NUM_STEPS, folder=texts)
     assert_parity_of_parts(reference, found, "fp64")
 
