@@ -129,7 +129,7 @@ FAR_APART = ("not overlapped", "far ahead", "no pool", "after attention")
 def test_no_option_changes_a_bit(ranks, sharded, texts, activations, names):
     """The bits of the mode that waits for everything at once: fp32, three steps; three ranks, so sums have an order."""
     changes = {"activations": activations, "precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
-    changes["evaluation"] = None
+    changes |= {"evaluation": None, "model__num_layers": 3}
     plans = {"": sharded(3, **changes)} | {name: sharded(3, weights=VARIANTS[name], **changes) for name in names}
     for found in ranks(3, 120)(all_recorded, plans, texts):
         wanted = found.pop("")
