@@ -19,12 +19,12 @@ LLAMA = small_plan(run=None, precision=None, loss={"use": "core.cross_entropy"},
 ONE_KIB, UNLIMITED = 1 / 1024, 1e9
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("size", "bucket_mb"),
     [
-        (1, 25.0),
         (2, ONE_KIB),
+        (1, 25.0),
         (2, 25.0),
         (2, UNLIMITED),
         (4, ONE_KIB),

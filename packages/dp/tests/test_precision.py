@@ -34,7 +34,7 @@ def test_bf16_on_any_number_of_ranks(ranks, small, own, size):
         assert_close_gradients(reference.gradients[0], rank.gradients[0], 1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.campaign)])
 def test_equal_gradients_sum_exactly(ranks, small, own, batches, size):
     """64 equal micro-batches per rank give 64 times one; in bf16 a sum would stand still long before."""
     (once,) = ranks(1)(record, small(**BF16, batch__global_size=1), 1, folder=own, batches=batches((5,)))
