@@ -193,7 +193,7 @@ def batch_of(length, micros=4):
 
 
 def lengths(tables, own, longest, num_micros):
-    """What the link's messages take after steps of the greatest length, and after sixty others, apart, and forty in one step."""
+    """What the link's messages take after steps of the greatest length, and after others: sixty, and forty in one."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
         link = run.stepper.executor.crossing.link
         for _ in range(2):

@@ -23,15 +23,11 @@ def sizes(small, pp, micros, dp=1, **changes):
     return [small(schedule, pp, dp, model=WIDE, batch=one, **changes) for schedule in SCHEDULES for one in batch]
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("pp", "micros"),
     [
-        (2, (1, 3)),
-        (4, (3,)),
-        pytest.param(3, (4,), marks=pytest.mark.campaign),
-        pytest.param(2, (8,), marks=pytest.mark.campaign),
-        pytest.param(4, (1, 8), marks=pytest.mark.campaign),
+        (2, (3,)),
+        *(pytest.param(*one, marks=pytest.mark.campaign) for one in ((2, (1, 8)), (3, (4,)), (4, (1, 3, 8)))),
     ],
 )
 def test_micro_batches_fewer_than_stages_and_no_multiple_of_them(compared, small, pp, micros):

@@ -126,6 +126,7 @@ def moves(tables, folder):
     return read, found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
 def test_a_stage_moves_what_it_reads_and_nothing_else(ranks, small, own, schedule):
     """Tokens to the first stage, labels to the last, nothing between; once per micro-batch."""

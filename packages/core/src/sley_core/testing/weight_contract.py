@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -154,7 +155,7 @@ class WeightCommunicatorContract:
         """Loss, norm, gradients and weights after NUM_STEPS steps, and the held-out loss; replicas are equal bit for bit."""
         size = micros * SAMPLES * world
         found = self._seen(ranks, world, tables(self.weights, wp, size, SAMPLES, **changes))
-        _assert_parity(observe(tables(None, 1, size, SAMPLES)), found)
+        _assert_parity(_observe_whole(size), found)
         assert found[0].sharded, f"{self.weights} shards no parameter of the model"
 
     @pytest.mark.parametrize("change", [rewrite, load])
@@ -163,7 +164,7 @@ class WeightCommunicatorContract:
     ) -> None:
         """Nothing that was gathered before a write is used after it."""
         found = self._seen(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES), change)
-        _assert_parity(observe(tables(None, 1, 4 * SAMPLES, SAMPLES), change), found)
+        _assert_parity(_observe_whole(4 * SAMPLES, change), found)
 
     def test_weights_are_waited_for(self, ranks: Callable[..., Ranks]) -> None:
         """What `parts.waits` has for a layer is called before any of its weights is read or gathered, ahead too."""
@@ -195,6 +196,12 @@ class WeightCommunicatorContract:
         there = ranks(world, self.timeout_s)
         seen: list[Seen] = (there.once if change is None else there)(observe, plan, change)
         return seen
+
+
+@cache
+def _observe_whole(size: int, change: Change | None = None) -> Seen:
+    """What one process sees that holds all weights, in steps of `size` samples; the same for every communicator."""
+    return observe(tables(None, 1, size, SAMPLES), change)
 
 
 def _assert_parity(wanted: Seen, found: Sequence[Seen]) -> None:
