@@ -29,6 +29,7 @@ def test_every_rank_holds_a_shard(parity, wp, tied):
     parity(wp, wp=wp, model__tie_embeddings=tied, **THREE)
 
 
+@pytest.mark.campaign  # the common run has the contract's and those of `reduce = "step"`
 def test_copies_of_shards_are_summed(parity):
     """Two shards in two copies: a shard's gradient is summed over `wdp`, a norm's over the stage."""
     parity(4, wp=2, dp=4, **THREE)

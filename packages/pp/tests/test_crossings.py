@@ -78,9 +78,11 @@ def test_a_layer_may_write_to_what_its_stage_received(ranks, own):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("factory", ["typed", "many", "in_place"])
-def test_heads_apart_in_every_schedule(ranks, own, factory):
-    assert_crosses(ranks, own, factory, 3, apart=SCHEDULES, **({"number": 40} if factory == "many" else {}))
+@pytest.mark.parametrize(
+    ("factory", "stages", "options"), [("typed", 3, {}), ("many", 2, {"number": 40}), ("in_place", 3, {})]
+)
+def test_heads_apart_in_every_schedule(ranks, own, factory, stages, options):
+    assert_crosses(ranks, own, factory, stages, apart=SCHEDULES, **options)
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.campaign)])

@@ -114,8 +114,8 @@ def started_in_all(plans, folder):
 @pytest.mark.parametrize(
     "schedules",
     [
-        ["pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_v"],
-        pytest.param(["pp.gpipe", "pp.zero_bubble_h1"], marks=pytest.mark.campaign),
+        ["pp.interleaved", "pp.zero_bubble_h1"],
+        pytest.param(["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_v"], marks=pytest.mark.campaign),
     ],
 )
 def test_a_stage_reduces_once_per_step_and_in_its_last_backward(ranks, small, own, schedules):

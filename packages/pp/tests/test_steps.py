@@ -237,6 +237,7 @@ def test_five_blocks_of_unequal_width_on_three_stages(compared, small):
     compared(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
 
 
+@pytest.mark.campaign  # the common run has unequal widths without replicas
 def test_unequal_widths_on_replicas_of_two_stages(compared, small):
     model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
     compared(4, [small(schedule, 2, 2, model=model) for schedule in ("pp.interleaved", "pp.zero_bubble_v")])

@@ -42,7 +42,7 @@ def test_modules_without_overlap_and_by_sockets(parities):
 def test_tables_of_uneven_width_that_are_read_twice(parities, own):
     """Three columns and two; of four ranks one has none; padding, positions, a table in two layers."""
     again = {"activations": {"use": "core.recompute", "fraction": 1.0}}
-    parities(2, [(2, 2, a_model()), (2, 2, a_model() | again)], HIDDEN, **LOOKED_UP)
+    parities(2, [(2, 2, a_model() | again)], HIDDEN, **LOOKED_UP)
     parities(4, [(4, 4, a_model())], HIDDEN, **LOOKED_UP)
 
 

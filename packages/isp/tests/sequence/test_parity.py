@@ -77,7 +77,8 @@ def test_recomputation(ranks, texts, fraction):
     check(ranks, texts, 2, activations__use="core.recompute", activations__fraction=fraction)
 
 
-@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.campaign  # the common run has them beside shards of weights (test_with_weights.py)
+@pytest.mark.parametrize("micro", [1, 2])
 def test_beside_replicas(ranks, texts, micro):
     check(ranks, texts, 2, dp=2, batch__micro_size=micro)
 
