@@ -19,6 +19,7 @@ def samples_of_steps(tables, folder, num_steps):
     return seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "num_micros"), [(1, 2), (2, 1), (2, 2), (4, 1)])
 def test_no_sample_is_dropped_or_doubled(ranks, small, own, size, num_micros):
     """An epoch that is no multiple of a step's samples goes on in the next; none is short."""

@@ -32,6 +32,7 @@ def test_what_some_ranks_or_none_use_counts_as_zero_there(ranks, small, own, bat
             assert bool(got["some.flagged.weight"].any()) == any(sample % 2 for sample in numbers[number])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("num_micros", [1, 2])
 def test_a_module_used_twice_under_recomputation(ranks, small, own, reentrant, num_micros):

@@ -34,7 +34,7 @@ def test_bf16_on_any_number_of_ranks(ranks, small, own, size):
         assert_close_gradients(reference.gradients[0], rank.gradients[0], 1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.campaign)])
 def test_equal_gradients_sum_exactly(ranks, small, own, batches, size):
     """64 equal micro-batches per rank give 64 times one; in bf16 a sum would stand still long before."""
     (once,) = ranks(1)(record, small(**BF16, batch__global_size=1), 1, folder=own, batches=batches((5,)))
@@ -43,7 +43,7 @@ def test_equal_gradients_sum_exactly(ranks, small, own, batches, size):
         assert_same_bits(once.gradients[0], rank.gradients[0])
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.campaign)])
 def test_updates_below_the_resolution_of_bf16_are_not_lost(ranks, small, own, batches, size):
     """Each is less than half a unit in the last place of a weight; their sum arrives through the masters."""
     tables = small(**BF16, optimizer__lr=3e-5, run__steps=100)

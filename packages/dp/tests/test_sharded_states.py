@@ -32,6 +32,7 @@ def held(tables, folder):
         return held, states, padded, spans, sizes, len(homes), same and tied
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "shards"), [(2, 2), (4, 4), (4, 2)])
 def test_masters_and_states_are_this_ranks_part_and_no_more(ranks, small, own, size, shards):
     """Masters take ceil(n / shards) of every padded bucket, states as many elements as the rank's spans have."""

@@ -15,7 +15,7 @@ from sley_core.testing.recorder import collectives
 from sley_core.testing.runs import Recorded, record, weights
 from sley_core.testing.sequence import assert_same_sequence
 
-BLOCKS = 6
+BLOCKS = 4
 DEEP: dict[str, Any] = {
     "model__num_layers": BLOCKS,
     "evaluation": {"every": 100, "steps": 2},
@@ -83,7 +83,7 @@ def test_counts_at_every_fraction(ranks, sharded, texts, fraction, unit):
     one, other = ranks(2)(counted, tables, texts)
     assert_same_sequence([one.pop("calls"), other.pop("calls")])
     assert one == other
-    last = {"blocks.5"} if unit == "layer" else {"blocks.5.feed_forward.down"}
+    last = {f"blocks.{BLOCKS - 1}"} if unit == "layer" else {f"blocks.{BLOCKS - 1}.feed_forward.down"}
     for name, number in one["training"].items():
         once = name.startswith(("embed", "head")) or (name in last and not (unit == "module" and fraction == 1.0))
         assert number == (1 if once else 2), name
@@ -114,17 +114,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no pool": {"pool": "isp.fresh"},
     "after attention": {"launch": "attention.output"},
 }
+FAR_APART = ("not overlapped", "far ahead", "no pool", "after attention")
+"""Those that change most; parity with one process, and counts, are also looked at of the others."""
 
 
 @pytest.mark.parametrize(
-    "activations",
-    [{"use": "core.keep"}, pytest.param({"use": "core.recompute", "fraction": 0.5}, marks=pytest.mark.campaign)],
+    ("activations", "names"),
+    [
+        ({"use": "core.keep"}, FAR_APART),
+        pytest.param({"use": "core.keep"}, tuple(VARIANTS), marks=pytest.mark.campaign),
+        pytest.param({"use": "core.recompute", "fraction": 0.5}, tuple(VARIANTS), marks=pytest.mark.campaign),
+    ],
 )
-def test_no_option_changes_a_bit(ranks, sharded, texts, activations):
+def test_no_option_changes_a_bit(ranks, sharded, texts, activations, names):
     """The bits of the mode that waits for everything at once: fp32, three steps; three ranks, so sums have an order."""
     changes = {"activations": activations, "precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}}
-    changes["evaluation"] = {"every": 100, "steps": 1}
-    plans = {"": sharded(3, **changes)} | {name: sharded(3, weights=VARIANTS[name], **changes) for name in VARIANTS}
+    changes |= {"evaluation": None, "model__num_layers": 3}
+    plans = {"": sharded(3, **changes)} | {name: sharded(3, weights=VARIANTS[name], **changes) for name in names}
     for found in ranks(3, 120)(all_recorded, plans, texts):
         wanted = found.pop("")
         for name, other in found.items():

@@ -123,6 +123,7 @@ def rewritten(tables: dict[str, Any], folder: Any) -> Any:
 def test_a_gather_is_never_older_than_its_weights(ranks, sharded, texts):
     """A write makes what was gathered before it worthless, even within a step: the next use has what was written."""
     changes = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
+    changes["model__num_layers"] = 3
     _, wanted = rewritten(sharded(1, 1, **changes), texts)
     for more, found in ranks(2)(rewritten, sharded(2, **changes), texts):
         assert_close_gradients(wanted, found, 1e-10)

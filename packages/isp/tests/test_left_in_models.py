@@ -85,8 +85,16 @@ def said(module: nn.Module) -> str:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("use", [finished, failed_forward, failed_backward])
 def test_a_closed_run(ranks, texts, sharded, use):
-    plans = [sharded(2, weights=way, **more) for more in ({}, SPLIT) for way in WAYS.values()]
-    for found in ranks(2, 120)(left, plans if use is finished else plans[2:5], texts, use):
+    plans = [sharded(2, weights=WAYS[way]) for way in (WAYS if use is finished else list(WAYS)[2:])]
+    if use is finished:
+        plans.append(sharded(2, weights=WAYS["classes and columns"], **SPLIT))
+    for found in ranks(2, 120)(left, plans, texts, use):
+        assert all(code == "weights-sharded" for codes in found for code in codes)
+
+
+@pytest.mark.campaign
+def test_a_closed_run_of_slices(ranks, texts, sharded):
+    for found in ranks(2, 120)(left, [sharded(2, weights=way, **SPLIT) for way in WAYS.values()], texts, finished):
         assert all(code == "weights-sharded" for codes in found for code in codes)
 
 

@@ -41,7 +41,7 @@ def test_the_order_of_registration_means_nothing(parity, foreign, unit):
     ("unit", "reentrant"),
     [
         ("layer", True),
-        ("module", False),
+        pytest.param("module", False, marks=pytest.mark.campaign),
         pytest.param("layer", False, marks=pytest.mark.campaign),
         pytest.param("module", True, marks=pytest.mark.campaign),
     ],

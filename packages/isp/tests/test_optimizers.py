@@ -15,7 +15,8 @@ from sley_core.testing.by_hand import assert_by_hand
 from sley_core.testing.habits import layers
 from sley_core.testing.runs import record, same_on_all
 
-NAMES = ["Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "ASGD"]
+NAMES = ["NAdam", "Adagrad", "ASGD"]
+MORE_NAMES = ["Adam", "AdamW", "RMSprop"]
 
 
 def batch(step):
@@ -36,10 +37,11 @@ def by_factory(sharded, wp, name):
     )
 
 
-def test_elementwise_optimizers_over_shards_are_a_loop_by_hand(ranks, texts, sharded):
+@pytest.mark.parametrize("names", [NAMES, pytest.param(MORE_NAMES, marks=pytest.mark.campaign)])
+def test_elementwise_optimizers_over_shards_are_a_loop_by_hand(ranks, texts, sharded, names):
     batches = [batch(step) for step in range(3)]
-    by_rank = ranks(2, 120)(recorded, [by_factory(sharded, 2, name) for name in NAMES], texts, batches)
-    for name, layouts in zip(NAMES, zip(*by_rank, strict=True), strict=True):
+    by_rank = ranks(2, 120)(recorded, [by_factory(sharded, 2, name) for name in names], texts, batches)
+    for name, layouts in zip(names, zip(*by_rank, strict=True), strict=True):
         same_on_all(layouts)
         info = SimpleNamespace(vocab_size=len(layouts[0].first["head.weight"]))
 

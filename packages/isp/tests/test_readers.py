@@ -56,7 +56,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_name", ["branches", "uneven_branches"])
 @pytest.mark.parametrize(("weights", "memory"), WAYS)
 def test_ranks_that_go_different_ways_are_told(ranks, sharded, texts, own, weights, memory, model_name):
@@ -159,7 +159,7 @@ def late_read(tables: dict[str, Any], folder: Any, name: str) -> list[str]:
     return said
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("memory", [True, pytest.param(False, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", READS)
 def test_a_read_that_begins_late_is_refused_as_an_early_one(ranks, sharded, texts, own, name, memory):

@@ -67,6 +67,7 @@ def offered(tables: dict[str, Any], folder: Any, kinds: list[str]) -> list[Found
 
 def test_shards_are_offered_once_where_nothing_is_due(ranks, sharded, texts):
     changes = {"batch": {"global_size": 4, "micro_size": 1}, "evaluation": {"every": 9, "steps": 1}, "run__steps": 9}
+    changes["model__num_layers"] = 3
     kinds = ["none", "never", "block", "always"]
     for none, never, block, always in ranks(2, 120)(offered, sharded(2, **changes), texts, kinds):
         assert none[0] == never[0] == [1] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,22 @@ from typing import Any
 import pytest
 
 from sley_core.testing.plans import Tables, changed, small_plan
-from sley_core.testing.runs import assert_same_run, record
+from sley_core.testing.runs import alone, assert_same_run, record
 
 OWN = Path(__file__).parent / "own"
 sys.path.insert(0, str(OWN))
 
 PLAN = small_plan(evaluation={"every": 2, "steps": 1})
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_before() -> None:
+    """What other tests and imports left is not looked through, for leaks or for garbage: it cannot hold what a run makes.
+
+    That is some 200,000 objects, and these tests look for garbage more often than others.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -31,7 +42,7 @@ def as_kept(own: Path, texts: Path) -> Callable[..., dict[str, float]]:
     def as_kept(policy: Tables, **changes: Any) -> dict[str, float]:
         counted: list[dict[str, float]] = []
         tables = changed(PLAN, **changes)
-        reference = record(changed(tables, activations={"use": "core.keep"}), 3, folder=texts)
+        reference = alone(changed(tables, activations={"use": "core.keep"}), 3, folder=texts)
 
         def watch(run: Any) -> None:
             run.listeners.append(lambda row: counted.append(run.counts[policy["use"]]))

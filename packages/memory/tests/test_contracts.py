@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+
 from sley_core.testing.offload_contract import OffloadManagerContract
 from sley_core.testing.pool_contract import MemoryPoolContract
 
@@ -24,6 +26,7 @@ class TestBetweenSteps(OffloadManagerContract):
     offload: ClassVar[dict[str, Any]] = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}
 
 
+@pytest.mark.campaign  # they leave with everything, above
 class TestGradients(OffloadManagerContract):
     orders = 1
     offload: ClassVar[dict[str, Any]] = {"use": "memory.gradients"}

@@ -22,6 +22,7 @@ HOST = {"use": "memory.host", "min_bytes": 1}
 MODEL = {"factory": "attending:layers"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -40,6 +41,7 @@ def test_the_same_bits_and_something_moved(as_kept: Any, changes: dict[str, Any]
     assert counts["copy_back_host_s"] > 0
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
 def test_habits_of_models(as_kept: Any, habit: str) -> None:

@@ -17,12 +17,12 @@ STATES = [{"use": "memory.optimizer_states"}]
 
 
 def counted(monkeypatch, offload, moves):
-    """The digest of three steps of 501 parameters, and the copies of the last cycle or step."""
+    """The digest of two steps of 501 parameters, and the copies of the last cycle or step."""
     copies = []
     copy = HostStream.copy
     monkeypatch.setattr(HostStream, "copy", lambda stream, *args: (copies.append(1), copy(stream, *args)))
     with running({**MANY, "offload": offload}) as run:
-        for _ in range(3):
+        for _ in range(2):
             copies.clear()
             run.step()
             moves(run)

@@ -61,6 +61,7 @@ def test_attention_that_draws_runs_again(as_kept: Any) -> None:
     assert as_kept(SELECTIVE, model=model, precision__compute="fp32")["kept_attentions"] == 0
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("habit", [habit for habit in HABITS if habit not in ("AdaptiveAgain", "GradientWithin")])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
 def test_habits_of_models(as_kept: Any, habit: str) -> None:

@@ -29,12 +29,12 @@ SHARDS = changed(REPLICAS, parallel={"dp": 4, "wp": 2}, weights={"use": "isp.com
 
 
 def both_ways(tables, folder):
-    """The digest, rows and report of four steps with nothing away, all parked whole, and all shared; on the same ranks."""
+    """The digest, rows and report of three steps with nothing away, all parked whole, and all shared; on the same ranks."""
     found = []
     for offload in ([], WHOLE, SHARED):
         with running({**tables, "offload": offload}, folder) as run:
             rows = []
-            for _ in range(4):
+            for _ in range(3):
                 row = run.step()
                 rows.append((row["loss"], row["grad_norm"]))
                 if offload:

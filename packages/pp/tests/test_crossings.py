@@ -38,11 +38,11 @@ def recorded(plans, own):
     return [record(tables, 2, folder=own) for tables in plans]
 
 
-def recorded_both_ways(plans, own):
-    """With heads in front of tensors, and then with heads apart."""
+def recorded_both_ways(plans, apart, own):
+    """With heads in front of tensors, and then, where `apart` has the plan's schedule, with heads apart."""
     together = recorded(plans, own)
     sley_pp.link.heads_are_apart = lambda device: True
-    return together + recorded(plans, own)
+    return together + recorded([tables for name, tables in zip(SCHEDULES, plans, strict=True) if name in apart], own)
 
 
 def assert_equal(reference, layouts):
@@ -52,10 +52,10 @@ def assert_equal(reference, layouts):
         assert [row["loss"] for row in layout.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=1e-10)
 
 
-def assert_crosses(ranks, own, factory, stages, **options):
+def assert_crosses(ranks, own, factory, stages, apart=SCHEDULES[-1:], **options):
     wanted = record(plan(factory, **options), 2, folder=own)
     plans = [plan(factory, stages, name, **options) for name in SCHEDULES]
-    for layouts in zip(*ranks(stages, 120)(recorded_both_ways, plans, own), strict=True):
+    for layouts in zip(*ranks(stages, 120)(recorded_both_ways, plans, apart, own), strict=True):
         assert_equal(wanted, layouts)
 
 
@@ -77,13 +77,21 @@ def test_a_layer_may_write_to_what_its_stage_received(ranks, own):
     assert_crosses(ranks, own, "in_place", 3)
 
 
-def test_data_may_decide_which_tensors_are_one(ranks, own):
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("factory", "stages", "options"), [("typed", 3, {}), ("many", 2, {"number": 40}), ("in_place", 3, {})]
+)
+def test_heads_apart_in_every_schedule(ranks, own, factory, stages, options):
+    assert_crosses(ranks, own, factory, stages, apart=SCHEDULES, **options)
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.campaign)])
+def test_data_may_decide_which_tensors_are_one(ranks, own, size):
     """A tensor that is handed on in two places is one on the other side, in the micro-batches in which it is."""
     wanted = record(plan("skips"), 2, folder=own)
-    for size in (2, 3):
-        plans = [plan("skips", size, name) for name in SCHEDULES]
-        for layouts in zip(*ranks(size, 120)(recorded, plans, own), strict=True):
-            assert_equal(wanted, layouts)
+    plans = [plan("skips", size, name) for name in SCHEDULES]
+    for layouts in zip(*ranks(size, 120)(recorded, plans, own), strict=True):
+        assert_equal(wanted, layouts)
 
 
 def refusals(plans, own):
@@ -157,15 +165,17 @@ def several(plans, own):
     return [gradual(tables, own) for tables in plans]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("stages", [2, 3])
-def test_whole_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
+EVERY_SCHEDULE = (*SCHEDULES, "interleaved", "zero_bubble_v")
+
+
+@pytest.mark.parametrize(
+    ("stages", "in_place"),
+    [(2, ["one_f_one_b"]), *(pytest.param(stages, EVERY_SCHEDULE, marks=pytest.mark.campaign) for stages in (2, 3))],
+)
+def test_whole_stages_frozen_and_unfrozen_between_steps(ranks, own, stages, in_place):
     """Which tensors have a gradient may change, and nobody waits for one that does not come."""
-    every = [
-        (factory, plan(factory, stages, name))
-        for factory in ("chain", "in_place")
-        for name in (*SCHEDULES, "interleaved", "zero_bubble_v")
-    ]
+    every = [("chain", plan("chain", stages, name)) for name in EVERY_SCHEDULE]
+    every += [("in_place", plan("in_place", stages, name)) for name in in_place]
     by_rank = ranks(stages, 120)(several, [tables for _, tables in every], own)
     for (factory, tables), layouts in zip(every, zip(*by_rank, strict=True), strict=True):
         first = {name: value for layout in layouts for name, value in layout[0].items()}
@@ -185,13 +195,13 @@ def batch_of(length, micros=4):
 
 
 def lengths(tables, own, longest, num_micros):
-    """What the link's messages take after steps of the greatest length, and after a hundred others, apart or in one step."""
+    """What the link's messages take after steps of the greatest length, and after others: sixty, and forty in one."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, own), world) as run:
         link = run.stepper.executor.crossing.link
         for _ in range(2):
             run.step(batch_of(longest, num_micros))
         alone = link.num_bytes
-        for length in range(longest - 100, longest):
+        for length in range(longest - 60, longest):
             run.step(batch_of(length, 2))
         run.step([batch_of(length, 1) for length in range(longest - num_micros, longest)])
         many = link.num_bytes

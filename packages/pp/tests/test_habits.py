@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("schedule", "dp", "habit"), CASES)
 def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habit):
     """With replicas each has samples, and so depths, of its own; their reductions begin in one order all the same."""

@@ -90,7 +90,7 @@ def test_an_overflow_on_one_stage_of_one_replica_skips_everywhere(ranks, schedul
     infinite, so only the vote tells it.
     """
     every = batches(4)
-    tables = plan(schedule, 2, 2)
+    tables = plan(schedule, 2, 2, model__num_layers=2)
     found = ranks(4, 120)(record, tables, 4, batches=every, prepare=partial(overflow, rank=rank, step=1))
     never = ranks(4, 120)(record, tables, 3, batches=[every[0], *every[2:]], prepare=halve_after_the_first)
     infinite = [not all(g.isfinite().all() for g in layout.gradients[1].values()) for layout in found]

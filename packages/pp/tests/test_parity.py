@@ -12,7 +12,7 @@ from sley_core.testing.parity import assert_same_bits
 from sley_core.testing.plans import changed, small_plan
 from sley_pp.schedules.csv import write_csv
 
-PLAN = small_plan(model__num_layers=4, evaluation={"every": 2, "steps": 1})
+PLAN = small_plan(model__num_layers=4, run__steps=4, evaluation={"every": 2, "steps": 1})
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 
 
@@ -25,14 +25,22 @@ def test_two_stages(compared, texts, tied):
     compared(2, [plan(schedule, 2, model__tie_embeddings=tied) for schedule in SCHEDULES], folder=texts)
 
 
-@pytest.mark.parametrize("stages", [pytest.param(3, marks=pytest.mark.campaign), 4])
-def test_more_stages(compared, texts, stages):
-    schedules = ["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1"]
+@pytest.mark.parametrize(
+    ("stages", "schedules"),
+    [
+        (4, ["pp.zero_bubble_h1"]),
+        pytest.param(4, ["pp.gpipe", "pp.one_f_one_b"], marks=pytest.mark.campaign),
+        pytest.param(3, ["pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1"], marks=pytest.mark.campaign),
+    ],
+)
+def test_more_stages(compared, texts, stages, schedules):
     compared(stages, [plan(schedule, stages, model__tie_embeddings=True) for schedule in schedules], folder=texts)
 
 
-def test_two_stages_of_two_replicas(compared, texts):
-    schedules = ["pp.one_f_one_b", "pp.zero_bubble_v"]
+@pytest.mark.parametrize(
+    "schedules", [["pp.zero_bubble_v"], pytest.param(["pp.one_f_one_b"], marks=pytest.mark.campaign)]
+)
+def test_two_stages_of_two_replicas(compared, texts, schedules):
     every = compared(4, [plan(schedule, 2, 2, model__tie_embeddings=True) for schedule in schedules], folder=texts)
     for schedule, layouts in zip(schedules, every, strict=True):
         for one, other in (layouts[:2], layouts[2:]):
@@ -52,12 +60,18 @@ def test_fewer_micro_batches_than_stages_many_recomputation_and_single_precision
     compared(2, plans, folder=texts)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 3), (3, 2)])
-def test_any_deal_of_the_model_and_any_order_that_can_run(compared, texts, stages, chunks):
+@pytest.mark.parametrize(
+    ("stages", "chunks", "seeds"),
+    [
+        (2, 3, range(2)),
+        pytest.param(2, 3, range(2, 3), marks=pytest.mark.campaign),
+        pytest.param(3, 2, range(3), marks=pytest.mark.campaign),
+    ],
+)
+def test_any_deal_of_the_model_and_any_order_that_can_run(compared, texts, stages, chunks, seeds):
     """From a file: neighbours on one stage, on stages beside each other or on others, the model's ends on any."""
     plans = []
-    for seed in range(3):
+    for seed in seeds:
         chance = Random(seed)
         route = list(range(stages)) * chunks
         chance.shuffle(route)

@@ -87,7 +87,8 @@ def with_late_reductions(tables, folder, signs):
         return events
 
 
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1", "pp.gpipe"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.gpipe", "pp.zero_bubble_h1"])
 def test_the_last_gradient_is_sent_before_any_reduction_is_waited_for(ranks, small, own, tmp_path, schedule):
     """A reduction that lasts until the first stage is done delays nobody; and no device is synchronised."""
     tables = small(schedule, 2, 2, batch={"global_size": 8, "micro_size": 1})
@@ -125,6 +126,7 @@ def moves(tables, folder):
     return read, found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
 def test_a_stage_moves_what_it_reads_and_nothing_else(ranks, small, own, schedule):
     """Tokens to the first stage, labels to the last, nothing between; once per micro-batch."""
@@ -235,6 +237,7 @@ def test_five_blocks_of_unequal_width_on_three_stages(compared, small):
     compared(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
 
 
+@pytest.mark.campaign  # the common run has unequal widths without replicas
 def test_unequal_widths_on_replicas_of_two_stages(compared, small):
     model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
     compared(4, [small(schedule, 2, 2, model=model) for schedule in ("pp.interleaved", "pp.zero_bubble_v")])

@@ -78,8 +78,8 @@ def test_the_noise_scale_is_that_of_the_paper(ranks: Callable[..., Any]) -> None
 
 def test_many_steps_find_the_noise_that_there_is(ranks: Callable[..., Any]) -> None:
     """Of samples around (1, 1, 1, 1, 1) with deviation 1: S is 5 and |G|^2 is 5."""
-    plan = changed(PLAN, gradient_handlers=[{"use": "watch.noise", "smoothing": 0.99}, EACH])
-    row = ranks(RANKS)(record, plan, 200, folder=HERE)[0].rows[-1]
+    plan = changed(PLAN, gradient_handlers=[{"use": "watch.noise", "smoothing": 0.98}, EACH])
+    row = ranks(RANKS)(record, plan, 100, folder=HERE)[0].rows[-1]
     assert 0.6 < row["watch/noise_scale"] < 1.6
 
 

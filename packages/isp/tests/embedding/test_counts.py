@@ -123,24 +123,25 @@ def counted(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
         return dict(run.stepper.executor.weights.counts())
 
 
-def peak(tables: dict[str, Any], folder: Path) -> int:
-    """Live bytes of tensors at most, in the second and third of some steps."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        run.step()
-        with memory_profile() as profile:
+def peaks(plans: list[dict[str, Any]], folder: Path) -> list[int]:
+    """Live bytes of tensors at most, in the second and third of some steps of each plan."""
+    found = []
+    for tables in plans:
+        with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
             run.step()
-            run.step()
-        return peak_bytes(profile)
+            with memory_profile() as profile:
+                run.step()
+                run.step()
+            found.append(peak_bytes(profile))
+    return found
 
 
 def test_less_memory_than_with_a_gathered_table(ranks, sharded, texts):
     """With a shared vocabulary, so that there is nothing larger at another time: the table is not there, nor its gradient."""
     sizes = {"model__vocab_size": 8192, "model__num_layers": 1, "precision__compute": "fp32", "run__steps": 9}
     options = {"head": "vocabulary", "pool": "isp.fresh"}
-    gather, hidden = (
-        max(ranks(2, fresh=True)(peak, sharded(2, weights=options | {"embedding": kind}, **sizes), texts))
-        for kind in ("gather", "hidden")
-    )
+    plans = [sharded(2, weights=options | {"embedding": kind}, **sizes) for kind in ("gather", "hidden")]
+    gather, hidden = map(max, zip(*ranks(2, fresh=True)(peaks, plans, texts), strict=True))
     table = 8192 * 16 * 4
     print(f"{gather} bytes with a gathered table, {hidden} with one cut by columns, {table} are the table")
     assert gather - hidden > table // 2

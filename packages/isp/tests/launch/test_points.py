@@ -50,7 +50,8 @@ def order(tables: dict[str, Any], folder: Any) -> list[str]:
 )
 def test_gathers_start_at_the_launch_point(ranks, sharded, texts, launch, before, after, hooks):
     """The next block's, in the first forward; module or not, sharded or not."""
-    tables = sharded(2, weights={"launch": launch}, evaluation={"every": 9, "steps": 1}, run__steps=9)
+    changes = {"evaluation": {"every": 9, "steps": 1}, "run__steps": 9, "model__num_layers": 3}
+    tables = sharded(2, weights={"launch": launch}, **changes)
     for events in ranks(2)(order, tables, texts):
         at = events.index("gather blocks.1")
         assert at < events.index(before)

@@ -9,6 +9,7 @@ from sley_core.testing.plans import changed, small_plan
 from sley_core.testing.runs import alone, assert_parity, record, same_on_all
 
 PLAN = small_plan(
+    run__steps=4,  # one more than is recorded: the last one evaluates, and `record` does
     batch__global_size=4,
     learning_rate={"use": "core.cosine", "warmup_steps": 1},
     evaluation={"every": 2, "steps": 2},
@@ -36,18 +37,20 @@ def test_documents_of_every_kind(ranks, texts, documents, sp):
     check(ranks, texts, sp, data__documents=documents)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_fewer_and_as_many_key_heads_as_ranks(ranks, texts, kv_heads):
-    check(ranks, texts, 4, model__kv_heads=kv_heads)
+@pytest.mark.parametrize(
+    ("sp", "kv_heads"),
+    [(2, 1), pytest.param(4, 1, marks=pytest.mark.campaign), pytest.param(4, 4, marks=pytest.mark.campaign)],
+)
+def test_fewer_and_as_many_key_heads_as_ranks(ranks, texts, sp, kv_heads):
+    check(ranks, texts, sp, model__kv_heads=kv_heads)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sp", "documents"),
     [
-        (4, "pack"),
         (2, "pad"),
+        (4, "pack"),
         pytest.param(2, "pack", marks=pytest.mark.campaign),
         pytest.param(4, "pad", marks=pytest.mark.campaign),
     ],
@@ -74,7 +77,8 @@ def test_recomputation(ranks, texts, fraction):
     check(ranks, texts, 2, activations__use="core.recompute", activations__fraction=fraction)
 
 
-@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.campaign  # the common run has them beside shards of weights (test_with_weights.py)
+@pytest.mark.parametrize("micro", [1, 2])
 def test_beside_replicas(ranks, texts, micro):
     check(ranks, texts, 2, dp=2, batch__micro_size=micro)
 

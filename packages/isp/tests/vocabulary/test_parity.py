@@ -9,6 +9,8 @@ from sley_core.testing.parity import assert_close_gradients
 from sley_core.testing.runs import assert_parity, record
 
 SHARED = {"head": "vocabulary"}
+SPLIT = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
+TIED = {"model__tie_embeddings": True}
 OWN_DATA = {"data": {"factory": "scored:Labelled"}, "loss": {"use": "core.cross_entropy", "label_smoothing": 0.1}}
 
 
@@ -18,10 +20,16 @@ def check(parities):
     return lambda world, cases, weights=None, **changes: parities(world, cases, SHARED | (weights or {}), **changes)
 
 
-def test_every_rank_scores_its_classes(check):
-    """257 classes over two ranks, 129 and 128: tied or not, with micro-batches of one and of four samples."""
-    tied, rest = {"model__tie_embeddings": True}, {"batch__micro_size": 1}
-    check(2, [(2, 2, {}), (2, 2, tied), (2, 2, rest), (2, 2, tied | {"batch__micro_size": 4})])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [{"batch__micro_size": 1}, TIED | {"batch__micro_size": 4}],
+        pytest.param([{}, TIED], marks=pytest.mark.campaign),
+    ],
+)
+def test_every_rank_scores_its_classes(check, cases):
+    """257 classes over two ranks, 129 and 128: tied or not, with micro-batches of one, two and four samples."""
+    check(2, [(2, 2, case) for case in cases])
 
 
 @pytest.mark.campaign
@@ -43,15 +51,21 @@ def test_recomputation_and_modules(check):
 @pytest.mark.campaign
 def test_slices_of_sequences(check):
     """Each rank has other tokens of the same samples; the shared classes are those of all of them."""
-    split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
-    check(2, [(2, 1, split), (2, 1, split | {"model__tie_embeddings": True, "data__documents": "cut"})])
+    check(2, [(2, 1, SPLIT), (2, 1, SPLIT | TIED | {"data__documents": "cut"})])
 
 
-@pytest.mark.parametrize("wp", [2, pytest.param(4, marks=pytest.mark.campaign)])
-def test_four_ranks(check, wp):
+@pytest.mark.parametrize(
+    ("wp", "dp", "change"),
+    [
+        (2, 2, SPLIT),
+        pytest.param(2, 4, {}, marks=pytest.mark.campaign),
+        pytest.param(4, 2, SPLIT, marks=pytest.mark.campaign),
+        pytest.param(4, 4, {}, marks=pytest.mark.campaign),
+    ],
+)
+def test_four_ranks(check, wp, dp, change):
     """Two copies of two slices, and four slices, also of sequences in two."""
-    split = {"sequence": {"use": "isp.all_to_all"}, "parallel": {"sp": 2}}
-    check(4, [(wp, 4, {}), (wp, 2, split)])
+    check(4, [(wp, dp, change)])
 
 
 def test_frozen_weights(check):

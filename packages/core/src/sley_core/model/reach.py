@@ -8,6 +8,7 @@ from them, so these are searched, and named by the attribute through which they 
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ MOST = 100_000
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _ENDS: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
 _ENDS += (torch.dtype, torch.device, torch.Generator, type(None))
+_EMPTY = (dict, OrderedDict)
 
 
 class HeldTensor(NamedTuple):
@@ -38,6 +40,8 @@ def held_tensors(layer: Layer, registered: set[int]) -> Iterator[HeldTensor]:
     """Yields the tensors that `layer` holds, each under the first place found. registered: ids of all layers' modules."""
     seen: set[int] = set()
     for where, root in _roots(layer):
+        if issubclass(type(root), _ENDS) or (type(root) in _EMPTY and not root):
+            continue  # as most are: flags, names, and dictionaries of hooks of which there are none
         for tensor, in_module in _behind(root, seen, registered):
             yield HeldTensor(where, tensor, in_module)
 

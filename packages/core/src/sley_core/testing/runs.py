@@ -59,15 +59,18 @@ def record(
     prepare: Callable[[Run], None] | None = None,
     batches: Sequence[GivenBatch] | None = None,
     device: Device | None = None,
+    is_alone: bool = False,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world that the environment describes.
 
     folder: the plan's. prepare: is called with the run before its first step. batches: global batches to train on
-    instead of the plan's data, of which this rank takes its rows. device: this rank's, if not the plan's.
+    instead of the plan's data, of which this rank takes its rows. device: this rank's, if not the plan's. is_alone: as one
+    process does, though this one is a rank of several; no other need take part.
     """
     plan = plan_from_dict(tables, folder)
     recorded = Recorded()
-    with World.join(device or plan.run.device) as world, assemble(plan, world) as run:
+    join = World.alone if is_alone else World.join
+    with join(device or plan.run.device) as world, assemble(plan, world) as run:
         if prepare is not None:
             prepare(run)
         recorded.first = weights(run)
