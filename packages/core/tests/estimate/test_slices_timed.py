@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sley_core.comm import echo
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
+from sley_core.estimate.calibrate import layers
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
@@ -63,3 +66,20 @@ def test_what_only_other_ranks_can_answer_is_told_with_the_table_that_asks(atten
     assert one.message.startswith(f'the attention of `[sequence] use = "asking.{attention}"` {asked}')
     assert one.hint is not None
     assert "group.transport()" in one.hint
+
+
+@pytest.mark.usefixtures("seen")
+def test_what_an_exchange_copies_is_not_among_the_seconds_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates count it with the exchange, which is timed by itself; it was counted with the layer too."""
+    put, copies = echo.put, []
+
+    def slowly(shard: torch.Tensor, place: torch.Tensor) -> None:
+        copies.append(shard)
+        time.sleep(0.02)
+        put(shard, place)
+
+    monkeypatch.setattr(echo, "put", slowly)
+    monkeypatch.setattr(layers, "REPETITIONS", 3)
+    block = timed("gathers")[1]
+    assert len(copies) == 2 * (1 + 3) * 3 * 3, "whole and in halves, of q, k and v, from each of three ranks"
+    assert block["forward"] < 0.1 < 3 * 3 * 0.02

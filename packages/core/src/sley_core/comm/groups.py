@@ -141,13 +141,12 @@ def make_groups(
     return Groups(groups, progress)
 
 
-def imagined(axis: str, size: int) -> Group:
+def imagined(axis: str, echo: Echo, size: int) -> Group:
     """Returns a group of `size` ranks of which this one is the first and the others exist nowhere: each exchange brings what
-    this rank has (`Echo`), and is over at once, for timing what lies between them.
+    this rank has, by `echo`, and is over at once, for timing what lies between them.
 
     What an echo does not give, as the communicator itself, raises NotImaginedError.
     """
-    echo = Echo(size)
     transports: dict[str, Transport] = EchoTransports(dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
     return Group(axis, tuple(range(size)), 0, NoCommunicators(), transports, echo=echo)
 

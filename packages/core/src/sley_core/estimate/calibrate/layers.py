@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sley_core.comm.echo import NotImaginedError
+from sley_core.comm.echo import Echo, NotImaginedError
 from sley_core.comm.groups import imagined
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -52,15 +52,16 @@ def _timed(plan: Plan, device: Device, sequence: Component | None) -> list[dict[
     model = draft_model(plan, dataset.info)
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
+    echo = Echo(plan.parallel.sp, device)
     if sequence is not None:
-        attention: SequenceCommunicator = sequence.build(imagined("sp", plan.parallel.sp))
+        attention: SequenceCommunicator = sequence.build(imagined("sp", echo, plan.parallel.sp))
         attention.attach(model.layers)  # of a model that nobody else has
     tables: dict[str, dict[str, Any]] = {}
     handed: dict[str, Handed] = {}
     value: Handed | None = None
     with device.random_state_kept():
         gradients = DTYPES[plan.precision.gradients]
-        bench = LayerBench(plan, device, model, dataset, dtypes(plan)[0], gradients, REPETITIONS)
+        bench = LayerBench(plan, device, model, dataset, dtypes(plan)[0], gradients, REPETITIONS, echo.spans)
         for layer, key in zip(model.layers, keys, strict=True):
             if key not in tables:
                 times, handed[key] = bench.time(layer, value, split=True)
