@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from sley_core.errors import UsageError
 from train_cli.commands.estimate import num_bytes, shown
 
 Cli = Callable[..., Any]
@@ -112,3 +113,17 @@ def test_sizes(text: str, bytes_: int | None) -> None:
 
 def test_bytes_are_shown_in_the_unit_that_fits() -> None:
     assert [shown(count) for count in (5, 2048, 3 << 20, 80 << 30)] == ["5 B", "2.00 KiB", "3.00 MiB", "80.00 GiB"]
+
+
+@pytest.mark.parametrize(("unit", "power"), [("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)])
+def test_a_size_is_read_in_every_unit_in_which_one_is_printed(unit: str, power: int) -> None:
+    assert num_bytes(f"3{unit}") == num_bytes(f"3 {unit}") == 3 * 1024**power
+    assert num_bytes(f"0.5{unit}") == 1024**power // 2
+    assert num_bytes(f"3{unit.replace('i', '')}") == 3 * 1000**power
+
+
+@pytest.mark.parametrize("text", ["100", "0KiB", "KiB", "-1KiB", "1kib", "1 PiB"])
+def test_what_is_no_size_is_told_the_units(text: str) -> None:
+    with pytest.raises(UsageError, match="KiB") as raised:
+        num_bytes(text)
+    assert raised.value.diagnostics[0].code == "memory-size"

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from sley_core.search.layouts import Candidate
 
 
-def lines(found: SearchFound, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields what is printed of a search. skipped: plugins that could not be loaded. limit: bytes of a device."""
+def lines(found: SearchFound, skipped: Sequence[str], limit: int | None, notes: Sequence[str]) -> Iterator[str]:
+    """Yields what is printed of a search. skipped: plugins that could not be loaded. limit: bytes of a device. notes: on the
+    machine.
+    """
     tally = found.tally
     yield f"{tally.num_layouts:,} layouts; {tally.simulated:,} simulated, {tally.too_large:,} seen not to fit"
     yield from (f"  {count:,} left out: {reason}" for reason, count in tally.refused.most_common())
@@ -30,6 +32,7 @@ def lines(found: SearchFound, skipped: Sequence[str], limit: int | None) -> Iter
     yield "fastest" if found.fastest[0].exact else "fastest, at a glance"
     yield from (_row(one.seconds, one.num_bytes, one.seen.layout) for one in found.fastest)
     yield from _sources(found)
+    yield from (f"  {note}" for note in notes)
     if found.front:
         yield "less memory for more time, at a glance"
         yield from (_row(seen.estimate.seconds, seen.estimate.num_bytes, seen.layout) for seen in found.front)

@@ -49,15 +49,19 @@ def seconds_lines(found: PlanSeconds, machine: MachineFile) -> Iterator[str]:
         waits = ", ".join(f"{seconds:.4g} s for {lane}" for lane, seconds in sorted(step.exposed_s(stage).items()))
         idle = f"idle {step.idle(stage):.1%}" + (f" (waits {waits})" if waits else "")
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}"
+    yield f"  {_sources(found)}; {machine.device.name} of the machine file"
+    yield from (f"  {note}" for note in found.notes)
+
+
+def _sources(found: PlanSeconds) -> str:
+    """Returns where the seconds of the layers come from."""
     if not found.layers:
-        yield f"  operators of slices of sequences, computed; {machine.device.name} of the machine file"
-        return
+        return "operators of slices of sequences, computed"
     measured = sum(layer.is_measured for layer in found.layers)
     source = "measured on it" if measured == len(found.layers) else "computed from their operators"
     if 0 < measured < len(found.layers):
         source = f"{measured} of them measured on it, the others computed from their operators"
-    yield f"  {len(found.layers)} layers, {source}; {machine.device.name} of the machine file"
-    yield from (f"  {note}" for note in found.notes)
+    return f"{len(found.layers)} layers, {source}"
 
 
 def seconds_data(found: PlanSeconds) -> dict[str, Any]:

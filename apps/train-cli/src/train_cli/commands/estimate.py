@@ -38,7 +38,18 @@ GIB = 1 << 30
 SVG_WIDTH = 1200
 """Pixels."""
 
-UNITS = {"GiB": GIB, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "B": 1}
+UNITS = {
+    "TiB": 1 << 40,
+    "GiB": GIB,
+    "MiB": 1 << 20,
+    "KiB": 1 << 10,
+    "TB": 10**12,
+    "GB": 10**9,
+    "MB": 10**6,
+    "KB": 10**3,
+    "B": 1,
+}
+"""Bytes of the units that a size may have; `B` comes last, since all end so."""
 
 
 def estimate(
@@ -120,7 +131,9 @@ def num_bytes(text: str) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * factor)
     raise UsageError(
-        "memory-size", f"`--memory {text}` is no size", hint="write 80GiB, or a number of MiB, GB, MB or B"
+        "memory-size",
+        f"`--memory {text}` is no size",
+        hint="write 80GiB, or a number of TiB, MiB, KiB, TB, GB, MB, KB or B",
     )
 
 

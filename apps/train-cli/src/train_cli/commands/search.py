@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sley_core.errors import SleyError, UsageError
+from sley_core.estimate.machine.notes import notes_on
 from sley_core.estimate.machine.read import load_machine
 from sley_core.plan.load import load_plan
 from sley_core.search.layouts import AXES, Axis
@@ -18,6 +19,7 @@ from train_cli.options import PlanArgument, SetOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
     from sley_core.search.exact import ExactEstimate
     from sley_core.search.find import SearchFound
@@ -60,20 +62,21 @@ def search(
         raise UsageError("explain-needs-steps", "`--explain` compares what steps say, which `--at-a-glance` leaves out")
     limit = None if memory is None else num_bytes(memory)
     resolved = load_plan(plan, overrides or [])
-    found, skipped = _found(resolved, world, machine, limit, top, [_axis(name) for name in keep or ()], verify=verify)
-    typer.echo("\n".join(lines(found, skipped, limit)))
+    known = load_machine(machine)
+    found, skipped = _found(resolved, world, known, limit, top, [_axis(name) for name in keep or ()], verify=verify)
+    typer.echo("\n".join(lines(found, skipped, limit, notes_on(known, world))))
     if not found.fastest:
         raise typer.Exit(1)
     best = found.fastest[0]
     if explain and best.exact is not None:
-        typer.echo("\n".join(compared(_as_it_is(resolved, world, machine), best.exact)))
+        typer.echo("\n".join(compared(_as_it_is(resolved, world, known), best.exact)))
     if write is not None:
         write.write_text(written(resolved, world, best), "utf-8")
         typer.echo(f"written to {write}")
 
 
 def _found(
-    plan: Plan, world: int, file: Path, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
+    plan: Plan, world: int, machine: MachineFile, limit: int | None, top: int, keep: Sequence[Axis], *, verify: bool
 ) -> tuple[SearchFound, Sequence[str]]:
     """Returns what a search found, and the plugins that it could not load. Raises SleyError with its place in the plan."""
     from sley_core.search.choices import choices_of
@@ -83,18 +86,18 @@ def _found(
 
     choices = choices_of(plan)
     try:
-        space, quick = Layouts(plan, world, choices, keep), Quick(plan, world, load_machine(file))
+        space, quick = Layouts(plan, world, choices, keep), Quick(plan, world, machine)
         return find(space, quick, memory=limit, top=top, verify=verify, tell=_tell), choices.skipped
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 
 
-def _as_it_is(plan: Plan, world: int, file: Path) -> ExactEstimate:
+def _as_it_is(plan: Plan, world: int, machine: MachineFile) -> ExactEstimate:
     """Returns the estimate of the plan as it is. Raises SleyError with its place in the plan, as `estimate` does."""
     from sley_core.search.exact import exact_of_plan
 
     try:
-        return exact_of_plan(plan, world, load_machine(file))
+        return exact_of_plan(plan, world, machine)
     except SleyError as error:
         raise plan.located(error) from error.__cause__
 

@@ -54,7 +54,7 @@ class Pending:
 
 
 class SilentPending(Pending):
-    """A collective of a fake world, which is over; `waits` is called where the rank would wait for it."""
+    """An exchange with ranks that are not there, which is over; `waits` is called where the rank would wait for it."""
 
     __slots__ = ("_waits",)
 
@@ -75,6 +75,10 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, what: str) -> Pe
         return Pending()
     if group.is_silent:
         return SilentPending(told(group, "sum", DEFAULT_LANE, tensor.nbytes))
+    if group.echo is not None:
+        if op == "sum":
+            group.echo.all_reduce(tensor, what=what)
+        return Pending()
     turn = turn_of("all-reduce", group, what, num_bytes=tensor.nbytes)
     return Pending(guarded(lambda: dist.all_reduce(tensor, OPS[op], group=group.lane(), async_op=True), turn), turn)
 
@@ -85,6 +89,8 @@ def broadcast(tensor: Tensor, group: Group, *, what: str) -> Pending:
         return Pending()
     if group.is_silent:
         return SilentPending(told(group, "gather", DEFAULT_LANE, tensor.nbytes))
+    if group.echo is not None:  # the first rank is this one
+        return Pending()
     turn = turn_of("broadcast", group, what, num_bytes=tensor.nbytes)
     first = group.ranks[0]
     return Pending(guarded(lambda: dist.broadcast(tensor, src=first, group=group.lane(), async_op=True), turn), turn)
@@ -100,6 +106,9 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
         return Pending()
     if group.is_silent:
         return SilentPending(told(group, "swap", lane, tensor.nbytes))
+    if group.echo is not None:
+        group.echo.all_to_all(output, tensor, what=what)
+        return Pending()
     turn = turn_of("all-to-all", group, what, lane, tensor.nbytes)
     work = guarded(lambda: dist.all_to_all_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
@@ -112,6 +121,9 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, *, what: str, lane:
         return Pending()
     if group.is_silent:
         return SilentPending(told(group, "gather", lane, output.nbytes))
+    if group.echo is not None:
+        group.echo.all_gather([output.view(-1)], [tensor.view(-1)], what=what)
+        return Pending()
     turn = turn_of("all-gather", group, what, lane, tensor.nbytes)
     work = guarded(lambda: all_gather_single(output, tensor, group=group.lane(lane), async_op=True), turn)
     return Pending(work, turn)
@@ -124,6 +136,9 @@ def send_to(tensor: Tensor, group: Group, lane: str, peer: int, *, what: str) ->
     """
     if group.is_silent:
         return Pending()
+    if group.echo is not None:
+        group.echo.send(tensor, lane)
+        return Pending()
     turn = message_turn("send", group, what, lane, group.coord, peer, tensor.nbytes)
     return Pending(guarded(lambda: group.lane(lane).send([tensor], peer, 0), turn), turn)
 
@@ -132,6 +147,8 @@ def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: st
     """Starts to receive into `tensor` (contiguous) from the member of `group` at coordinate `peer`, on `lane`."""
     if group.is_silent:
         return Pending()
+    if (echo := group.echo) is not None:  # it may be sent after this
+        return SilentPending(lambda: echo.receive(tensor, lane, what))
     turn = message_turn("receive", group, what, lane, peer, group.coord, tensor.nbytes)
     return Pending(guarded(lambda: group.lane(lane).recv([tensor], peer, 0), turn), turn)
 
@@ -139,9 +156,9 @@ def receive_from(tensor: Tensor, group: Group, lane: str, peer: int, *, what: st
 def gather_objects(value: Any, group: Group, *, what: str) -> list[Any]:
     """Returns every rank's `value` (small, JSON), in the order of the group's ranks. Blocks. For the group `control` only.
 
-    In a fake world all ranks say what this one says.
+    In a fake world, or an imagined group, all ranks say what this one says.
     """
-    if group.size == 1 or group.is_silent:
+    if group.size == 1 or group.is_silent or group.echo is not None:
         return [value] * group.size
     found: list[Any] = guarded(
         lambda: gather_values(value, group.lane()), turn_of("all-gather of objects", group, what)

@@ -21,6 +21,9 @@ from sley_core.errors import RunError
 Moment = float | torch.cuda.Event
 """A point in a device's work: a reading of the host's clock, or an event on the stream."""
 
+Span = tuple[Moment, Moment]
+"""Where a part of a device's work begins and ends."""
+
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"

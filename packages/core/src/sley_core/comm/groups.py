@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
 
+from sley_core.comm.echo import Echo, EchoTransports, NoCommunicators
 from sley_core.comm.exchange_log import ExchangeLog
 from sley_core.comm.guard import HINT, first_line
 from sley_core.comm.members import Members
@@ -21,7 +22,7 @@ from sley_core.comm.transport.alone import Alone
 from sley_core.comm.transport.choose import attached, is_from_host, message_transports, silent_transports
 from sley_core.comm.transport.protocol import Transport
 from sley_core.errors import RunError
-from sley_core.topology import AXES, DEFAULT_LANE, TIE, GroupEntry, Topology
+from sley_core.topology import AXES, DEFAULT_LANE, LANES, TIE, GroupEntry, Topology
 
 _HOST = torch.device("cpu")
 
@@ -31,12 +32,13 @@ class Group(Members):
     """The ranks of one axis that this rank talks to, with one communicator and one transport per lane.
 
     A group of one rank has no communicator, and every collective on it is the identity. log: of the exchanges in which nothing
-    says what they are.
+    says what they are. echo: what answers where the others exist nowhere (`imagined`).
     """
 
     lanes: dict[str, dist.ProcessGroup]
     transports: dict[str, Transport] = field(default_factory=dict)
     log: ExchangeLog = field(default_factory=ExchangeLog)
+    echo: Echo | None = field(default=None, compare=False, repr=False)
 
     def lane(self, name: str = DEFAULT_LANE) -> dist.ProcessGroup:
         """Returns the communicator of lane `name`; only a group of two or more has one."""
@@ -139,11 +141,14 @@ def make_groups(
     return Groups(groups, progress)
 
 
-def imagined(axis: str, size: int) -> Group:
-    """Returns a group of `size` ranks of which this one is the first and the others exist nowhere. Swaps of rows bring what
-    this rank has, and are over at once: for timing what lies between them. It is not made for other exchanges.
+def imagined(axis: str, echo: Echo, size: int) -> Group:
+    """Returns a group of `size` ranks of which this one is the first and the others exist nowhere: each exchange brings what
+    this rank has, by `echo`, and is over at once, for timing what lies between them.
+
+    What an echo does not give, as the communicator itself, raises NotImaginedError.
     """
-    return Group(axis, tuple(range(size)), 0, {}, {DEFAULT_LANE: Alone()}, is_silent=True)
+    transports: dict[str, Transport] = EchoTransports(dict.fromkeys(LANES.get(axis, (DEFAULT_LANE,)), echo))
+    return Group(axis, tuple(range(size)), 0, NoCommunicators(), transports, echo=echo)
 
 
 def _store_of(lanes: Mapping[str, Mapping[str, dist.ProcessGroup]]) -> Store | None:

@@ -7,7 +7,7 @@ when called reaches the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from sley_core.engine.weight_queue import WeightQueue
 from sley_core.model.materialize import materialize
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Device
+    from sley_core.comm.device import Device, Span
     from sley_core.data.dataset import AnyDataset
     from sley_core.model.layers import Layer, Model
     from sley_core.plan.plan import Plan
@@ -63,7 +63,8 @@ class LayerBench:
     """Times the layers of `model`, on meta as it was drafted, on one micro-batch of the plan's data.
 
     dtype: of the working weights. gradients: of their accumulated gradients, to which a backward adds its own; None leaves that
-    out. repetitions: timed calls of a layer.
+    out. repetitions: timed calls of a layer. apart: gives the parts of the device's work since it was last asked that are no
+    layer's.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class LayerBench:
         dtype: torch.dtype,
         gradients: torch.dtype | None = None,
         repetitions: int = REPETITIONS,
+        apart: Callable[[], Sequence[Span]] = lambda: (),
     ) -> None:
         self.plan = plan
         self.device = device
@@ -82,6 +84,7 @@ class LayerBench:
         self.dtype = dtype
         self.gradients = gradients
         self.repetitions = repetitions
+        self.apart = apart
         self._is_direct = gradients == dtype and accumulates_directly(plan.precision.accumulation, device)
         self.loss: Loss = plan.loss.build()
         policy = plan.activations.build([layer.name for layer in model.layers])
@@ -149,32 +152,41 @@ class LayerBench:
     def _whole(self, layer: Layer, value: Handed | None) -> tuple[Any, float, float]:
         """Returns the layer's output, after its backward, and the seconds of forward and backward."""
         self._evict()
+        self.apart()
         began = self.device.moment()
         held, output, gradients = self._forward(layer, value)
-        ready = self.device.moment()
+        ready, there = self.device.moment(), self.apart()
         self._evict()
         turned = self.device.moment()
         if held.loss is None or held.loss.requires_grad:
             held.backward(gradients)
-        ended = self.device.moment()
+        ended, back = self.device.moment(), self.apart()
         self._forget(layer)
-        return output, self.device.seconds_between(began, ready), self.device.seconds_between(turned, ended)
+        return output, self._seconds((began, ready), there), self._seconds((turned, ended), back)
 
     def _split(self, layer: Layer, value: Handed | None, queue: WeightQueue) -> tuple[float, float]:
         """Returns the seconds of the two halves of a split backward."""
         held, _, gradients = self._forward(layer, value)
         self._evict()
+        self.apart()
         began = self.device.moment()
         with queue.collecting(PLACE):
             if held.loss is None or held.loss.requires_grad:
                 held.backward(gradients)
-        done = self.device.moment()
+        done, first = self.device.moment(), self.apart()
         self._evict()
         turned = self.device.moment()
         queue.run(PLACE)
-        ended = self.device.moment()
+        ended, second = self.device.moment(), self.apart()
         self._forget(layer)
-        return self.device.seconds_between(began, done), self.device.seconds_between(turned, ended)
+        return self._seconds((began, done), first), self._seconds((turned, ended), second)
+
+    def _seconds(self, span: Span, apart: Sequence[Span]) -> float:
+        """Returns the seconds of a part of the device's work without those of `apart` within. Waits for the device: so it is
+        asked when all is queued, and nothing that is timed waits.
+        """
+        whole, *others = (self.device.seconds_between(*one) for one in (span, *apart))
+        return max(0.0, whole - sum(others))
 
     def _forget(self, layer: Layer) -> None:
         if self.gradients is None:

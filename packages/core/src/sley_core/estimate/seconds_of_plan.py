@@ -9,7 +9,7 @@ plan ── draft ──> layers, priced one by one ──┐
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.errors import KeyPath, PlanError
 from sley_core.estimate.layers.of_plan import PricedLayer, measured_layers, priced_layers
+from sley_core.estimate.machine.notes import notes_on
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
 from sley_core.estimate.seconds.step import StepWork
@@ -55,9 +56,10 @@ def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds
     """
     _refuse_unknown(plan)
     try:
-        return _told_by_lists(plan, size, machine) if _is_in_the_lists(plan) else _recorded(plan, size, machine)
+        found = _told_by_lists(plan, size, machine) if _is_in_the_lists(plan) else _recorded(plan, size, machine)
     except UntoldError:
-        return _recorded(plan, size, machine)
+        found = _recorded(plan, size, machine)
+    return replace(found, notes=(*found.notes, *notes_on(machine, size)))
 
 
 def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:

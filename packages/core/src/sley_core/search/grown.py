@@ -6,16 +6,24 @@ A slice of a sequence over n ranks is 1/n of a sample: of its positions, and in 
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sley_core.estimate.layers.operators import PHASES, LayerWork, Operator
+
+ATTENTION = "attention"
+"""The operator as which `FusedKernels` notes an attention."""
+
+TENSORS, COPIED = 4, 3
+"""q, k, v and the context, and how often a copy moves what it copies: as `OperatorRecorder` counts it."""
 
 
 def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
     """Returns the work on `samples` samples, a whole number or a share of one. Pure.
 
-    one, two: the same layer's on so many. Where it ran other operators with two of them than with one, as a loss that is
-    taken in pieces does, the work is in proportion to that on two.
+    one, two: the same layer's on so many. Operators of a name that came more often with two of them than with one, as those
+    of a loss that is taken in pieces, are in proportion to those on two.
     """
     phases = {name: _operators(one.of(name), two.of(name), samples) for name in PHASES}
     return LayerWork(
@@ -26,19 +34,43 @@ def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
     )
 
 
-def _operators(one: Sequence[Operator], two: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
-    if [each.name for each in one] != [each.name for each in two]:
-        share = samples / 2
-        return tuple(Operator(of.name, round(of.num_bytes * share), round(of.flops * share), of.dtype) for of in two)
-    return tuple(
-        Operator(
-            first.name,
-            _line(first.num_bytes, second.num_bytes, samples),
-            _line(first.flops, second.flops, samples),
-            first.dtype,
-        )
-        for first, second in zip(one, two, strict=True)
+def with_copies(work: LayerWork) -> LayerWork:
+    """Returns the work of a layer whose attentions swap what they read and write: each tensor is laid out anew for it. Pure.
+
+    A copy reads what it copies and takes the place of what was there, and the backward copies as much.
+    """
+    forward = work.forward
+    return replace(
+        work,
+        forward=_with_copies(forward, forward),
+        recompute=_with_copies(work.recompute, work.recompute),
+        backward=_with_copies(work.backward, forward),
+        input_gradient=_with_copies(work.input_gradient, forward),
     )
+
+
+def _with_copies(operators: Sequence[Operator], attending: Sequence[Operator]) -> tuple[Operator, ...]:
+    """Returns `operators` with the copies of the attentions of `attending`: one of each of q, k, v and the context."""
+    each = [one.num_bytes for one in attending if one.name == ATTENTION]
+    copies = [Operator("copy", COPIED * num_bytes // TENSORS) for num_bytes in each for _ in range(TENSORS)]
+    return (*operators, *copies)
+
+
+def _operators(one: Sequence[Operator], two: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
+    firsts: dict[str, list[Operator]] = defaultdict(list)
+    for each in one:
+        firsts[each.name].append(each)
+    counts = Counter(each.name for each in two)
+    beside = {name: iter(some) for name, some in firsts.items() if len(some) == counts[name]}
+    return tuple(_operator(next(beside[of.name]) if of.name in beside else None, of, samples) for of in two)
+
+
+def _operator(first: Operator | None, second: Operator, samples: float) -> Operator:
+    if first is None:
+        share = samples / 2
+        return replace(second, num_bytes=round(second.num_bytes * share), flops=round(second.flops * share))
+    num_bytes = _line(first.num_bytes, second.num_bytes, samples)
+    return replace(second, num_bytes=num_bytes, flops=_line(first.flops, second.flops, samples))
 
 
 def _line(one: int, two: int, samples: float) -> int:

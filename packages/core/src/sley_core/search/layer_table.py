@@ -21,16 +21,17 @@ from numpy.typing import NDArray
 
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
+from sley_core.data.slices import Slices
 from sley_core.draft import DTYPES, draft_model, dtypes
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import SleyError
-from sley_core.estimate.layers.distinct import layer_keys
+from sley_core.estimate.layers.distinct import LayerKinds, layer_keys, slices_of
 from sley_core.estimate.layers.of_plan import layer_works
 from sley_core.estimate.layers.operators import LayerWork, Operator
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.search.glance import reduces
-from sley_core.search.grown import grown
+from sley_core.search.grown import ATTENTION, grown, with_copies
 from sley_core.search.layouts import Candidate, Shape, Sizes
 
 if TYPE_CHECKING:
@@ -47,14 +48,11 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-ATTENTION = "attention"
-"""The operator as which `FusedKernels` notes an attention."""
-
 
 @dataclass(frozen=True)
 class LayerColumns:
     """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
-    waits for the backward; `output`, of what is handed on.
+    waits for the backward; `output`, of what is handed on. is_measured: whether the machine file has the layer's seconds.
     """
 
     forward: Floats
@@ -63,6 +61,7 @@ class LayerColumns:
     weight_gradient: Floats
     kept: Integers
     output: Integers
+    is_measured: NDArray[np.bool_]
 
     @cached_property
     def least_back(self) -> Floats:
@@ -104,6 +103,9 @@ class LayerTables:
         self._tables: dict[Any, LayerColumns | SleyError] = {}
         self._exchanges: dict[tuple[int, str], tuple[Floats, Floats] | SleyError] = {}
         self._cut: dict[str, Integers | SleyError] = {}
+        self._known = {table.key: LayerSeconds.measured(table) for table in machine.layers}
+        self._kinds: dict[str, LayerKinds] = {}
+        self._batches: dict[int, Any] = {}
 
     def keys(self, policy: Choice) -> list[str]:
         """Returns a key for each layer under a policy; equal for layers that are alike."""
@@ -129,13 +131,24 @@ class LayerTables:
         """
         whole = self.of(replace(shape, sizes=replace(shape.sizes, wp=1), weights=None))
         gather, reduce = once(self._exchanges, (shape.sizes.wp, str(shape.weights)), lambda: self._of_shards(shape))
+        added = np.where(whole.is_measured, 0.0, self._added_s(shape))
         return replace(
             whole,
             forward=_beside(whole.forward, gather),
-            backward=_beside(whole.backward, gather + reduce),
+            backward=_beside(np.maximum(whole.backward + added, 0.0), gather + reduce),
             input_gradient=_beside(whole.input_gradient, gather),
-            weight_gradient=_beside(whole.weight_gradient, reduce),
+            weight_gradient=_beside(np.maximum(whole.weight_gradient + added, 0.0), reduce),
         )
+
+    def _added_s(self, shape: Shape) -> Floats:
+        """Returns the seconds by which adding up the gradients of shards takes longer than adding up whole ones: sums of rows
+        are added too. Products of the gradients' own dtype are written where they are reduced, and not added there.
+        """
+        cut, (working, _) = self.cut(shape), dtypes(self.plan)
+        gradients = DTYPES[self.plan.precision.gradients]
+        rows = cut / shape.sizes.wp if reduces(shape.weights) != "step" else np.zeros(len(cut))
+        written = cut if working == gradients and reduces(shape.weights) != "step" else 0
+        return np.asarray((rows - written) * 3 * gradients.itemsize / self.machine.device.memory_bandwidth)
 
     def _of_shards(self, shape: Shape) -> tuple[Floats, Floats]:
         """Returns the seconds of the gather of each layer's weights, and of the reduction of its gradients per micro-batch, as
@@ -161,27 +174,31 @@ class LayerTables:
         sizes, policy = shape.sizes, shape.activations
         ones, twos = self._works_of(policy, 1), self._works_of(policy, 2)
         samples = sizes.micro_size / sizes.sp
-        known: dict[int, tuple[LayerSeconds, LayerWork]] = {}
+        measured = self._measured(shape)
+        known: dict[tuple[int, LayerSeconds | None], tuple[LayerSeconds, LayerWork]] = {}
         found = []
-        for one, two in zip(ones, twos, strict=True):
-            if id(one) not in known:
-                work = grown(one, two, samples)
-                known[id(one)] = self._swapped(LayerSeconds.computed(work, self.machine.device), work, sizes.sp), work
-            found.append(known[id(one)])
-        for at, table in self._measured(sizes, policy).items():
-            found[at] = table, found[at][1]
+        for one, two, table in zip(ones, twos, measured, strict=True):
+            if (id(one), table) not in known:
+                known[id(one), table] = self._priced(grown(one, two, samples), table, sizes.sp)
+            found.append(known[id(one), table])
         seconds = np.array(
             [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of, _ in found], dtype=np.float64
         )
         kept, output = ([getattr(work, name) for _, work in found] for name in ("kept_bytes", "output_bytes"))
         forward, backward, input_gradient, weight_gradient = seconds.T
         of_bytes = np.array(kept, dtype=np.int64), np.array(output, dtype=np.int64)
-        return LayerColumns(forward, backward, input_gradient, weight_gradient, *of_bytes)
+        is_measured = np.array([table is not None for table in measured])
+        return LayerColumns(forward, backward, input_gradient, weight_gradient, *of_bytes, is_measured)
+
+    def _priced(self, work: LayerWork, measured: LayerSeconds | None, sp: int) -> tuple[LayerSeconds, LayerWork]:
+        """Returns the seconds of a layer and its work. measured: what the machine file says, which has no exchanges in it."""
+        if sp == 1:
+            return measured or LayerSeconds.computed(work, self.machine.device), work
+        seconds = measured or LayerSeconds.computed(with_copies(work), self.machine.device)
+        return self._swapped(seconds, work, sp), work
 
     def _swapped(self, seconds: LayerSeconds, work: LayerWork, sp: int) -> LayerSeconds:
         """Returns the seconds of a layer with the swaps of its attentions; who runs an attention again swaps again."""
-        if sp == 1:
-            return seconds
         there, again = self._swaps_s(work.forward, sp), self._swaps_s(work.recompute, sp)
         return LayerSeconds(
             seconds.forward + there,
@@ -204,20 +221,34 @@ class LayerTables:
 
         return once(self._works, (str(policy), micro_size), traced)
 
-    def _measured(self, sizes: Sizes, policy: Choice) -> dict[int, LayerSeconds]:
-        """Returns what the machine file says of layers, by their numbers; what it says of slices is not looked at."""
-        if not self.machine.layers or sizes.sp > 1:
-            return {}
-        known = {table.key: LayerSeconds.measured(table) for table in self.machine.layers}
-        keys = self._keyed(policy, sizes.micro_size)[2]
-        return {at: known[key] for at, key in enumerate(keys) if key in known}
+    def _measured(self, shape: Shape) -> list[LayerSeconds | None]:
+        """Returns what the machine file says of each layer in the slices and micro-batches of a shape."""
+        if not self._known:
+            return [None] * len(self.model.layers)
+        sizes, policy, attention = shape.sizes, shape.activations, shape.attention
+        if str(policy) not in self._kinds:
+            plan, _, built = self._fields(policy, 1)
+            self._kinds[str(policy)] = LayerKinds(plan, self.model, built)
+        if sizes.micro_size not in self._batches:
+            self._batches[sizes.micro_size] = self._fields(policy, sizes.micro_size)[1]
+        fields, slices = self._batches[sizes.micro_size], ()
+        if attention is not None:
+            slices = slices_of(sizes.sp, attention.name, attention.config)
+            declared = {name: field for name, field in self.dataset.info.fields.items() if name in fields}
+            fields = Slices(declared, sizes.sp, 0)(fields)
+        keys = self._kinds[str(policy)].keys(fields, slices)
+        return [self._known.get(key) for key in keys]
 
     def _keyed(self, policy: Choice, micro_size: int) -> tuple[Plan, Any, list[str]]:
+        plan, fields, built = self._fields(policy, micro_size)
+        return plan, fields, layer_keys(plan, self.model, built, fields)
+
+    def _fields(self, policy: Choice, micro_size: int) -> tuple[Plan, Any, Any]:
+        """Returns the plan under a policy, a micro-batch of it on meta, and the policy, built."""
         shape = Shape(Sizes(1, 1, 1, micro_size), policy, None, None)
         plan = Candidate(shape, None, None).plan(self.plan, 1)
-        fields = meta_micro_batch(plan, self.dataset)
         built = plan.activations.build([layer.name for layer in self.model.layers])
-        return plan, fields, layer_keys(plan, self.model, built, fields)
+        return plan, meta_micro_batch(plan, self.dataset), built
 
     def _cut_by_communicator(self, shape: Shape) -> Integers:
         """Asks the communicator, as a run does before it shards. An element that several layers hold counts in each."""

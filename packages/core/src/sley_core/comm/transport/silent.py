@@ -36,16 +36,25 @@ def nobody_listens() -> None:
 
 
 class Silenced(Done):
-    """An exchange that is over; `waits` is called where the rank would wait for it."""
+    """An exchange that is over; `waits` is called where the rank would wait for it.
+
+    Until then a look at it finds it under way: one that found it done would make the rank wait at once for what a run goes on
+    beside.
+    """
 
     def __init__(self, waits: Callable[[], None]) -> None:
         self._waits = waits
+        self._is_awaited = False
+
+    def test(self) -> bool:
+        return self._is_awaited
 
     def wait(self) -> None:
+        self._is_awaited = True
         self._waits()
 
     def wait_sent(self) -> None:
-        self._waits()
+        self.wait()
 
 
 class Silent(Transport):

@@ -26,22 +26,41 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
     fields: a micro-batch. The keys of a plan are those that `train-cli calibrate` found, in any layout with its `micro_size`
     and `sp`.
     """
-    last = len(model.layers) - 1
-    shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
-    precision = plan.precision.compute, plan.precision.gradients
-    slices: tuple[Any, ...] = ()
-    if plan.parallel.sp > 1 and plan.sequence is not None:
-        slices = plan.parallel.sp, plan.sequence.name, plain(plan.sequence.config, "sequence")
-    found = []
-    for at, layer in enumerate(model.layers):
-        loss = (plan.loss.name, plain(plan.loss.config, "loss")) if at == last else None
-        ends = at == 0, loss
-        treatment = _treatment(plan, policy, layer)
-        cost = kind_of(layer.module, layer.name), layer.fields, shapes, precision, ends, treatment
-        # A slice's attention looks along the whole sequence, on some of the heads.
-        text = repr((*cost, *slices) if slices else cost)
-        found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
-    return found
+    sequence = plan.sequence
+    slices = slices_of(plan.parallel.sp, sequence.name, sequence.config) if sequence is not None else ()
+    return LayerKinds(plan, model, policy).keys(fields, slices)
+
+
+def slices_of(sp: int, attention: str, config: Any) -> tuple[Any, ...]:
+    """Returns what slices say of a layer's cost: it looks along the whole sequence, on some of the heads."""
+    return (sp, attention, plain(config, "sequence")) if sp > 1 else ()
+
+
+class LayerKinds:
+    """What of a plan's layers under a policy is the same for all micro-batches and slices, looked at once."""
+
+    def __init__(self, plan: Plan, model: Model, policy: ActivationPolicy) -> None:
+        last = len(model.layers) - 1
+        precision = plan.precision.compute, plan.precision.gradients
+        self._texts: list[tuple[str, str]] = []
+        for at, layer in enumerate(model.layers):
+            loss = (plan.loss.name, plain(plan.loss.config, "loss")) if at == last else None
+            before = kind_of(layer.module, layer.name), layer.fields
+            after = precision, (at == 0, loss), _treatment(plan, policy, layer)
+            self._texts.append((_listed(before), _listed(after)))
+
+    def keys(self, fields: Mapping[str, Tensor], slices: tuple[Any, ...] = ()) -> list[str]:
+        """Returns the key of each layer, for a micro-batch `fields`. slices: as `slices_of` gives them."""
+        shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
+        known: dict[tuple[str, str], str] = {}
+        for before, after in dict.fromkeys(self._texts):
+            text = f"({', '.join([before, repr(shapes), after, *map(repr, slices)])})"
+            known[before, after] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return [known[text] for text in self._texts]
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ", ".join(map(repr, values))
 
 
 def _treatment(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:

@@ -1,0 +1,95 @@
+"""What an exchange brings in a group of which this rank alone is there: its own part, in the place of each peer's.
+
+    rank 0 gives a0 a1    gather of a0  a0 a0    reduction, sum  a0 + a0    swap  a0 a1    message  the last one sent like it
+
+So shapes are those of a run, no memory is read that nobody wrote, and values are as large as a run's. Everything is over when
+it begins. The copies that this takes are those of an exchange, not of who asks for it: they are timed apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sley_core.comm.transport.alone import Done
+from sley_core.comm.transport.protocol import Transport, Work, put
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device, Span
+
+
+class NotImaginedError(Exception):
+    """Something was asked of a group whose other members exist nowhere that an echo does not give."""
+
+
+class Echo(Transport):
+    """The exchanges of a group of `size` ranks, of which this one is the first, on `device`."""
+
+    def __init__(self, size: int, device: Device) -> None:
+        self._size = size
+        self._device = device
+        self._sent: dict[tuple[object, ...], Tensor] = {}
+        self._spans: list[Span] = []
+
+    def spans(self) -> list[Span]:
+        """Returns when exchanges since the last call began and ended, each with what it copied."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, what: str) -> Work:
+        def repeat() -> None:
+            for whole, shard in zip(wholes, shards, strict=True):
+                for row in whole.detach().view(self._size, *shard.shape):
+                    put(shard.detach(), row)
+
+        return self._timed(repeat)
+
+    def reduce_scatter(
+        self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, what: str, contents: int = 0
+    ) -> Work:
+        own = [whole.detach()[: whole.shape[0] // self._size] for whole in wholes]
+        return self._timed(lambda: [rows.mul_(self._size) for rows in own])
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, what: str, contents: int = 0) -> Work:
+        return self._timed(lambda: put(sent.detach(), received.detach()))
+
+    def all_reduce(self, tensor: Tensor, *, what: str, contents: int = 0) -> Work:
+        return self._timed(lambda: tensor.detach().mul_(self._size))
+
+    def send(self, tensor: Tensor, lane: str) -> None:
+        """Keeps the last message of its kind on `lane`: who receives one gets it."""
+        self._sent[_kind(tensor, lane)] = tensor.detach()
+
+    def receive(self, tensor: Tensor, lane: str, what: str) -> None:
+        """Fills `tensor` with the last message like it that was sent on `lane`. Raises NotImaginedError if there was none."""
+        sent = self._sent.get(_kind(tensor, lane))
+        if sent is None:
+            raise NotImaginedError(f"waits for a message ({what}) like which it has sent none itself")
+        self._timed(lambda: put(sent.view(tensor.shape), tensor.detach()))
+
+    def _timed(self, copy: Callable[[], object]) -> Work:
+        began = self._device.moment()
+        copy()
+        self._spans.append((began, self._device.moment()))
+        return Done()
+
+
+class NoCommunicators(dict[str, dist.ProcessGroup]):
+    """In place of the communicators of a group whose other members exist nowhere."""
+
+    def __missing__(self, lane: str) -> dist.ProcessGroup:
+        raise NotImaginedError(f"asks for the communicator of the lane `{lane}` itself")
+
+
+class EchoTransports(dict[str, Transport]):
+    """The transports of such a group."""
+
+    def __missing__(self, lane: str) -> Transport:
+        raise NotImaginedError(f"asks for a transport of the lane `{lane}`, which its group does not have")
+
+
+def _kind(tensor: Tensor, lane: str) -> tuple[object, ...]:
+    return lane, tensor.numel(), tensor.dtype
