@@ -69,7 +69,7 @@ def alone(folder: Path, precision: str) -> Bits:
     return trained(changed(PLAN, precision__compute=precision), 2, folder=folder)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):

@@ -109,21 +109,18 @@ def test_check_and_show_read_the_sizes_without_torch(saved: dict[str, Path], fol
     text += '[data]\nuse = "core.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
     plan.write_text(text + '[batch]\nglobal_size = 1\nmicro_size = 1\n[optimizer]\nuse = "core.adamw"\nlr = 1e-3\n')
     (folder / "base").symlink_to(saved["qwen3"])
-    code = "import sys; from train_cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code, *arguments], check=False, capture_output=True, text=True)
-
-    shown = run("show", "plan.toml")
-    assert shown.returncode == 0, shown.stderr
-    (line,) = (line for line in shown.stdout.splitlines() if line.startswith("head_dim = 8 "))
+    commands = [["show"], ["check"], ["check", "--set", "model.hidden=32"], ["check", "--set", 'model.weights="."']]
+    program = f"""
+import sys
+from train_cli.main import main
+codes = [main([*command, "plan.toml"]) for command in {commands}]
+sys.exit(f"codes {{codes}}, torch: {{'torch' in sys.modules}}")
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.stderr.endswith("codes [0, 0, 3, 3], torch: False\n"), done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("head_dim = 8 "))
     assert line.endswith("base/config.json"), "where the value comes from"
-    assert "qk_norm = true " in shown.stdout
-    assert run("check", "plan.toml").returncode == 0
-    wrong = run("check", "plan.toml", "--set", "model.hidden=32")
-    assert wrong.returncode == 3
-    assert "`model.hidden`: 32 is not what the weights need" in wrong.stderr
-    assert "hidden_size = 16" in wrong.stderr
-    missing = run("check", "plan.toml", "--set", 'model.weights="."')
-    assert missing.returncode == 3
-    assert "config.json" in missing.stderr
+    assert "qk_norm = true " in done.stdout
+    wrong, _, missing = done.stderr.partition("hidden_size = 16")
+    assert "`model.hidden`: 32 is not what the weights need" in wrong
+    assert "config.json" in missing
