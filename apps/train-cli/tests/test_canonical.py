@@ -34,7 +34,7 @@ PLAN = small_plan(
     optimizer__weight_decay=0.1,
     precision__compute="fp32",
     parallel={"reduction": "canonical"},
-    evaluation={"every": 2, "steps": 2},
+    evaluation={"every": 2, "steps": 1},
 )
 
 DP = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
