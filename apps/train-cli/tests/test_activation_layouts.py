@@ -17,7 +17,7 @@ for plugin in ("sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
 
 PLAN = small_plan(
-    model__num_layers=4,
+    model__num_layers=2,
     model__vocab_size=257,
     batch={"global_size": 4, "micro_size": 1},
     evaluation={"every": 2, "steps": 1},
@@ -108,7 +108,7 @@ def gathers(plans: list[Tables], folder: Path) -> list[dict[str, float]]:
     found = []
     for tables in plans:
         with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-            for _ in range(3):
+            for _ in range(2):
                 run.step()
             counts = run.counts["isp.communicator"]
             found.append({name: value for name, value in counts.items() if "gather" in name or "allocations" in name})

@@ -23,7 +23,7 @@ for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
 PLAN = small_plan(
-    model__num_layers=4,
+    model__num_layers=2,
     model__heads=2,
     model__kv_heads=None,
     model__ffn_hidden=27,
@@ -34,7 +34,7 @@ PLAN = small_plan(
     optimizer__weight_decay=0.1,
     precision__compute="fp32",
     parallel={"reduction": "canonical"},
-    evaluation={"every": 2, "steps": 2},
+    evaluation={"every": 2, "steps": 1},
 )
 
 DP = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
@@ -66,16 +66,16 @@ OWN = Path(__file__).parent / "own"
 
 @cache
 def alone(folder: Path, precision: str) -> Bits:
-    return trained(changed(PLAN, precision__compute=precision), 3, folder=folder)
+    return trained(changed(PLAN, precision__compute=precision), 2, folder=folder)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_hash_of_one_process(ranks: Any, texts: Path, layout: str, precision: str):
     size, changes = LAYOUTS[layout]
     tables = changed(PLAN, precision__compute=precision, **changes)
-    found = ranks(size, 180)(trained, tables, 3, folder=texts)
+    found = ranks(size, 180)(trained, tables, 2, folder=texts)
     assert differing([alone(texts, precision)], found) == []
     assert digest([alone(texts, precision)]) == digest(found)
 
@@ -155,7 +155,7 @@ def trained_left_to_right(tables: Tables, num_steps: int, *, folder: Path) -> Bi
         return trained(tables, num_steps, folder=folder)
 
 
-SAMPLE = ["dp2 bucketed", "dp2 sharded", "wp2", "pp2", "zero bubble v dp2"]
+SAMPLE = ["dp2 bucketed", "wp2", "zero bubble v dp2"]
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ SAMPLE = ["dp2 bucketed", "dp2 sharded", "wp2", "pp2", "zero bubble v dp2"]
 def test_sums_from_left_to_right_have_another_hash(ranks: Any, texts: Path, layout: str):
     """Of numbers that are as good: so the tests above see the tree, and nothing else."""
     size, changes = LAYOUTS[layout]
-    found = ranks(size, 180)(trained_left_to_right, changed(PLAN, **changes), 3, folder=texts)
+    found = ranks(size, 180)(trained_left_to_right, changed(PLAN, **changes), 2, folder=texts)
     one = alone(texts, "fp32")
     assert [name for name in differing([one], found) if name.endswith("weight")]
-    for name in ("step 3: loss", "step 3: grad_norm"):
+    for name in ("step 2: loss", "step 2: grad_norm"):
         wanted, other = (float.fromhex(bits[name].decode()) for bits in (one, found[0]))
         assert math.isclose(wanted, other, rel_tol=1e-4), (name, wanted, other)

@@ -19,8 +19,8 @@ for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
 PLAN = small_plan(
-    run__steps=6,
-    model__num_layers=4,
+    run__steps=4,
+    model__num_layers=2,
     model__ffn_hidden=27,
     model__vocab_size=257,
     model__tie_embeddings=True,
@@ -83,9 +83,9 @@ def test_torch_puts_the_pieces_of_a_layout_together(texts: Path, tmp_path: Path,
 
 
 def stopped_and_not(tables: Tables, texts: Path, path: Path) -> list[Stretch]:
-    """Six steps; then three, with a checkpoint; then three from there."""
-    whole = stretch(tables, 6, folder=texts)
-    return [whole, stretch(tables, 3, folder=texts, save=path), stretch(tables, 3, folder=texts, load=path)]
+    """Four steps; then two, with a checkpoint; then two from there."""
+    whole = stretch(tables, 4, folder=texts)
+    return [whole, stretch(tables, 2, folder=texts, save=path), stretch(tables, 2, folder=texts, load=path)]
 
 
 @pytest.mark.sample(2)
@@ -98,8 +98,8 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks, texts, tmp_path, layout, pre
 
 
 def others(layouts: list[Tables], texts: Path, path: Path) -> list[Stretch]:
-    """Three steps from a checkpoint, in each of these layouts, one after the other in the same ranks."""
-    return [stretch(tables, 3, folder=texts, load=path) for tables in layouts]
+    """Two steps from a checkpoint, in each of these layouts, one after the other in the same ranks."""
+    return [stretch(tables, 2, folder=texts, load=path) for tables in layouts]
 
 
 SAMPLE = ("sharded 2", "wp 2 x wdp 2, sharded")
@@ -107,16 +107,17 @@ SAMPLE = ("sharded 2", "wp 2 x wdp 2, sharded")
 
 
 @pytest.mark.parametrize(
-    "written", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS]
+    ("written", "num_others"),
+    [(name, 1) for name in SAMPLE] + [pytest.param(name, 2, marks=pytest.mark.campaign) for name in LAYOUTS],
 )
-def test_another_layout_goes_on_within_parity(ranks, texts, tmp_path, written):
-    """Two layouts of each number of ranks go on from it."""
-    whole = stretch(plan("alone"), 6, folder=texts)
+def test_another_layout_goes_on_within_parity(ranks, texts, tmp_path, written, num_others):
+    """As many layouts of each number of ranks go on from it."""
+    (whole,) = ranks(1).once(stretch, plan("alone"), 4, folder=texts)
     size = LAYOUTS[written][0]
-    ranks(size, 120)(stretch, plan(written), 3, folder=texts, save=tmp_path / "saved")
+    ranks(size, 120)(stretch, plan(written), 2, folder=texts, save=tmp_path / "saved")
     for size in (1, 2, 4):
         found = [name for name, (world, _) in LAYOUTS.items() if world == size and name != written]
-        chosen = found[(list(LAYOUTS).index(written)) % len(found) :][:2] if found else []
+        chosen = found[(list(LAYOUTS).index(written)) % len(found) :][:num_others] if found else []
         every = ranks(size, 120)(others, [plan(name) for name in chosen], texts, tmp_path / "saved")
         for at in range(len(chosen)):
             assert_goes_on(whole, [one[at] for one in every], "fp64")

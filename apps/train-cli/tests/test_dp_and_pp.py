@@ -57,7 +57,7 @@ def tables(schedule: str | None = None, compute: str = "fp32", **changes: Any) -
 
 
 def reductions(tables: Tables, folder: Path) -> tuple[list[int], list[int], list[list[str]]]:
-    """Of three steps: the elements of this stage's buckets, those of the last step's reductions, and where each began."""
+    """Of two steps: the elements of this stage's buckets, those of the last step's reductions, and where each began."""
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         reducer: Any = run.stepper.handlers[0]
         began: list[list[str]] = []
@@ -71,7 +71,7 @@ def reductions(tables: Tables, folder: Path) -> tuple[list[int], list[int], list
         reducer.sums.start = started
         stage = run.groups["stage"].ranks
         sizes: list[int] = []
-        for _ in range(3):
+        for _ in range(2):
             began.append([])
             with collectives() as calls:
                 run.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +62,18 @@ def test_slices_and_shards_on_two_stages(ranks, texts, schedule):
     """Weight gradients are put off while exchanges of attention, gathers and reductions cross; tied and not."""
     pairs = []
     for tied, weights in ((False, {"head": "vocabulary"}), (True, {"unit": "module"})):
-        alone = changed(PLAN, model__tie_embeddings=tied)
+        alone = changed(PLAN, model__num_layers=2, model__tie_embeddings=tied)
         parallel = {"pp": 2, "sp": 2, "dp": 1, "wp": 2}
         pairs.append((alone, layout(alone, parallel, schedule, weights, None)))
     check(ranks, texts, 4, pairs)
 
 
-def drawn(draw: random.Random, world: int, folder: Path) -> tuple[Tables, Tables]:
+def drawn(draw: random.Random, world: int, num_layers: int, folder: Path) -> tuple[Tables, Tables]:
     """A plan of one process and the same over `world` ranks, in a layout that `check` allows."""
     while True:
         pp = draw.choice([size for size in (1, 2) if world % size == 0])
         sp, wp = (draw.choice([size for size in (1, 2, 4) if world // pp % size == 0]) for _ in range(2))
-        alone = deepcopy(PLAN)
+        alone = changed(PLAN, model__num_layers=num_layers)
         alone["model"] |= {"tie_embeddings": draw.random() < 0.5, "kv_heads": draw.choice([1, 2, 4])}
         alone["data"]["documents"] = draw.choice(["pack", "cut", "pad"])
         alone["activations"] = {"use": "core.recompute", "fraction": draw.choice([0.0, 0.5, 1.0])}
@@ -94,12 +93,16 @@ def drawn(draw: random.Random, world: int, folder: Path) -> tuple[Tables, Tables
 
 
 @pytest.mark.parametrize(
-    ("world", "num_plans"),
-    [(4, 1), pytest.param(4, 30, marks=pytest.mark.campaign), pytest.param(8, 10, marks=pytest.mark.campaign)],
+    ("world", "num_plans", "num_layers"),
+    [
+        (4, 1, 2),
+        pytest.param(4, 30, 4, marks=pytest.mark.campaign),
+        pytest.param(8, 10, 4, marks=pytest.mark.campaign),
+    ],
 )
-def test_any_layout_equals_one_process(ranks, texts, world, num_plans):
+def test_any_layout_equals_one_process(ranks, texts, world, num_plans, num_layers):
     """Any sizes with any schedule, options and buckets."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
-    check(ranks, texts, world, [drawn(draw, world, texts) for _ in range(num_plans)])
+    check(ranks, texts, world, [drawn(draw, world, num_layers, texts) for _ in range(num_plans)])

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 PLAN = small_plan(data__sequence=16, model__ffn_hidden=6000, precision__compute="bf16", run__steps=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ["huggingface", "safetensors"])
 @pytest.mark.parametrize("which", ["step-00000001", ""], ids=["one", "the newest"])
 def test_a_checkpoint_is_exported_as_the_run_of_its_step(

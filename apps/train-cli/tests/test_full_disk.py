@@ -15,8 +15,7 @@ from sley_core.checkpoint import newest, verify
 
 pytestmark = pytest.mark.timeout(180)
 
-IN_A_DISK = 'mount -t tmpfs -o size={size} tmpfs disk && "$@"; code=$?; cp -r disk kept; exit $code'
-"""Runs a program with a disk of its own at the folder `disk`, which nobody else sees, and copies what is left in it."""
+OWN = Path(__file__).parent / "own"
 
 MODEL = """
     import json, os, time
@@ -63,7 +62,10 @@ MODEL = """
 
 @pytest.fixture
 def disk(folder: Path) -> Callable[[str], tuple[str, ...]]:
-    """`disk("6m")` is the launcher of a program with a disk of this size; skips where the system permits none."""
+    """`disk("6m")` launches a program with a disk of this size at `disk`, whose files are then in `kept`.
+
+    Skips where the system permits none.
+    """
     (folder / "disk").mkdir()
 
     def launcher(size: str) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ def disk(folder: Path) -> Callable[[str], tuple[str, ...]]:
             pytest.skip("there is no unshare")
         if tried.returncode:
             pytest.skip(f"no disk may be mounted: {tried.stderr.decode().strip()}")
-        return (*command, IN_A_DISK.format(size=size), "sh", sys.executable)
+        return (sys.executable, "-m", "in_a_disk", size)
 
     return launcher
 
@@ -87,7 +89,7 @@ def test_a_run_goes_on_when_the_disk_is_full_in_a_save(
     """It is full from the second step to the fourth, on both ranks."""
     saves = f'checkpoint={{every_steps=1, keep=9, mode="{mode}", folder="{folder}/disk/saved"}}'
     changes = ["run.steps=5", saves]
-    result = start("run", own_model(MODEL), launcher=disk("6m"), changes=changes).finish(90)
+    result = start("run", own_model(MODEL), launcher=disk("6m"), changes=changes, PYTHONPATH=str(OWN)).finish(90)
     assert result.code == 0, result.err
     assert "step-00000002 could not be written" in result.err
     assert "No space left on device; the run goes on without it" in result.err

@@ -22,7 +22,7 @@ for plugin in ("sley_dp", "sley_isp", "sley_pp"):
 
 OFF = 0.01
 PLAN = small_plan(
-    model={"use": "core.llama", "num_layers": 2, "hidden": 128, "heads": 4, "vocab_size": 259},
+    model={"use": "core.llama", "num_layers": 1, "hidden": 128, "heads": 4, "vocab_size": 259},
     data__sequence=64,
     data__documents="cut",
     precision={"compute": "bf16"},

@@ -129,7 +129,7 @@ LONG = [
     {"step": step, "loss": math.sin(step) + 2, "grad_norm": None if step % 7 == 0 else 1.0 * step, "lr": 1e-3}
     | {f"layer.{number}": 1.0 * step for number in range(30)}
     | {"tokens_per_s": step * 1.7, "memory_mb": 1.0 * step, "tokens": 9, "seconds": 0.1}
-    for step in range(1, 5_001)
+    for step in range(1, 2_001)
 ]
 
 

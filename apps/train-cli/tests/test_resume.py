@@ -175,11 +175,11 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_again(cli: Cli, plan: 
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
 
 
-def test_a_start_that_is_refused_is_no_failure_of_the_run(cli: Cli, plan: Path, folder: Path) -> None:
+def test_a_start_that_is_refused_is_no_failure_of_the_run(start: Start, cli: Cli, plan: Path) -> None:
     """`doctor` told of a finished run that its rank had left with exit code 3, as if it had been killed."""
     changes = ["run.steps=2", 'checkpoint={mode="sync"}']
-    assert cli("run", plan, changes=changes).code == 0
-    refused = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=4", "run.seed=7"])
+    assert start("run", plan, changes=changes).finish().code == 0
+    refused = start("run", plan, "--resume", "auto", changes=[*changes, "run.steps=4", "run.seed=7"]).finish()
     assert refused.code == 3, refused.err
     assert "resume-differs" in refused.err
     assert (

@@ -103,10 +103,13 @@ def test_a_run_is_not_overwritten_unasked(cli: Cli, plan: Path, folder: Path) ->
     assert len(rows(folder / "runs" / "small")) == 1
 
 
-def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> None:
+@pytest.mark.parametrize(
+    "fresh", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forked", "as a user's shell starts them"]
+)
+def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli, fresh: bool) -> None:
     """They listen on loopback alone, the launcher on nothing, and their numbers are those of one rank."""
     many = ("--set", "run.steps=100")
-    program = start("run", plan, *many, fresh=True)
+    program = start("run", plan, *many, fresh=fresh)
     program.wait_for("step 2/100")
     ranks = program.ranks()
     assert len(ranks) == 2

@@ -18,7 +18,7 @@ for plugin in ("sley_isp", "sley_memory", "sley_pp"):
     pytest.importorskip(plugin)
 
 PLAN = small_plan(
-    model__num_layers=4,
+    model__num_layers=2,
     model__vocab_size=257,
     batch__micro_size=1,
     parallel={"pp": 2, "dp": 2, "wp": 2},
@@ -35,8 +35,8 @@ SHARED = changed(
 
 
 def watched(tables: Tables, folder: Path) -> tuple[Any, list[dict[str, float]], bool]:
-    """What a run recorded of three steps; then, of four steps, the counts of the shared pool and whether it is shared."""
-    recorded = record(tables, 3, folder=folder)
+    """What a run recorded of two steps; then, of four steps, the counts of the shared pool and whether it is shared."""
+    recorded = record(tables, 2, folder=folder)
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         counts = []
         for _ in range(4):
@@ -52,7 +52,7 @@ def watched(tables: Tables, folder: Path) -> tuple[Any, list[dict[str, float]], 
 
 @pytest.mark.timeout(300)
 def test_weights_and_messages_share_a_pool(ranks: Any, texts: Path) -> None:
-    alone = ranks(4, 180)(record, PLAN, 3, folder=texts)
+    alone = ranks(4, 180)(record, PLAN, 2, folder=texts)
     for apart, (together, counts, is_one) in zip(alone, ranks(4, 180)(watched, SHARED, texts), strict=True):
         assert is_one
         assert_same_bits(apart.weights, together.weights)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 
 Start = Callable[..., Any]
 
+OWN = Path(__file__).parent / "own"
 LONG = ("--set", "run.steps=1000000", "--set", "run.log_every=1")
 
 SLOW = """
@@ -102,9 +103,18 @@ def test_final_weights_that_take_longer_than_a_step_may_are_kept(
     assert WeightFiles(folder / "runs" / "small" / "weights").names
 
 
-def test_under_nohup_a_closed_terminal_ends_no_rank(start: Start, plan: Path, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param((sys.executable, "-m", "without_hangups"), id="as nohup starts it"),
+        pytest.param(("nohup", sys.executable), id="nohup", marks=pytest.mark.campaign),
+    ],
+)
+def test_under_nohup_a_closed_terminal_ends_no_rank(
+    start: Start, plan: Path, folder: Path, launcher: tuple[str, ...]
+) -> None:
     """Which tells the launcher and its ranks alike."""
-    program = start("run", plan, *LONG, launcher=("nohup", sys.executable))
+    program = start("run", plan, *LONG, launcher=launcher, PYTHONPATH=str(OWN))
     program.wait_for("step 3/")
     ranks = [rank.pid for rank in program.ranks()]
     assert len(ranks) == 2

@@ -14,7 +14,7 @@ from sley_core.testing.runs import alone, assert_parity_of_parts, record
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
-PLAN = small_plan(model__num_layers=4, model__heads=2, model__kv_heads=1, evaluation={"every": 2, "steps": 1})
+PLAN = small_plan(model__num_layers=2, model__heads=2, model__kv_heads=1, evaluation={"every": 2, "steps": 1})
 BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
 
 
@@ -31,9 +31,9 @@ def plan(parallel=None, schedule=None, handlers=None, **changes):
 
 def check(ranks, folder, parallel, schedule=None, handlers=None, **changes):
     """Rows, and every gradient and weight that a rank holds, against the one-process run; slices hold the same bits."""
-    reference = alone(plan(**changes), 3, folder=folder)
+    reference = alone(plan(**changes), 2, folder=folder)
     size = parallel.get("pp", 1) * parallel.get("dp", 1) * parallel["sp"]
-    layouts = ranks(size, 180)(record, plan(parallel, schedule, handlers, **changes), 3, folder=folder)
+    layouts = ranks(size, 180)(record, plan(parallel, schedule, handlers, **changes), 2, folder=folder)
     assert_parity_of_parts(reference, layouts, changes.get("precision__compute", "fp64"))
     stage = size // parallel.get("pp", 1)
     for first in range(0, size, stage):
@@ -90,7 +90,7 @@ def test_layers_are_not_timed_on_slices():
     tables["data"] = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
     (problem,) = check_plan(plan_from_dict(tables), 4)
     assert problem.code == "sequence-partition"
-    costs = {"use": "pp.measured", "layer_costs": [1.0] * 6}
+    costs = {"use": "pp.measured", "layer_costs": [1.0] * 4}
     assert check_plan(plan_from_dict(tables | {"partition": costs}), 4) == []
 
 

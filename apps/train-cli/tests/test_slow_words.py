@@ -94,18 +94,18 @@ def test_of_a_long_run_the_details_of_some_windows_are_enough(
 ) -> None:
     """Windows of ranks end at other steps: those of rank 1 are twice as long from the middle on."""
     works = {"blocks.0": 0.01, "blocks.1": slow_s}, {"blocks.2": 0.01, "blocks.3": 0.01}
-    ranks = stages(*works, way_s=way_s, num_windows=3000)
-    others = ranks[1].windows[1501:]
+    ranks = stages(*works, way_s=way_s, num_windows=1000)
+    others = ranks[1].windows[501:]
     joined = [
         replace(one, last=two.last, taken={name: [*some, *two.taken[name]] for name, some in one.taken.items()})
         for one, two in zip(others[::2], others[1::2], strict=False)
     ]
     (tmp_path / FOLDER).mkdir()
-    for one in [ranks[0], replace(ranks[1], windows=[*ranks[1].windows[:1501], *joined])]:
+    for one in [ranks[0], replace(ranks[1], windows=[*ranks[1].windows[:501], *joined])]:
         text = line(one.start) + "".join(map(line, one.windows))
         (tmp_path / FOLDER / f"rank-{one.start.rank}.jsonl").write_text(text, "utf-8")
     found = read(tmp_path)
-    assert [len(one.windows) for one in found] == [3000, 1501 + len(joined)]
+    assert [len(one.windows) for one in found] == [1000, 501 + len(joined)]
     for one in found:
         detailed = [window for window in one.windows if window.layers or window.sent or window.taken]
         assert 100 < len(detailed) <= 2 * MOST_DETAILED

@@ -193,9 +193,10 @@ def test_what_cannot_be_compared_is_refused(
     assert (result.code, f"error[{said}]" in result.err) == (code, True), result.err
 
 
-def test_a_layout_of_one_rank_is_compared_too(cli: Any, plan: Path) -> None:
+def test_a_layout_of_one_rank_is_compared_too(start: Any, plan: Path) -> None:
     """Recomputation and offload are for one rank as well, and were refused as a plan that has nothing of the kind."""
-    result = cli("verify", plan, "--steps", 1, changes=["parallel.dp=1", "activations.use=core.recompute"])
+    changes = ["parallel.dp=1", "activations.use=core.recompute"]
+    result = start("verify", plan, "--steps", 1, changes=changes).finish()
     assert result.code == 0, result.err
     assert result.out.startswith("the plan and one process without its layout agree over 1 step\n"), result.out
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from first_losses import starts
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import changed, small_plan
-from sley_core.testing.runs import weights
 
 transformers = pytest.importorskip("transformers")
 for plugin in ("sley_dp", "sley_pp", "sley_isp"):
@@ -47,6 +47,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}},
     {"parallel": {"wp": 2, "sp": 2}, "weights": {"use": "isp.communicator"}, "sequence": {"use": "isp.all_to_all"}},
 ]
+EVERY = [(kind, at) for kind in CONFIGS for at in range(len(LAYOUTS))]
+SAMPLE = [("llama", 0), ("qwen2", 1), ("qwen2", 2), ("llama", 3), ("qwen3", 4)]
+"""Each model and each layout; the tied model where its two layers are on two stages, and where ranks own parts."""
+
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -66,16 +70,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def starts(plans: list[dict[str, Any]], texts: Path) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
-    """Of each plan: first weights, and the losses of three steps."""
-    found = []
-    for tables in plans:
-        with World.join("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
-            first = weights(run)
-            found.append((first, [float(run.step()["loss"]) for _ in range(3)]))
-    return found
-
-
 def tables(folder: Path, **changes: Any) -> dict[str, Any]:
     return changed(PLAN, model={"use": "core.llama", "weights": str(folder)}, **changes)
 
@@ -90,18 +84,22 @@ def their_loss(folder: Path, texts: Path) -> float:
     return float(found.loss)
 
 
-def test_a_run_starts_at_transformers_loss_in_every_layout(ranks: Any, saved: dict[str, Path], texts: Path) -> None:
-    plans = [tables(folder, **layout) for folder in saved.values() for layout in LAYOUTS]
-    alone = starts([tables(folder) for folder in saved.values()], texts)
+@pytest.mark.parametrize("cases", [SAMPLE, pytest.param(EVERY, marks=pytest.mark.campaign)], ids=["some", "all"])
+def test_a_run_starts_at_transformers_loss_in_every_layout(
+    ranks: Any, saved: dict[str, Path], texts: Path, cases: list[tuple[str, int]]
+) -> None:
+    plans = [tables(saved[kind], **LAYOUTS[at]) for kind, at in cases]
+    alone = dict(zip(saved, starts([tables(folder) for folder in saved.values()], texts), strict=True))
     layouts = ranks(2, timeout_s=200)(starts, plans, texts)
-    for folder, (_, losses) in zip(saved.values(), alone, strict=True):
+    for kind, folder in saved.items():
+        _, losses = alone[kind]
         assert losses[0] == pytest.approx(their_loss(folder, texts), rel=1e-6)
         assert losses[2] != losses[0]
     for of_rank in layouts:
-        for number, (theirs, their_losses) in enumerate(of_rank):
-            first, losses = alone[number // len(LAYOUTS)]
-            assert their_losses[0] == pytest.approx(losses[0], rel=1e-6), plans[number]
-            assert their_losses == pytest.approx(losses, rel=1e-5), plans[number]
+        for case, (theirs, their_losses) in zip(cases, of_rank, strict=True):
+            first, losses = alone[case[0]]
+            assert their_losses[0] == pytest.approx(losses[0], rel=1e-6), case
+            assert their_losses == pytest.approx(losses, rel=1e-5), case
             assert all(torch.equal(value, first[name]) for name, value in theirs.items())
 
 
@@ -111,21 +109,18 @@ def test_check_and_show_read_the_sizes_without_torch(saved: dict[str, Path], fol
     text += '[data]\nuse = "core.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
     plan.write_text(text + '[batch]\nglobal_size = 1\nmicro_size = 1\n[optimizer]\nuse = "core.adamw"\nlr = 1e-3\n')
     (folder / "base").symlink_to(saved["qwen3"])
-    code = "import sys; from train_cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code, *arguments], check=False, capture_output=True, text=True)
-
-    shown = run("show", "plan.toml")
-    assert shown.returncode == 0, shown.stderr
-    (line,) = (line for line in shown.stdout.splitlines() if line.startswith("head_dim = 8 "))
+    commands = [["show"], ["check"], ["check", "--set", "model.hidden=32"], ["check", "--set", 'model.weights="."']]
+    program = f"""
+import sys
+from train_cli.main import main
+codes = [main([*command, "plan.toml"]) for command in {commands}]
+sys.exit(f"codes {{codes}}, torch: {{'torch' in sys.modules}}")
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.stderr.endswith("codes [0, 0, 3, 3], torch: False\n"), done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("head_dim = 8 "))
     assert line.endswith("base/config.json"), "where the value comes from"
-    assert "qk_norm = true " in shown.stdout
-    assert run("check", "plan.toml").returncode == 0
-    wrong = run("check", "plan.toml", "--set", "model.hidden=32")
-    assert wrong.returncode == 3
-    assert "`model.hidden`: 32 is not what the weights need" in wrong.stderr
-    assert "hidden_size = 16" in wrong.stderr
-    missing = run("check", "plan.toml", "--set", 'model.weights="."')
-    assert missing.returncode == 3
-    assert "config.json" in missing.stderr
+    assert "qk_norm = true " in done.stdout
+    wrong, _, missing = done.stderr.partition("hidden_size = 16")
+    assert "`model.hidden`: 32 is not what the weights need" in wrong
+    assert "config.json" in missing

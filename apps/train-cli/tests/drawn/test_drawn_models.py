@@ -18,7 +18,7 @@ for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
 
 OWN = Path(__file__).parent / "own"
-SAMPLE = {1: 8, 2: 8, 3: 2, 4: 3}
+SAMPLE = {1: 3, 2: 4, 3: 2, 4: 2}
 """How many of CI's cases take how many ranks."""
 CAMPAIGN = 20
 """Into how many parts the 2,000 draws are cut, each of numbers of its own."""

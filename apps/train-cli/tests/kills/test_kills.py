@@ -18,11 +18,11 @@ for plugin in ("sley_dp", "sley_isp", "sley_pp"):
 
 PLAN = small_plan(
     run={"name": "killed", "steps": 12, "device": "cpu", "seed": 7, "log_every": 100},
-    model__num_layers=4,
+    model__num_layers=2,
     model__heads=2,
     model__kv_heads=None,
     data__sequence=16,
-    batch={"global_size": 8, "micro_size": 1},
+    batch={"global_size": 4, "micro_size": 1},
     optimizer__clip_norm=0.5,
     precision={"compute": "fp64"},
     checkpoint={"every_steps": 1, "keep": 2},
