@@ -62,16 +62,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = every[0].get_closest_marker("sample")
         assert marker is not None, every[0]
         (wanted,) = marker.args
-        kept = sample([set(item.callspec.indices.items()) for item in every], wanted)  # type: ignore[attr-defined]
+        kept = sample([parameters(item) for item in every], wanted)
         for at, item in enumerate(every):
             if at not in kept:
                 item.add_marker(pytest.mark.campaign)
 
 
-def sample(cases: list[set[tuple[str, int]]], wanted: int) -> set[int]:
+def parameters(item: pytest.Item) -> set[tuple[str, str]]:
+    """The parameters of a case, each with its value in words: values that are written twice are the same."""
+    return {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+
+
+def sample(cases: list[set[tuple[str, str]]], wanted: int) -> set[int]:
     """Which cases to keep: the first, then those with most values that none before has; of equals, the farthest from all kept.
 
-    cases: of each its parameters, by the number of their value. So each value comes as soon as `wanted` allows.
+    cases: of each its parameters. So each value comes as soon as `wanted` allows.
     """
     kept, seen = {0}, set(cases[0])
     while len(kept) < min(wanted, len(cases)):

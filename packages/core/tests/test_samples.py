@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sample = runpy.run_path(str(Path(__file__).parents[3] / "conftest.py"))["sample"]
+CONFTEST = runpy.run_path(str(Path(__file__).parents[3] / "conftest.py"))
+parameters, sample = CONFTEST["parameters"], CONFTEST["sample"]
 
 
 @pytest.mark.parametrize("sizes", [(4, 3), (2, 16), (5, 5), (2, 3, 4)])
@@ -29,3 +30,12 @@ def test_cases_that_share_nothing_are_evenly_spread():
 
 def test_all_are_kept_where_there_are_no_more():
     assert sample([{("size", 0)}, {("size", 1)}], 5) == {0, 1}
+
+
+PAIRS = [("keep", 1), ("keep", 2), ("keep", 3), ("recompute", 1)]
+
+
+@pytest.mark.parametrize(("policy", "micro"), PAIRS)
+def test_cases_that_are_written_as_lists_share_the_values_that_they_have_alike(request, policy, micro):
+    assert parameters(request.node) == {("policy", repr(policy)), ("micro", repr(micro))}
+    assert sample([{("policy", one), ("micro", other)} for one, other in PAIRS], 2) == {0, 3}, "another policy comes first"

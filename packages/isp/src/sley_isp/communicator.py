@@ -26,8 +26,8 @@ from sley_isp.counts import Tally
 from sley_isp.embedding.columns import Columns, ShardedEmbedding
 from sley_isp.embedding.find import check_tables
 from sley_isp.launch.points import Launches, check_points
-from sley_isp.offer import Offer
 from sley_isp.prefetch import Decision, PrefetchPolicy
+from sley_isp.published import PublishedShards
 from sley_isp.reductions import Reductions
 from sley_isp.sites import Site, embedding_gradient, is_plain, linear_gradient
 from sley_isp.units import Gathered, Unit, sharded_modules
@@ -83,7 +83,7 @@ class Communicator(WeightCommunicator):
         self._parts = parts
         self._group = parts.groups[AXIS]
         self._waits = parts.waits
-        self._offer = Offer(self._group, parts.waits.is_due)
+        self._published = PublishedShards(self._group, parts.waits.is_due)
         self._queue = parts.queue
         self.pool = parts.pool(self.config.pool)
         bound = self.config.bound if self.config.overlap else 0
@@ -117,12 +117,12 @@ class Communicator(WeightCommunicator):
         passes = [(phase, action.kind, action.chunk) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT]
         self.prefetch.begin(passes)
         self._drop(list(self._gathered))
-        self._offer.end()
+        self._published.end()
         self.reductions.forget()
         self.columns.forget()
         self.tally.begin(actions, phase)
         if self.config.overlap:
-            self._offer.begin(self.units)
+            self._published.begin(self.units)
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -143,12 +143,12 @@ class Communicator(WeightCommunicator):
         if self._at in self._drains:
             self.reductions.finish()
         if self._at == self._final:
-            self._offer.end()
+            self._published.end()
             self.tally.end()
 
     def detach(self) -> None:
         """Restores the modules' own forwards; stand-ins stay."""
-        self._offer.forget()
+        self._published.forget()
         self._patches.close()
         self.launches.close()
         self.sites.clear()
@@ -187,8 +187,8 @@ class Communicator(WeightCommunicator):
     def _gather(self, unit: Unit) -> Gathered:
         """Starts to gather `unit`, after the waits of its layer; blocks until the weights are here unless `overlap` is set."""
         has_waited = self._waits.wait_for(unit.layer)
-        is_as_offered = self._action is not None and not has_waited
-        source = self._offer.source(unit) if is_as_offered else self._group.transport(GATHER)
+        is_as_published = self._action is not None and not has_waited
+        source = self._published.source(unit) if is_as_published else self._group.transport(GATHER)
         gathered = Gathered(unit, self.pool, source, self._group.size)
         if self._action is not None:
             self.tally.gathered(unit, gathered)
@@ -197,13 +197,13 @@ class Communicator(WeightCommunicator):
         return gathered
 
     def _drop(self, units: Sequence[object]) -> None:
-        """Returns the buffers of `units` to the pool; their peers have received this rank's shards when the offer has ended."""
+        """Returns the buffers of `units` to the pool; their peers have received this rank's shards when the step has ended."""
         for unit in units:
             assert isinstance(unit, Unit), unit
             gathered = self._gathered.pop(unit)
             gathered.release()
             self.tally.dropped(gathered)
-            self._offer.leaving.append(gathered)
+            self._published.leaving.append(gathered)
 
     def _take(self, layer: Layer) -> None:
         """Puts the sharded modules of `layer` into units and patches their forwards."""

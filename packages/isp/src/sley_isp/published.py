@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sley_isp.units import Gathered, Unit
 
 
-class Offer:
+class PublishedShards:
     """The shards that are published in a step, and the gathers that have not ended for the peers.
 
     is_due: whether something is still to be waited for before a layer's weights are used. leaving: gathered weights that are
