@@ -187,8 +187,8 @@ class Communicator(WeightCommunicator):
     def _gather(self, unit: Unit) -> Gathered:
         """Starts to gather `unit`, after the waits of its layer; blocks until the weights are here unless `overlap` is set."""
         has_waited = self._waits.wait_for(unit.layer)
-        is_as_published = self._action is not None and not has_waited
-        source = self._published.source(unit) if is_as_published else self._group.transport(GATHER)
+        is_unchanged = self._action is not None and not has_waited
+        source = self._published.source(unit) if is_unchanged else self._group.transport(GATHER)
         gathered = Gathered(unit, self.pool, source, self._group.size)
         if self._action is not None:
             self.tally.gathered(unit, gathered)
