@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sley_core.estimate.calibrate import device as devices
 from sley_core.estimate.machine.read import load_machine
+from sley_core.testing.short_calibration import shortly
+from train_cli.main import main
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -18,9 +19,9 @@ Cli = Callable[..., Any]
 
 
 @pytest.fixture
-def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "SIZES", {"cpu": (32, 64)})
-    monkeypatch.setattr(devices, "MOVED_BYTES", {"cpu": 1 << 20})
+def few_sizes() -> Iterator[None]:
+    with shortly():
+        yield
 
 
 @pytest.mark.usefixtures("few_sizes")
@@ -78,11 +79,34 @@ def test_a_wrong_machine_file_is_told_with_its_line(cli: Cli, plan: Path, folder
     assert "missing-key" in result.err
 
 
-def test_ranks_measure_what_they_exchange(start: Callable[..., Any], folder: Path) -> None:
+def calibrated(arguments: list[str]) -> int:
+    """The exit code of a rank's command."""
+    with shortly():
+        return main(["calibrate", *arguments])
+
+
+def test_ranks_measure_what_they_exchange_and_the_first_writes_it(ranks: Callable[..., Any], folder: Path) -> None:
+    assert ranks(2, 120, init=False)(calibrated, ["--out", str(folder / "machine.toml")]) == [0, 0]
+    check_links(folder)
+
+
+@pytest.mark.campaign
+def test_local_ranks_measure_what_they_exchange(start: Callable[..., Any], folder: Path) -> None:
     result = start("calibrate", "--out", "machine.toml", "--ranks", "2").finish(150)
     assert result.code == 0, result.err
+    check_links(folder)
+
+
+def check_links(folder: Path) -> None:
     links = load_machine(folder / "machine.toml").links
     assert links.ranks_per_host == 2
     assert links.same_host is not None
     assert links.same_host.sum is not None
     assert sorted(path.name for path in folder.iterdir() if path.suffix == ".toml") == ["machine.toml"]
+
+
+def test_local_ranks_that_cannot_measure_say_why_once(start: Callable[..., Any], folder: Path) -> None:
+    result = start("calibrate", "--out", "machine.toml", "--ranks", "2", "--plan", "none.toml").finish(150)
+    assert result.code == 3
+    assert result.err.count("none.toml") == 1
+    assert not (folder / "machine.toml").exists()

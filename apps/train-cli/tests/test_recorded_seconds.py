@@ -19,6 +19,7 @@ from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Work
 from sley_core.estimate.seconds_of_plan import _recorded, estimate_seconds
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
+from sley_core.testing.short_calibration import shortly
 
 for plugin in ("sley_dp", "sley_isp", "sley_pp"):
     pytest.importorskip(plugin)
@@ -50,6 +51,7 @@ def test_lists_and_recorded_steps_say_the_same(changes: dict[str, Any]) -> None:
     assert _recorded(plan, 2, machine()).step.seconds == pytest.approx(listed, rel=0.05)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reducer", ["none", "dp.bucketed", "dp.sharded"])
 def test_lists_and_recorded_steps_update_alike(reducer: str) -> None:
     """Whoever reduces, and where nobody does; without what starting an operator takes."""
@@ -128,7 +130,8 @@ def test_a_longer_step_keeps_what_each_action_waits_for() -> None:
 def test_layers_of_slices_take_what_was_timed_of_them() -> None:
     """Only what was timed alone is scaled with them: what they swap, and the update, stay."""
     plan = plan_of(**SLICES)
-    tables = measure_layers(plan, Device(torch.device("cpu")))
+    with shortly():
+        tables = measure_layers(plan, Device(torch.device("cpu")))
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     times = ("forward", "backward", "input_gradient", "weight_gradient")
     slower = [{**table, **dict.fromkeys(times, 1.0)} for table in tables]
@@ -146,5 +149,7 @@ def test_layers_of_slices_are_other_layers_than_those_of_short_sequences() -> No
     positions = {"sequence": {"use": "isp.all_to_all", "positions": False}}
     slices = plan_of(**{**SLICES, **positions})
     short = plan_from_dict(small_plan(data={"use": "core.text", "source": "python-stdlib", "sequence": 12}))
-    keys = [{table["key"] for table in measure_layers(plan, Device(torch.device("cpu")))} for plan in (slices, short)]
+    with shortly():
+        tables = [measure_layers(plan, Device(torch.device("cpu"))) for plan in (slices, short)]
+    keys = [{table["key"] for table in some} for some in tables]
     assert not keys[0] & keys[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +16,9 @@ from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
-from sley_core.engine import layer_bench
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import RunError
-from sley_core.estimate.calibrate import device as devices
-from sley_core.estimate.calibrate import layers, links
+from sley_core.estimate.calibrate import links
 from sley_core.estimate.calibrate import machine as machines
 from sley_core.estimate.calibrate.device import measure_device, saturation
 from sley_core.estimate.calibrate.layers import measure_layers
@@ -33,6 +31,7 @@ from sley_core.estimate.seconds.links import collective, message
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.testing.plans import small_plan
+from sley_core.testing.short_calibration import shortly
 from sley_core.topology import Topology
 
 SMALL = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
@@ -69,33 +68,15 @@ def test_latency_and_bandwidth_are_found_from_their_own_times(kind, rounds, size
     assert sum(cost) == pytest.approx(seconds(num_bytes)), "what estimates compute with it"
 
 
-@contextmanager
-def short() -> Iterator[None]:
-    """What is measured in the block is small, and measured a few times: the figures are right in kind, and worth little."""
-    with ExitStack() as patches:
-        for module, name, value in (
-            (devices, "SIZES", {"cpu": (32, 64)}),
-            (devices, "MOVED_BYTES", {"cpu": 1 << 20}),
-            (devices, "REPETITIONS", 3),
-            (links, "MANY", 1 << 18),
-            (links, "EDGE", 64),
-            (links, "REPETITIONS", 3),
-            (layers, "REPETITIONS", 3),
-            (layer_bench, "EVICTED_BYTES", {"cpu": 1 << 16}),
-        ):
-            patches.enter_context(patch.object(module, name, value))
-        yield
-
-
 def test_this_device_has_figures_that_a_machine_file_takes() -> None:
-    with World.alone("cpu") as world, short():
+    with World.alone("cpu") as world, shortly():
         machine = machine_from_dict({"format": 1, "device": measure_device(world.device)})
     assert machine.device.matmul.fp32.flops_per_s > 1e7
     assert machine.device.kind == "cpu"
 
 
 def links_of(timeout_s):
-    with World.join("cpu") as world, short():
+    with World.join("cpu") as world, shortly():
         return measure_links(world, timeout_s)
 
 
@@ -184,7 +165,7 @@ def machine_of_two() -> tuple[bool, int]:
         num_timed.extend(found := measure_layers(plan, device))
         return found
 
-    with World.join("cpu") as world, short(), patch.object(machines, "measure_layers", counted):
+    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_layers", counted):
         return measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0) is not None, len(num_timed)
 
 
@@ -201,7 +182,7 @@ def failure_of_one() -> str:
             raise MemoryError("too large")
         return measure_layers(plan, device)
 
-    with World.join("cpu") as world, short(), patch.object(machines, "measure_layers", fails_on_one):
+    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_layers", fails_on_one):
         with pytest.raises((MemoryError, RunError)) as raised:
             measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
         return str(raised.value)
@@ -216,7 +197,7 @@ def test_no_rank_waits_for_one_that_cannot_time_layers(ranks) -> None:
 
 def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, model__num_layers=3))
-    with World.alone("cpu") as world, short():
+    with World.alone("cpu") as world, shortly():
         tables = measure_layers(plan, world.device)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0

@@ -13,10 +13,10 @@ import torch
 from sley_core.comm import echo
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
-from sley_core.estimate.calibrate import layers
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.plan.load import plan_from_dict
 from sley_core.testing.plans import small_plan
+from sley_core.testing.short_calibration import shortly
 
 OWN = Path(__file__).parent / "own"
 
@@ -36,7 +36,7 @@ def timed(attention: str) -> list[dict[str, Any]]:
     """The tables of a plan's layers, on one of three slices."""
     changes = {"parallel": {"sp": 3}, "sequence": {"use": f"asking.{attention}"}, "model__num_layers": 1}
     plan = plan_from_dict(small_plan(data={"use": "core.text", "source": "python-stdlib", "sequence": 24}, **changes))
-    with World.alone("cpu") as world:
+    with World.alone("cpu") as world, shortly():
         return measure_layers(plan, world.device)
 
 
@@ -79,7 +79,6 @@ def test_what_an_exchange_copies_is_not_among_the_seconds_of_the_layer(monkeypat
         put(shard, place)
 
     monkeypatch.setattr(echo, "put", slowly)
-    monkeypatch.setattr(layers, "REPETITIONS", 3)
     block = timed("gathers")[1]
     assert len(copies) == 2 * (1 + 3) * 3 * 3, "whole and in halves, of q, k and v, from each of three ranks"
     assert block["forward"] < 0.1 < 3 * 3 * 0.02
