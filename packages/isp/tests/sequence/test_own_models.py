@@ -131,7 +131,10 @@ def test_a_pattern_of_what_is_apart_that_matches_nothing(own):
     assert "`mixer.*`, which matches no module" in problem.message
 
 
-@pytest.mark.parametrize(("kind", "apart"), [("patch", {}), ("features", {"apart": ["mixer.inner"]})])
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [("features", {"apart": ["mixer.inner"]}), pytest.param("patch", {}, marks=pytest.mark.campaign)],
+)
 def test_convolutions_that_see_one_position_at_a_time(ranks, own, kind, apart):
     check(ranks, own, beside(kind), **apart)
 

@@ -44,6 +44,8 @@ def calibrate(
     if not is_rank:
         _check(out, replaces=force)
     if ranks is not None and not is_rank:
+        if plan is not None:
+            load_plan(plan, overrides or [])  # what is wrong with it is said once, and not by each rank
         raise typer.Exit(_launch(context.ensure_object(Settings), out, plan, overrides or [], ranks))
     _measure(out, plan, overrides or [])
 
