@@ -41,10 +41,13 @@ def lines(found: SearchFound, skipped: Sequence[str], limit: int | None, notes: 
 def _sources(found: SearchFound) -> Iterator[str]:
     """Yields where the layers' seconds come from, where it is not the same for all that is shown."""
     layers = [layer for one in found.fastest if one.exact for layer in one.exact.seconds.layers]
-    measured = sum(layer.is_measured for layer in layers)
-    if 0 < measured < len(layers):
-        yield "  Some layers' seconds were measured on the machine, others are computed from their operators: they may be far"
-        yield "  apart. `calibrate --plan` measures a plan's layers at its own `micro_size` and [activations]."
+    sources = {layer.source for layer in layers}
+    if "counted" in sources and len(sources) > 1:
+        yield "  Some layers' seconds were measured on the machine, others are computed from their operators alone: they may be"
+        yield "  far apart. `calibrate --plan` measures a plan's layers."
+    elif len(sources) > 1:
+        yield "  Some layers' seconds were measured on the machine, others are computed in proportion to these, for another"
+        yield "  policy or size of micro-batches."
 
 
 def compared(own: ExactEstimate, best: ExactEstimate) -> Iterator[str]:

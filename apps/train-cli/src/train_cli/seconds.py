@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +15,18 @@ from sley_core.estimate.machine.read import load_machine
 from train_cli.timeline import WIDTH
 
 if TYPE_CHECKING:
+    from sley_core.estimate.layers.nearest import Source
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.estimate.seconds_of_plan import PlanSeconds
     from sley_core.plan.plan import Plan
+
+
+SOURCES: dict[Source, str] = {
+    "measured": "measured on it",
+    "in proportion": "computed in proportion to others of their variants, measured on it",
+    "counted": "computed from their operators",
+}
+"""What is said of layers by where their seconds come from."""
 
 
 def estimated(plan: Plan, size: int, file: Path) -> Iterator[str]:
@@ -57,11 +67,11 @@ def _sources(found: PlanSeconds) -> str:
     """Returns where the seconds of the layers come from."""
     if not found.layers:
         return "operators of slices of sequences, computed"
-    measured = sum(layer.is_measured for layer in found.layers)
-    source = "measured on it" if measured == len(found.layers) else "computed from their operators"
-    if 0 < measured < len(found.layers):
-        source = f"{measured} of them measured on it, the others computed from their operators"
-    return f"{len(found.layers)} layers, {source}"
+    counts = Counter(layer.source for layer in found.layers)
+    words = [f"{counts[source]} {said}" for source, said in SOURCES.items() if counts[source]]
+    if len(words) == 1:
+        return f"{len(found.layers)} layers, {words[0].split(' ', 1)[1]}"
+    return f"{len(found.layers)} layers, of them {', '.join(words)}"
 
 
 def seconds_data(found: PlanSeconds) -> dict[str, Any]:
@@ -74,7 +84,8 @@ def seconds_data(found: PlanSeconds) -> dict[str, Any]:
             for stage, computing_s in enumerate(step.computing_s)
         ],
         "layers": [
-            {"name": layer.name, "measured": layer.is_measured, **asdict(layer.seconds)} for layer in found.layers
+            {"name": layer.name, "measured": layer.is_measured, "source": layer.source, **asdict(layer.seconds)}
+            for layer in found.layers
         ],
         "notes": list(found.notes),
     }

@@ -18,23 +18,29 @@ from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.errors import RunError
+from sley_core.estimate.calibrate import layers as timed_layers
 from sley_core.estimate.calibrate import links
 from sley_core.estimate.calibrate import machine as machines
 from sley_core.estimate.calibrate.device import measure_device, saturation
-from sley_core.estimate.calibrate.layers import measure_layers
+from sley_core.estimate.calibrate.layers import measure_layers, measure_variants, other_sizes, other_variants
 from sley_core.estimate.calibrate.links import FEW, MANY, measure_links, overlap, way
 from sley_core.estimate.calibrate.machine import measure
 from sley_core.estimate.layers.of_plan import priced_layers
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import LinksTable
 from sley_core.estimate.seconds.links import collective, message
+from sley_core.hookspecs import hookimpl
+from sley_core.loader import Loader
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
+from sley_core.records import ActivationPolicyRecord, Problem
+from sley_core.table import Table
 from sley_core.testing.plans import small_plan
 from sley_core.testing.short_calibration import shortly
 from sley_core.topology import Topology
 
 SMALL = {"use": "core.text", "source": "python-stdlib", "sequence": 24}
+BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}
 SIZES = (1e6, 1e7, 1e8, 1e9)
 
 
@@ -83,11 +89,7 @@ def links_of(timeout_s):
 def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
     first, second = ranks(2)(links_of, 30.0)
     assert first == second
-    machine = {
-        "format": 1,
-        "device": {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}},
-    }
-    same = machine_from_dict({**machine, "links": first}).links.same_host
+    same = machine_from_dict({"format": 1, "device": BARE, "links": first}).links.same_host
     assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "swap", "send"))
 
 
@@ -161,12 +163,14 @@ def machine_of_two() -> tuple[bool, int]:
     """Whether this rank has the machine, and how many layers it has timed."""
     num_timed = []
 
-    def counted(plan: Plan, device: Device) -> list[dict[str, Any]]:
-        num_timed.extend(found := measure_layers(plan, device))
+    def counted(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
+        found = measure_variants(plan, device, until_s)
+        num_timed.extend(found[0])
         return found
 
-    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_layers", counted):
-        return measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0) is not None, len(num_timed)
+    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_variants", counted):
+        machine = measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0, budget_s=0.0)
+        return machine is not None, len(num_timed)
 
 
 def test_ranks_that_share_a_host_time_layers_at_once(ranks) -> None:
@@ -177,12 +181,12 @@ def test_ranks_that_share_a_host_time_layers_at_once(ranks) -> None:
 def failure_of_one() -> str:
     """What a rank says when rank 1 cannot time layers."""
 
-    def fails_on_one(plan: Plan, device: Device) -> list[dict[str, Any]]:
+    def fails_on_one(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
         if dist.get_rank() == 1:
             raise MemoryError("too large")
-        return measure_layers(plan, device)
+        return measure_layers(plan, device), []
 
-    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_layers", fails_on_one):
+    with World.join("cpu") as world, shortly(), patch.object(machines, "measure_variants", fails_on_one):
         with pytest.raises((MemoryError, RunError)) as raised:
             measure(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
         return str(raised.value)
@@ -201,8 +205,7 @@ def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
         tables = measure_layers(plan, world.device)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
-    bare = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}
-    machine = machine_from_dict({"format": 1, "device": bare, "layers": tables})
+    machine = machine_from_dict({"format": 1, "device": BARE, "layers": tables})
     dataset = open_dataset(plan.data, DataContext(0, "train"))
     model = draft_model(plan, dataset.info)
     priced = priced_layers(plan, model, meta_micro_batch(plan, dataset), machine)
@@ -210,3 +213,98 @@ def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     assert all(one.is_measured for one in priced)
     assert priced[1].seconds == priced[3].seconds
     assert priced[1].output_bytes == 2 * 24 * 16 * 8
+
+
+def variants_of(plan: Plan) -> list[tuple[str, int]]:
+    return [(str(one.policy), one.micro_size) for one in other_variants(plan)]
+
+
+def test_other_policies_are_timed_before_other_micro_batches() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL, activations={"use": "core.recompute"}))
+    policies = [name for name, size in variants_of(plan) if size == 2]
+    assert policies[0] == "core.keep", "the plan's own is not another"
+    everywhere = ["core.recompute", *policies]
+    assert variants_of(plan) == [(name, 2) for name in policies] + [
+        (name, size) for size in (8, 1) for name in everywhere
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "sizes"), [(1, 64, [4, 16]), (2, 8, [8, 1]), (3, 64, [8, 1, 32]), (16, 64, [64, 4]), (1, 1, [])]
+)
+def test_sizes_of_micro_batches_are_few_and_never_more_than_the_batch(own: int, most: int, sizes: list[int]) -> None:
+    assert other_sizes(own, most) == sizes
+
+
+class Picky:
+    """A policy that this plugin's own check refuses, and one that copies to the host."""
+
+    @hookimpl
+    def sley_activation_policies(self) -> list[ActivationPolicyRecord]:
+        build = "sley_core.engine.activations:keep"
+        return [
+            ActivationPolicyRecord(name="never", config=Table, build=build, variants=({},)),
+            ActivationPolicyRecord(name="away", config=Table, build=build, variants=({},), copies=True),
+            ActivationPolicyRecord(name="as_well", config=Table, build=build, variants=({},)),
+        ]
+
+    @hookimpl
+    def sley_check_plan(self, plan: Plan, topology: Topology) -> Iterator[Problem]:
+        if plan.activations.name == "picky.never":
+            yield Problem(("activations", "use"), "not here")
+
+
+def test_policies_of_outsiders_are_timed_but_those_that_are_refused_or_copy() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL), loader=Loader({"picky": Picky()}))
+    names = {name for name, _ in variants_of(plan)}
+    assert names == {"core.keep", "core.recompute", "picky.as_well"}
+
+
+def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL, batch={"global_size": 4, "micro_size": 1}))
+    with World.alone("cpu") as world, shortly():
+        tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
+    assert left_out == []
+    told = [(table["name"], table["micro_size"]) for table in tables if table["activations"] == "core.recompute"]
+    assert told == [("blocks.0", 1), ("blocks.0", 4)], "embedding and head are as under `core.keep`"
+    assert len({table["key"] for table in tables}) == len(tables)
+    assert [table["name"] for table in tables[:3]] == ["embed", "blocks.0", "head"]
+    machine_from_dict({"format": 1, "device": BARE, "layers": tables})
+
+
+def test_what_is_left_out_when_the_time_is_over_is_told_and_the_plans_own_is_there() -> None:
+    plan = plan_from_dict(small_plan(data=SMALL))
+    with World.alone("cpu") as world, shortly():
+        tables, left_out = measure_variants(plan, world.device, 0.0)
+    assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
+    assert len(left_out) == len(variants_of(plan))
+    assert "`core.recompute` on micro-batches of 2: the time was over" in left_out
+
+
+def test_a_layer_that_would_end_too_late_is_not_begun() -> None:
+    """As long as it took before, and longer on more samples."""
+    plan = plan_from_dict(small_plan(data=SMALL))
+    with World.alone("cpu") as world, shortly():
+        timing = timed_layers.LayerTiming(plan, world.device)
+        timing.take(timing.own, 3)
+        timing._took = dict.fromkeys(timing._took, (10.0, 2))
+        other = next(one for one in other_variants(plan) if one.micro_size == 8)
+        began_s = time.monotonic()
+        assert timing.tried(other, 1, began_s + 39.0) == "the time was over"
+        assert timing.tried(other, 1, began_s + 60.0) is None
+
+
+def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
+    plan = plan_from_dict(small_plan(data=SMALL))
+    timed = timed_layers.LayerBench.time
+
+    def full(bench, layer, value, *, split):
+        if bench.plan.batch.micro_size == 8:
+            raise MemoryError
+        return timed(bench, layer, value, split=split)
+
+    monkeypatch.setattr(timed_layers.LayerBench, "time", full)
+    with World.alone("cpu") as world, shortly():
+        tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
+    assert {table["micro_size"] for table in tables} == {1, 2}
+    assert "`core.keep` on micro-batches of 8: its layers do not fit into memory" in left_out

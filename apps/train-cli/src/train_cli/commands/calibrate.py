@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,10 @@ TIMEOUT_S = 60.0
 
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, TOML.")]
 PlanOption = Annotated[
-    Path | None, typer.Option("--plan", metavar="PLAN", help="Time each distinct layer of this plan's model, too.")
+    Path | None,
+    typer.Option(
+        "--plan", metavar="PLAN", help="Time each distinct layer of this plan's model, under every policy, too."
+    ),
 ]
 RanksOption = Annotated[
     int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and time what they exchange.")
@@ -79,13 +83,19 @@ def _measure(out: Path, plan: Path | None, overrides: list[str]) -> None:
         resolved = load_plan(plan, overrides) if plan else None
         device = resolved.run.device if resolved else "auto"
         with World.join(device, timeout_s=TIMEOUT_S) as world:
-            machine = measure(world, resolved, TIMEOUT_S)
+            machine = measure(world, resolved, TIMEOUT_S, leave_out=_say_left_out)
     except Exception as error:
         failure_file.write(Fault.of(error))
         raise
     if machine is not None:
         out.write_text(machine_text(machine), "utf-8")
         console.say(f"{machine.device.name}: {out} has {_contents(machine)}")
+
+
+def _say_left_out(variants: Sequence[str]) -> None:
+    """Says of which variants some layers were not timed."""
+    for one in variants:
+        console.say(f"not timed: {one}")
 
 
 def _contents(machine: MachineFile) -> str:
@@ -95,4 +105,7 @@ def _contents(machine: MachineFile) -> str:
         found.append("links between ranks of this host")
     if machine.layers:
         found.append(f"{len(machine.layers)} layers")
+        policies = dict.fromkeys(str(layer.activations) for layer in machine.layers)
+        sizes = sorted({layer.micro_size for layer in machine.layers if layer.micro_size is not None})
+        found.append(f"under {', '.join(policies)}, on micro-batches of {', '.join(map(str, sizes))}")
     return ", ".join(found)

@@ -20,7 +20,7 @@ from sley_core.draft import draft_model, layer_costs_of
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import Stage, stage_of
 from sley_core.errors import KeyPath, PlanError
-from sley_core.estimate.layers.of_plan import PricedLayer, measured_layers, priced_layers
+from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers, priced_slices
 from sley_core.estimate.machine.notes import notes_on
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_step
@@ -117,10 +117,9 @@ def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
     fields = meta_micro_batch(plan, dataset)
-    # What is counted on meta knows no other slices.
-    priced = priced_layers if plan.parallel.sp == 1 else measured_layers
+    priced = priced_layers if plan.parallel.sp == 1 else priced_slices
     layers = priced(plan, model, fields, machine) or []
-    by_name = {one.name: one for one in layers if one.is_measured}
+    by_name = {one.name: one for one in layers if one.source != "counted"}
     measured: Measured = {
         (stage, chunk): [by_name[name].seconds for name in names]
         for stage, one in enumerate(records)

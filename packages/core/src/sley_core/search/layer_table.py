@@ -11,27 +11,25 @@ computing and of its exchanges, but for what of these does not overlap.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.data.slices import Slices
 from sley_core.draft import DTYPES, draft_model, dtypes
-from sley_core.engine.on_meta import meta_micro_batch
-from sley_core.errors import SleyError
-from sley_core.estimate.layers.distinct import LayerKinds, layer_keys, slices_of
-from sley_core.estimate.layers.of_plan import layer_works
-from sley_core.estimate.layers.operators import LayerWork, Operator
+from sley_core.estimate.layers.grown import ATTENTION
+from sley_core.estimate.layers.nearest import NearestLayers
+from sley_core.estimate.layers.once import once
+from sley_core.estimate.layers.variants import LayerVariants, Variant
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, collective
+from sley_core.search.choices import choices_of
 from sley_core.search.glance import reduces
-from sley_core.search.grown import ATTENTION, grown, with_copies
 from sley_core.search.layouts import Candidate, Shape, Sizes
 
 if TYPE_CHECKING:
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from sley_core.errors import SleyError
+    from sley_core.estimate.layers.operators import LayerWork, Operator
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Plan
@@ -52,7 +52,7 @@ Integers = NDArray[np.int64]
 @dataclass(frozen=True)
 class LayerColumns:
     """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
-    waits for the backward; `output`, of what is handed on. is_measured: whether the machine file has the layer's seconds.
+    waits for the backward; `output`, of what is handed on. is_measured: whether the seconds rest on the machine file's.
     """
 
     forward: Floats
@@ -88,7 +88,7 @@ class LayerColumns:
 class LayerTables:
     """Makes the tables of a plan's model for all layouts; a layer is traced when a layout first asks for it.
 
-    numel: trained elements of each layer.
+    trained: parameters of each layer. numel: their elements.
     """
 
     def __init__(self, plan: Plan, machine: MachineFile) -> None:
@@ -96,20 +96,19 @@ class LayerTables:
         self.machine = machine
         self.dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         self.model: Model = draft_model(plan, self.dataset.info)
-        trained = [[one for one in layer.module.parameters() if one.requires_grad] for layer in self.model.layers]
-        self.numel = np.array([sum(one.numel() for one in some) for some in trained], dtype=np.int64)
-        self._traced: dict[Any, Any] = {}
-        self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
+        self.trained = [[one for one in layer.module.parameters() if one.requires_grad] for layer in self.model.layers]
+        self.numel = np.array([sum(one.numel() for one in some) for some in self.trained], dtype=np.int64)
+        self.variants = LayerVariants(plan, self.model, self.dataset)
+        self._nearest = NearestLayers(self.variants, machine, choices_of(plan))
         self._tables: dict[Any, LayerColumns | SleyError] = {}
         self._exchanges: dict[tuple[int, str], tuple[Floats, Floats] | SleyError] = {}
         self._cut: dict[str, Integers | SleyError] = {}
-        self._known = {table.key: LayerSeconds.measured(table) for table in machine.layers}
-        self._kinds: dict[str, LayerKinds] = {}
-        self._batches: dict[int, Any] = {}
+        self._cut_ids: dict[str, frozenset[int] | SleyError] = {}
+        self._sizes: dict[Any, tuple[list[list[float]], list[list[float]]] | SleyError] = {}
 
     def keys(self, policy: Choice) -> list[str]:
         """Returns a key for each layer under a policy; equal for layers that are alike."""
-        return self._keyed(policy, 1)[2]
+        return self.variants.keys(Variant(policy, 1))
 
     def of(self, shape: Shape) -> LayerColumns:
         """Returns the table of a shape. Raises PlanError for layers that cannot be counted, and for a machine file that lacks
@@ -123,7 +122,25 @@ class LayerTables:
         """Returns how many trained elements of each layer the shape's weight communicator shards."""
         if shape.weights is None:
             return np.zeros_like(self.numel)
-        return once(self._cut, str(shape.weights), lambda: self._cut_by_communicator(shape))
+
+        def cut() -> Integers:
+            ids = self._ids_cut(shape)
+            return np.array(
+                [sum(one.numel() for one in some if id(one) in ids) for some in self.trained], dtype=np.int64
+            )
+
+        return once(self._cut, str(shape.weights), cut)
+
+    def sizes(self, shape: Shape) -> tuple[list[list[float]], list[list[float]]]:
+        """Returns the elements that a rank has of each gradient, by layer: of those that are sharded, and of the others."""
+
+        def sizes() -> tuple[list[list[float]], list[list[float]]]:
+            ids, wp = self._ids_cut(shape) if shape.weights else frozenset[int](), shape.sizes.wp
+            shards = [[one.numel() / wp for one in some if id(one) in ids] for some in self.trained]
+            whole = [[float(one.numel()) for one in some if id(one) not in ids] for some in self.trained]
+            return shards, whole
+
+        return once(self._sizes, (shape.sizes.wp, str(shape.weights)), sizes)
 
     def _sharded(self, shape: Shape) -> LayerColumns:
         """Returns the table of sharded weights: a layer takes the longer of its computing and of what overlaps it of its
@@ -171,31 +188,24 @@ class LayerTables:
 
     def _whole(self, shape: Shape) -> LayerColumns:
         """Returns the table of whole weights."""
-        sizes, policy = shape.sizes, shape.activations
-        ones, twos = self._works_of(policy, 1), self._works_of(policy, 2)
-        samples = sizes.micro_size / sizes.sp
-        measured = self._measured(shape)
-        known: dict[tuple[int, LayerSeconds | None], tuple[LayerSeconds, LayerWork]] = {}
+        sizes = shape.sizes
+        variant = Variant(shape.activations, sizes.micro_size, sizes.sp)
+        works = self.variants.works(variant)
+        priced = self._nearest.priced(variant, works, shape.attention)
+        known: dict[tuple[int, LayerSeconds], LayerSeconds] = {}
         found = []
-        for one, two, table in zip(ones, twos, measured, strict=True):
-            if (id(one), table) not in known:
-                known[id(one), table] = self._priced(grown(one, two, samples), table, sizes.sp)
-            found.append(known[id(one), table])
+        for work, (alone, _) in zip(works, priced, strict=True):
+            if (id(work), alone) not in known:
+                known[id(work), alone] = self._swapped(alone, work, sizes.sp) if sizes.sp > 1 else alone
+            found.append(known[id(work), alone])
         seconds = np.array(
-            [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of, _ in found], dtype=np.float64
+            [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of in found], dtype=np.float64
         )
-        kept, output = ([getattr(work, name) for _, work in found] for name in ("kept_bytes", "output_bytes"))
+        kept, output = ([getattr(work, name) for work in works] for name in ("kept_bytes", "output_bytes"))
         forward, backward, input_gradient, weight_gradient = seconds.T
         of_bytes = np.array(kept, dtype=np.int64), np.array(output, dtype=np.int64)
-        is_measured = np.array([table is not None for table in measured])
+        is_measured = np.array([source != "counted" for _, source in priced])
         return LayerColumns(forward, backward, input_gradient, weight_gradient, *of_bytes, is_measured)
-
-    def _priced(self, work: LayerWork, measured: LayerSeconds | None, sp: int) -> tuple[LayerSeconds, LayerWork]:
-        """Returns the seconds of a layer and its work. measured: what the machine file says, which has no exchanges in it."""
-        if sp == 1:
-            return measured or LayerSeconds.computed(work, self.machine.device), work
-        seconds = measured or LayerSeconds.computed(with_copies(work), self.machine.device)
-        return self._swapped(seconds, work, sp), work
 
     def _swapped(self, seconds: LayerSeconds, work: LayerWork, sp: int) -> LayerSeconds:
         """Returns the seconds of a layer with the swaps of its attentions; who runs an attention again swaps again."""
@@ -212,46 +222,14 @@ class LayerTables:
         each = [one.num_bytes for one in operators if one.name == ATTENTION]
         return sum(2 * sum(collective("swap", num_bytes // 2, range(sp), self.machine.links)) for num_bytes in each)
 
-    def _works_of(self, policy: Choice, micro_size: int) -> list[LayerWork]:
-        """Returns the traced work of all layers; the same object for layers that are alike."""
+    def _ids_cut(self, shape: Shape) -> frozenset[int]:
+        """Returns the `id`s of the parameters that the shape's weight communicator shards. An element that several layers hold
+        counts in each.
+        """
+        return once(self._cut_ids, str(shape.weights), lambda: self._cut_by_communicator(shape))
 
-        def traced() -> list[LayerWork]:
-            plan, fields, keys = self._keyed(policy, micro_size)
-            return layer_works(plan, self.model, fields, keys, self._traced)
-
-        return once(self._works, (str(policy), micro_size), traced)
-
-    def _measured(self, shape: Shape) -> list[LayerSeconds | None]:
-        """Returns what the machine file says of each layer in the slices and micro-batches of a shape."""
-        if not self._known:
-            return [None] * len(self.model.layers)
-        sizes, policy, attention = shape.sizes, shape.activations, shape.attention
-        if str(policy) not in self._kinds:
-            plan, _, built = self._fields(policy, 1)
-            self._kinds[str(policy)] = LayerKinds(plan, self.model, built)
-        if sizes.micro_size not in self._batches:
-            self._batches[sizes.micro_size] = self._fields(policy, sizes.micro_size)[1]
-        fields, slices = self._batches[sizes.micro_size], ()
-        if attention is not None:
-            slices = slices_of(sizes.sp, attention.name, attention.config)
-            declared = {name: field for name, field in self.dataset.info.fields.items() if name in fields}
-            fields = Slices(declared, sizes.sp, 0)(fields)
-        keys = self._kinds[str(policy)].keys(fields, slices)
-        return [self._known.get(key) for key in keys]
-
-    def _keyed(self, policy: Choice, micro_size: int) -> tuple[Plan, Any, list[str]]:
-        plan, fields, built = self._fields(policy, micro_size)
-        return plan, fields, layer_keys(plan, self.model, built, fields)
-
-    def _fields(self, policy: Choice, micro_size: int) -> tuple[Plan, Any, Any]:
-        """Returns the plan under a policy, a micro-batch of it on meta, and the policy, built."""
-        shape = Shape(Sizes(1, 1, 1, micro_size), policy, None, None)
-        plan = Candidate(shape, None, None).plan(self.plan, 1)
-        built = plan.activations.build([layer.name for layer in self.model.layers])
-        return plan, meta_micro_batch(plan, self.dataset), built
-
-    def _cut_by_communicator(self, shape: Shape) -> Integers:
-        """Asks the communicator, as a run does before it shards. An element that several layers hold counts in each."""
+    def _cut_by_communicator(self, shape: Shape) -> frozenset[int]:
+        """Asks the communicator, as a run does before it shards."""
         plan = Candidate(replace(shape, sizes=Sizes(1, 1, 2, 1), attention=None), None, None).plan(self.plan, 2)
         assert plan.weights is not None, shape
         communicator = plan.weights.build()
@@ -261,26 +239,7 @@ class LayerTables:
             for module in layer.module.modules():
                 for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                     places[id(parameter)].append((module, name))
-        cut = {key for key, held in places.items() if communicator.cuts(held) is not None}
-        trained = [[one for one in layer.module.parameters() if one.requires_grad] for layer in self.model.layers]
-        return np.array([sum(one.numel() for one in some if id(one) in cut) for some in trained], dtype=np.int64)
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-def once(known: dict[Key, Value | SleyError], key: Key, make: Callable[[], Value]) -> Value:
-    """Returns what `make` made for `key` the first time, or raises what it raised."""
-    if key not in known:
-        try:
-            known[key] = make()
-        except SleyError as error:
-            known[key] = error
-    found = known[key]
-    if isinstance(found, SleyError):
-        raise found
-    return found
+        return frozenset(key for key, held in places.items() if communicator.cuts(held) is not None)
 
 
 def _beside(computing: Floats, exchanged: Floats) -> Floats:

@@ -20,11 +20,12 @@ from sley_core.draft import draft_model
 from sley_core.engine import layer_costs
 from sley_core.engine.stage import stage_of
 from sley_core.errors import PlanError, SleyError
+from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import Cost, collective
 from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
 from sley_core.search.best_first import Estimate
 from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check_shape, leaves_shards
-from sley_core.search.layer_table import LayerTables, once
+from sley_core.search.layer_table import LayerTables
 from sley_core.search.layouts import Candidate, Shape
 from sley_core.search.quick_step import Passes, QuickStep
 from sley_core.search.stage_costs import StageCosts

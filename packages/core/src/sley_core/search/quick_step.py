@@ -10,12 +10,12 @@ import numpy as np
 
 from sley_core.actions.costs import Costs
 from sley_core.errors import PlanError
+from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import NOTHING, Cost, message
 from sley_core.estimate.seconds.result import simulated_s
 from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 from sley_core.plan.check import MOST_FORWARDS
 from sley_core.search.glance import leaves_shards
-from sley_core.search.layer_table import once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

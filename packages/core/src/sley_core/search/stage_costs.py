@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sley_core.draft import DTYPES, dtypes
+from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.estimate.stage_facts import moved_by_update, num_states
 from sley_core.search.glance import reduces
-from sley_core.search.layer_table import once
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:

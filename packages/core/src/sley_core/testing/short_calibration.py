@@ -30,6 +30,7 @@ def shortly() -> Iterator[None]:
             (links, "EDGE", 64),
             (links, "REPETITIONS", 3),
             (layers, "REPETITIONS", 3),
+            (layers, "REPETITIONS_OF_OTHERS", 1),
             (layer_bench, "EVICTED_BYTES", {"cpu": 1 << 16}),
         ):
             patches.enter_context(patch.object(module, name, value))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sley_core.estimate.calibrate.device import measure_device, measure_host
-from sley_core.estimate.calibrate.layers import measure_layers
+from sley_core.estimate.calibrate.layers import measure_variants
 from sley_core.estimate.calibrate.links import measure_links
 from sley_core.estimate.machine.read import machine_from_dict
 from sley_core.estimate.machine.tables import MACHINE_FORMAT
@@ -15,25 +17,40 @@ if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
 
+BUDGET_S = 60.0
+"""Of a calibration, unless the plan's own layers alone take longer."""
 
-def measure(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
+
+def measure(
+    world: World,
+    plan: Plan | None,
+    timeout_s: float,
+    budget_s: float = BUDGET_S,
+    leave_out: Callable[[Sequence[str]], None] = lambda variants: None,
+) -> MachineFile | None:
     """Returns the machine on rank 0 of `world`, None on others; a collective of a world of several ranks, which measures links.
 
     The device and its layers are measured by rank 0 alone, once the others have nothing more to do; but on CPUs, where ranks
-    share memory and caches in a run, by all ranks at once.
+    share memory and caches in a run, by all ranks at once. budget_s: once it is over, no other variant of the plan's layers
+    is begun; ranks ask their own clocks, so that some may time one layer more. leave_out: called on rank 0 with words for
+    each that was left out.
     """
+    until_s = time.monotonic() + budget_s
     links = measure_links(world, timeout_s) if world.size > 1 else None
     together = world.size > 1 and world.device.type == "cpu"
 
     def alone() -> dict[str, Any]:
         found: dict[str, Any] = {"device": measure_device(world.device)}
-        return found | ({} if plan is None else {"layers": measure_layers(plan, world.device)})
+        if plan is not None:
+            found["layers"], found["left out"] = measure_variants(plan, world.device, until_s)
+        return found
 
     tables: dict[str, Any] = {"format": MACHINE_FORMAT}
     if together or world.rank == 0:
         tables |= world.on_all(alone, "measure its device and layers") if together else alone()
     if world.rank != 0:
         return None
+    leave_out(tables.pop("left out", ()))
     if links is not None:
         tables["links"] = links
     if (host := measure_host(world.device)) is not None:

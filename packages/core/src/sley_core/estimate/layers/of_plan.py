@@ -1,18 +1,24 @@
-"""What each layer of a plan's model takes on a machine: measured where the machine file has it, else counted on meta."""
+"""What each layer of a plan's model takes on a machine: measured where the machine file has it, else counted on meta, and in
+proportion to what it has of the layer under another policy or on other micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.draft import DTYPES, dtypes
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.errors import SleyError
 from sley_core.estimate.layers.distinct import layer_keys
-from sley_core.estimate.layers.operators import LayerWork
-from sley_core.estimate.layers.trace import Value, trace
+from sley_core.estimate.layers.nearest import NearestLayers, Source
+from sley_core.estimate.layers.variants import LayerVariants, Variant
+from sley_core.estimate.layers.works import layer_works
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
+from sley_core.search.choices import choices_of
 
 if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
@@ -20,19 +26,20 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 
-Traced = dict[tuple[str, object], tuple[LayerWork, Value]]
-"""Work and output of layers, by their keys and what they are given."""
-
-
 @dataclass(frozen=True)
 class PricedLayer:
-    """A layer's seconds, the bytes that it hands on, and whether they were measured. key: alike for what costs the same."""
+    """A layer's seconds, the bytes that it hands on, and where the seconds come from. key: alike for what costs the same."""
 
     name: str
     key: str
     seconds: LayerSeconds
     output_bytes: int
-    is_measured: bool
+    source: Source
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the machine file has these seconds."""
+        return self.source == "measured"
 
 
 def measured_layers(
@@ -45,7 +52,7 @@ def measured_layers(
     if not known.keys() >= set(keys):
         return None
     return [
-        PricedLayer(layer.name, key, LayerSeconds.measured(known[key]), known[key].output_bytes, is_measured=True)
+        PricedLayer(layer.name, key, LayerSeconds.measured(known[key]), known[key].output_bytes, "measured")
         for layer, key in zip(model.layers, keys, strict=True)
     ]
 
@@ -60,34 +67,44 @@ def priced_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machin
         return whole
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, fields)
-    measured = {table.key: table for table in machine.layers}
     works = layer_works(plan, model, fields, keys)
-    found = []
-    for layer, key, work in zip(model.layers, keys, works, strict=True):
-        table = measured.get(key)
-        seconds = LayerSeconds.measured(table) if table else LayerSeconds.computed(work, machine.device)
-        found.append(PricedLayer(layer.name, key, seconds, work.output_bytes, is_measured=table is not None))
-    return found
+    if machine.layers:
+        nearest, variant = _nearest(plan, model, machine)
+        priced = nearest.priced(variant, works)
+    else:
+        priced = [(LayerSeconds.computed(work, machine.device), "counted") for work in works]
+    return [
+        PricedLayer(layer.name, key, seconds, work.output_bytes, source)
+        for layer, key, work, (seconds, source) in zip(model.layers, keys, works, priced, strict=True)
+    ]
 
 
-def layer_works(
-    plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], known: Traced | None = None
-) -> list[LayerWork]:
-    """Returns the work of each layer; each distinct one is traced once, on what the layer before it hands on.
-
-    keys: as `layer_keys` gives them. known: what was traced before, which is added to. Raises PlanError "estimate-layer" as
-    `trace` does.
+def priced_slices(
+    plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile
+) -> list[PricedLayer] | None:
+    """Returns the same for layers of slices of sequences, without what these exchange; None where nothing of the model was
+    measured, or not all can be counted: their operators are recorded where they run. fields: a micro-batch's first slice.
     """
-    policy, loss = plan.activations.build([layer.name for layer in model.layers]), plan.loss.build()
-    working, gradients = dtypes(plan)[0], DTYPES[plan.precision.gradients]
-    known = {} if known is None else known
-    found: list[LayerWork] = []
-    value: Value | None = None
-    for layer, key in zip(model.layers, keys, strict=True):
-        place = key, value and value[0]
-        if place not in known:
-            last = loss if layer is model.layers[-1] else None
-            known[place] = trace(layer, value, fields, policy, last, working, gradients)
-        work, value = known[place]
-        found.append(work)
-    return found
+    if (whole := measured_layers(plan, model, fields, machine)) is not None or not machine.layers:
+        return whole
+    nearest, variant = _nearest(plan, model, machine)
+    try:
+        works = nearest.variants.works(variant)
+    except SleyError:
+        return None
+    keys = nearest.variants.keys(variant, plan.sequence)
+    priced = nearest.priced(variant, works, plan.sequence)
+    if not any(source != "counted" for _, source in priced):
+        return None
+    return [
+        PricedLayer(layer.name, key, seconds, work.output_bytes, source)
+        for layer, key, work, (seconds, source) in zip(model.layers, keys, works, priced, strict=True)
+    ]
+
+
+def _nearest(plan: Plan, model: Model, machine: MachineFile) -> tuple[NearestLayers, Variant]:
+    """Returns what prices layers, and the plan's own variant."""
+    choices = choices_of(plan)
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    nearest = NearestLayers(LayerVariants(plan, model, dataset), machine, choices)
+    return nearest, Variant(choices.policies[0], plan.batch.micro_size, plan.parallel.sp)

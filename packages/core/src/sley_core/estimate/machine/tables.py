@@ -132,7 +132,7 @@ class HostTable(Table):
 
 
 class LayerTable(Table):
-    """Measured seconds of one distinct layer, on the micro-batch of the plan that was calibrated."""
+    """Measured seconds of one distinct layer, under one activation policy, on a micro-batch of one size."""
 
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$"), Words("16 hexadecimal digits")]
     """Digest of the layer's class, parameters and inputs."""
@@ -155,6 +155,15 @@ class LayerTable(Table):
     output_bytes: Annotated[int, Field(ge=0, le=10**13), Words("bytes, from 0 to 1e13")]
     """Bytes of what it hands on."""
 
+    activations: str | None = None
+    """The activation policy under which it was timed; one that a policy leaves alone stands there once. Said since 0.2."""
+
+    micro_size: Annotated[int, Field(ge=1)] | None = None
+    """Samples of the micro-batch. Said since 0.2."""
+
+    sp: Annotated[int, Field(ge=1)] = 1
+    """Over how many ranks a sequence was cut. Said since 0.2."""
+
 
 class MachineFile(Table):
     """A machine, as `train-cli calibrate` writes it."""
@@ -172,7 +181,7 @@ class MachineFile(Table):
     """Copies that offload makes."""
 
     layers: Array[LayerTable] = ()
-    """Layers that were timed; others are computed from their operators."""
+    """Layers that were timed; others are computed from their operators, in proportion to what is here of the same layer."""
 
     @model_validator(mode="after")
     def _once(self) -> MachineFile:

@@ -40,6 +40,31 @@ class LayerSeconds:
             weight_gradient=seconds_of(work.weight_gradient, device),
         )
 
+    @classmethod
+    def in_proportion(
+        cls, work: LayerWork, there: LayerWork, measured: LayerSeconds, device: DeviceTable
+    ) -> LayerSeconds:
+        """Returns the counted seconds of a layer, as many times as long as those of `there` were, which took `measured`: each
+        phase for itself, but what runs again as the forward, unless it ran again there too.
+
+        Raises PlanError "machine-matmul" as `seconds_of` does.
+        """
+        beside, counted = cls.computed(there, device), cls.computed(work, device)
+        forward = _ratio(measured.forward, beside.forward)
+        again_s = seconds_of(work.recompute, device)
+
+        def back(kind: Kind) -> float:
+            ratio = _ratio(measured.of(kind), beside.of(kind))
+            again = ratio if there.recompute else forward
+            return again_s * again + (counted.of(kind) - again_s) * ratio
+
+        return cls(
+            forward=counted.forward * forward,
+            backward=back(Kind.BACKWARD),
+            input_gradient=back(Kind.INPUT_GRADIENT),
+            weight_gradient=counted.weight_gradient * _ratio(measured.weight_gradient, beside.weight_gradient),
+        )
+
     def of(self, kind: Kind) -> float:
         """Returns the seconds of the layer's part of an action."""
         match kind:
@@ -53,6 +78,11 @@ class LayerSeconds:
                 return self.weight_gradient
             case Kind.CHUNK_DONE:
                 return 0.0
+
+
+def _ratio(measured_s: float, counted_s: float) -> float:
+    """Returns how many times as long as counted it took; 1 where nothing was counted that could grow."""
+    return measured_s / counted_s if counted_s > 0 else 1.0
 
 
 def seconds_of(operators: Sequence[Operator], device: DeviceTable) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sley_core.estimate.layers.grown import COPIED, grown, with_copies
 from sley_core.estimate.layers.operators import LayerWork, Operator
-from sley_core.search.grown import COPIED, grown, with_copies
 
 WEIGHT = 1000
 
