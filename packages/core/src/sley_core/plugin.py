@@ -91,6 +91,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             role="reducer",
             canonical=True,
             plain_sums=lambda config: True,
+            bucket_bytes=lambda config: 0.0,
             variants=AS_IT_IS,
         ),
         GradientHandlerRecord(

@@ -125,6 +125,9 @@ class GradientHandlerRecord(Record):
     plain_sums: of a reducer, whether with the table `config` it exchanges each gradient once a step, over all that share the
         weight and in the type in which it is accumulated: one sum, or, where its result is a shard, one reduction and one
         gather of the weight. Only then can a search tell its seconds at a glance, and takes it.
+    bucket_bytes: of such a reducer, how many bytes of gradients it exchanges at once with the table `config`, at most: of
+        gradients that follow each other in a backward, and a larger one by itself; 0.0: each by itself. None, as where
+        nothing is said: a search counts those of each layer as one exchange.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
@@ -136,6 +139,7 @@ class GradientHandlerRecord(Record):
     tolerance_of: Callable[[Any], float] | None = None
     canonical: bool = False
     plain_sums: Callable[[Any], bool] = field(default=lambda config: False, compare=False)
+    bucket_bytes: Callable[[Any], float | None] = field(default=lambda config: None, compare=False)
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
 

@@ -21,6 +21,11 @@ class ReducerConfig(Table):
     start: Literal["check", "broadcast"] = "check"
     """Replicas that do not start equal: refused before the first step, or given the first one's weights and buffers."""
 
+    @property
+    def bucket_bytes(self) -> float:
+        """The most bytes of gradients in a bucket, but for a larger parameter."""
+        return self.bucket_mb * (1 << 20)
+
 
 class BucketedConfig(ReducerConfig):
     """Sums gradients over the ranks that share a weight, bucket by bucket, while the backward runs."""

@@ -50,7 +50,7 @@ class BucketReducer(GradientHandler):
 
     def __init__(self, config: ReducerConfig, sums: Sums, sent: SentBytes) -> None:
         self._sent = sent
-        self._cap_bytes = config.bucket_mb * (1 << 20)
+        self._cap_bytes = config.bucket_bytes
         self._start = config.start
         self.sums = sums
         self.buckets: list[Bucket] = []

@@ -24,6 +24,7 @@ from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import Cost, collective
 from sley_core.estimate.seconds_of_plan import TOTALS_BYTES
 from sley_core.search.best_first import Estimate
+from sley_core.search.buckets import bucket_bytes
 from sley_core.search.glance import check_plan_at_a_glance, check_reducer, check_shape, leaves_shards
 from sley_core.search.layer_table import LayerTables
 from sley_core.search.layouts import Candidate, Shape
@@ -147,12 +148,13 @@ class Quick:
 
 def _alike(layout: Candidate) -> Hashable:
     """Returns a key that is equal for layouts which take the same at a glance but for their schedules: two reducers with plain
-    sums do.
+    sums and the same buckets do.
     """
     shape = layout.shape
     return (
         shape.sizes,
         leaves_shards(layout.reducer),
+        bucket_bytes(layout.reducer),
         str(shape.activations),
         str(shape.weights),
         str(shape.attention),

@@ -15,7 +15,6 @@ from sley_core.estimate.seconds.links import NOTHING, Cost, message
 from sley_core.estimate.seconds.result import simulated_s
 from sley_core.estimate.seconds.step import GradientExchange, StepWork, Use
 from sley_core.plan.check import MOST_FORWARDS
-from sley_core.search.glance import leaves_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ class QuickStep:
         self.micros = layout.shape.sizes.micros(quick.plan, quick.world)
         if self.micros * cut.placement.num_positions > MOST_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many micro-batches")
-        self.shared = quick.shared.of(layout.shape, cut.parts, every=leaves_shards(layout.reducer))
+        self.shared = quick.shared.of(layout.shape, cut.parts, layout.reducer)
 
     def least_s(self) -> float:
         """Returns the seconds that the fullest stage computes, from the arrival of its first micro-batch to the return of its

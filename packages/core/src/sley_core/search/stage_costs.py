@@ -17,7 +17,8 @@ from sley_core.draft import DTYPES, dtypes
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.estimate.stage_facts import moved_by_update, num_states
-from sley_core.search.glance import reduces
+from sley_core.search.buckets import Pieces, bucket_bytes, filled, per_layer
+from sley_core.search.glance import leaves_shards, reduces
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -25,12 +26,16 @@ if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
+    from sley_core.search.choices import Choice
     from sley_core.search.layer_table import LayerTables
     from sley_core.search.layouts import Shape
     from sley_core.search.stage_cut import Floats, ModelParts
 
 MOST_LAYERS_WHOLE = 2
 """How many layers have whole weights at once where weights are sharded: one that computes, and the one after it."""
+
+LARGE_BYTES = 1 << 40
+"""Of an exchange whose latency is nothing beside its bytes."""
 
 Exchanged = NDArray[np.float64]
 """The three parts of `Cost`, of each layer: [3, layers]."""
@@ -73,26 +78,34 @@ class StageCosts:
         self.tables = tables
         self._of: dict[Hashable, OfStages | SleyError] = {}
         self._least: dict[Hashable, Least | SleyError] = {}
-        self._exchanged: dict[Hashable, Exchanged | SleyError] = {}
+        self._pieces: dict[Hashable, tuple[Pieces, Pieces] | SleyError] = {}
 
-    def of(self, shape: Shape, parts: ModelParts, *, every: bool) -> OfStages:
-        """Returns it for the layouts of a shape with these parts. every: whether each rank steps a part of its weights."""
-        key = shape.sizes.pp, shape.sizes.wp, str(shape.weights), parts, every
-        return once(self._of, key, lambda: self._of_stages(shape, parts, every))
+    def of(self, shape: Shape, parts: ModelParts, reducer: Choice | None) -> OfStages:
+        """Returns it for the layouts of a shape with these parts and this reducer."""
+        every, bucket = leaves_shards(reducer), bucket_bytes(reducer)
+        key = shape.sizes.pp, shape.sizes.wp, str(shape.weights), parts, every, bucket
+        return once(self._of, key, lambda: self._of_stages(shape, parts, every, bucket))
 
     def least(self, shape: Shape) -> Least:
         """Returns what no layout of a shape undercuts."""
 
         def least() -> Least:
             held, owned = self._held_elements(shape, every=True)
-            seconds = float(sum(each.sum() for each in self._exchange(shape, "reduce")))
+            pieces = (Pieces(np.array([one.elements.sum()]), np.ones(1)) for one in self._per_layer(shape))
+            seconds = float(self._exchange(shape, "reduce", *pieces).sum())  # no bucket is larger than all gradients
             return Least(seconds, held.sum() * self.weight_bytes + owned.sum() * self.state_bytes)
 
         return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights)), least)
 
-    def _of_stages(self, shape: Shape, parts: ModelParts, every: bool) -> OfStages:
-        sums = self._exchange(shape, "reduce" if every else "sum")
-        exchanged = OfLayers(sums, self._exchange(shape, "gather" if every else None), self._reduced_once(shape))
+    def _of_stages(self, shape: Shape, parts: ModelParts, every: bool, bucket: float | None) -> OfStages:
+        pieces = once(
+            self._pieces,
+            (shape.sizes.wp, str(shape.weights), bucket, parts if bucket else None),
+            lambda: self._per_layer(shape) if bucket is None else self._filled(shape, parts, bucket),
+        )
+        sums = self._exchange(shape, "reduce" if every else "sum", *pieces)
+        gathers = self._exchange(shape, "gather" if every else None, *pieces)
+        exchanged = OfLayers(sums, gathers, self._reduced_once(shape))
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
         sums_s, gathers_s = (self._by_stage(parts, costs) for costs in exchanged[:2])
         states = held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts)
@@ -114,38 +127,38 @@ class StageCosts:
         held = shards + whole
         return held, (shards / (ranks // sizes.wp) + whole / ranks) if every else held
 
-    def _exchange(self, shape: Shape, kind: Collective | None) -> Exchanged:
-        """Returns the cost of an exchange of each layer's gradients, or of its weights: of shards with their replicas, and of
+    def _exchange(self, shape: Shape, kind: Collective | None, shards: Pieces, whole: Pieces) -> Exchanged:
+        """Returns the cost of the exchanges of each layer's gradients, or of its weights: of shards with their replicas, and of
         the rest in the stage. None: nothing is exchanged. All stages are as the first.
         """
-        sizes = shape.sizes
-        key = kind, sizes.pp, sizes.wp, str(shape.weights)
+        topology = Topology(self.world, shape.sizes.pp, wp=shape.sizes.wp)
+        one = self._of_pieces(kind, shards, topology.ranks_of("wdp", 0))
+        return one + self._of_pieces(kind, whole, topology.ranks_of("stage", 0))
 
-        def costs() -> Exchanged:
-            cut = self.tables.cut(shape)
-            topology = Topology(self.world, sizes.pp, wp=sizes.wp)
-            one = self._of_layers(kind, -(-cut // sizes.wp), topology.ranks_of("wdp", 0))
-            other = self._of_layers(kind, self.tables.numel - cut, topology.ranks_of("stage", 0))
-            return one + other
+    def _per_layer(self, shape: Shape) -> tuple[Pieces, Pieces]:
+        """Returns the pieces of a reducer that sums layer by layer: of shards, and of the rest."""
+        cut = self.tables.cut(shape)
+        return per_layer(-(-cut // shape.sizes.wp)), per_layer(self.tables.numel - cut)
 
-        return once(self._exchanged, key, costs)
+    def _filled(self, shape: Shape, parts: ModelParts, bucket: float) -> tuple[Pieces, Pieces]:
+        """Returns the pieces of a reducer that fills buckets of `bucket` bytes."""
+        stages = [parts.of_stage(stage) for stage in range(shape.sizes.pp)]
+        most = bucket / DTYPES[self.plan.precision.gradients].itemsize
+        shards, whole = (filled(sizes, stages, most) for sizes in self.tables.sizes(shape))
+        return shards, whole
 
     def _reduced_once(self, shape: Shape) -> Exchanged:
         """Returns the same of the reductions of shards' gradients that come once a step."""
         is_once = reduces(shape.weights) == "step"
-        return self._of_layers("reduce" if is_once else None, self.tables.cut(shape), range(shape.sizes.wp))
+        return self._of_pieces("reduce" if is_once else None, per_layer(self.tables.cut(shape)), range(shape.sizes.wp))
 
-    def _of_layers(self, kind: Collective | None, elements: np.ndarray, ranks: Sequence[int]) -> Exchanged:
-        if kind is None:
-            return np.zeros((len(NOTHING), len(elements)))
+    def _of_pieces(self, kind: Collective | None, pieces: Pieces, ranks: Sequence[int]) -> Exchanged:
+        """Returns the cost of pieces that are exchanged among `ranks`: one after another, and linear in their bytes."""
+        if kind is None or not pieces.counts.any():
+            return np.zeros((len(NOTHING), len(pieces.counts)))
         itemsize = dtypes(self.plan)[0].itemsize if kind == "gather" else DTYPES[self.plan.precision.gradients].itemsize
-        known = {
-            count: collective(kind, count * itemsize, ranks, self.machine.links)
-            for count in set(elements.tolist())
-            if count
-        }
-        found = [known.get(count, NOTHING) for count in elements.tolist()]
-        return np.array(found).T
+        empty, large = (np.array(collective(kind, size, ranks, self.machine.links)) for size in (0, LARGE_BYTES))
+        return np.outer(empty, pieces.counts) + np.outer((large - empty) / LARGE_BYTES, pieces.elements * itemsize)
 
     def _update_s(self, owned: Floats) -> Floats:
         """Returns the seconds of each stage's norm and update, which move their bytes once."""

@@ -1,0 +1,63 @@
+"""In how many pieces a reducer sums the gradients of each layer: what its record says of buckets, filled as the reducer does.
+
+backward   |---- layer 3 ----|---- layer 2 ----|---- layer 1 ----|
+gradients   a  b    c         a  b    c         a  b    c
+buckets    [a  b] [ c         a] [b   c] [      a  b]  [c]           a bucket is of the layer that completes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sley_core.records import GradientHandlerRecord
+
+if TYPE_CHECKING:
+    from sley_core.search.choices import Choice
+
+
+class Pieces(NamedTuple):
+    """What is exchanged once each layer's gradients are there: so many elements, in so many exchanges. One entry per layer."""
+
+    elements: NDArray[np.float64]
+    counts: NDArray[np.float64]
+
+
+def bucket_bytes(reducer: Choice | None) -> float | None:
+    """Returns how many bytes of gradients a reducer sums at once, at most; None for those of each layer by themselves."""
+    record = reducer.record if reducer else None
+    return record.bucket_bytes(reducer.config) if reducer and isinstance(record, GradientHandlerRecord) else None
+
+
+def per_layer(elements: np.ndarray) -> Pieces:
+    """Returns the pieces of a reducer that sums the gradients of each layer by themselves. Pure."""
+    return Pieces(elements.astype(np.float64), (elements > 0).astype(np.float64))
+
+
+def filled(sizes: Sequence[Sequence[float]], stages: Iterable[Sequence[tuple[int, int]]], most: float) -> Pieces:
+    """Returns the pieces of a reducer that fills buckets of at most `most` elements in the order of a backward. Pure.
+
+    sizes: elements of each gradient, by layer. stages: of each stage the first layer of each of its chunks and the one behind
+    its last, from the first chunk on; no bucket is of two stages. A gradient that is larger has a bucket of its own.
+    """
+    elements, counts = np.zeros(len(sizes)), np.zeros(len(sizes))
+    for chunks in stages:
+        inside, room, at = 0.0, -1.0, None
+        for first, last in reversed(chunks):
+            for layer in range(last - 1, first - 1, -1):
+                for size in reversed(sizes[layer]):
+                    if size > room:
+                        if at is not None:
+                            elements[at] += inside
+                            counts[at] += 1
+                        inside, room = 0.0, most
+                    inside += size
+                    room -= size
+                    at = layer
+        if at is not None:
+            elements[at] += inside
+            counts[at] += 1
+    return Pieces(elements, counts)
