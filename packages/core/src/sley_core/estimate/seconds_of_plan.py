@@ -19,7 +19,6 @@ from sley_core.data.factory import open_dataset
 from sley_core.draft import draft_model, layer_costs_of
 from sley_core.engine.on_meta import meta_micro_batch
 from sley_core.engine.stage import Stage, stage_of
-from sley_core.errors import KeyPath, PlanError
 from sley_core.estimate.layers.of_plan import PricedLayer, priced_layers, priced_slices
 from sley_core.estimate.machine.notes import notes_on
 from sley_core.estimate.seconds.links import NOTHING, Cost, collective, message
@@ -52,9 +51,9 @@ def estimate_seconds(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds
 
     Where handlers tell what they exchange, and nothing else is exchanged but messages between stages, the lists say all of it.
     Else one rank of each stage takes steps without values, which takes longer. Needs neither devices nor peers. Raises
-    PlanError for all that the plan's checks find, and "estimate-seconds" for copies to the host, which are not known.
+    PlanError for all that the plan's checks find, and "machine-host" for copies to the host of which the machine file says
+    nothing.
     """
-    _refuse_unknown(plan)
     try:
         found = _told_by_lists(plan, size, machine) if _is_in_the_lists(plan) else _recorded(plan, size, machine)
     except UntoldError:
@@ -89,31 +88,24 @@ def _told_by_lists(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     return PlanSeconds(simulate_step(lists, stage.lists.placement, work), layers, num_micros, notes)
 
 
-def _refuse_unknown(plan: Plan) -> None:
-    """Raises PlanError "estimate-seconds" for what runs beside the lists in a way that is not simulated: copies to the host."""
-    where: KeyPath | None = ("offload",) if plan.offload else ("activations", "use") if _copies(plan) else None
-    if where is not None:
-        message = "the seconds of copies to the host cannot be estimated yet: they are not known before a run"
-        hint = "the bytes can be estimated: `train-cli estimate`, without `--machine`"
-        raise PlanError.many([plan.diagnostic("estimate-seconds", message, where, hint)])
-
-
 def _copies(plan: Plan) -> bool:
     record = plan.activations.record
     return isinstance(record, ActivationPolicyRecord) and record.copies
 
 
 def _is_in_the_lists(plan: Plan) -> bool:
-    """Returns whether all exchanges of a step are those between stages, and those that gradient handlers tell."""
+    """Returns whether all exchanges of a step are those between stages, and those that gradient handlers tell, and nothing is
+    copied to the host.
+    """
     sizes = plan.parallel
-    return sizes.wp == sizes.sp == 1 and sizes.reduction == "fast"
+    return sizes.wp == sizes.sp == 1 and sizes.reduction == "fast" and not plan.offload and not _copies(plan)
 
 
 def _recorded(plan: Plan, size: int, machine: MachineFile) -> PlanSeconds:
     """Returns the seconds of a plan from its own steps on tensors without values."""
     from sley_core.estimate.recorded.of_plan import Measured, records_of, seconds_of_records
 
-    records = records_of(plan, size)
+    records = records_of(plan, size, runs_ahead=machine.device.kind == "cuda")
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = draft_model(plan, dataset.info)
     fields = meta_micro_batch(plan, dataset)

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sley_core.comm.copies import HostMemory
+from sley_core.comm.copies import CopyStream, HostMemory
 from sley_core.comm.device import Device
+from sley_core.estimate.bytes.fake_copies import FakeCopies
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 
 
 @dataclass(frozen=True)
 class FakeDevice(Device):
-    """Stands for `torch_device`. tensors: makes what lies on it."""
+    """Stands for `torch_device`. tensors: makes what lies on it. copies: between it and its host."""
 
     tensors: FakeTensors = field(kw_only=True)
+    copies: FakeCopies = field(kw_only=True)
 
     def in_use(self) -> AbstractContextManager[object]:
         return self.tensors
@@ -43,14 +45,8 @@ class FakeDevice(Device):
     def bytes_of(self, memory: Tensor) -> memoryview:
         return memoryview(bytearray(memory.numel()))
 
+    def copy_stream(self) -> CopyStream:
+        return self.copies.stream()
+
     def host_memory(self, num_bytes: int) -> HostMemory:
-        return FakeHostMemory(self.tensors.uncounted(num_bytes, torch.uint8))
-
-
-class FakeHostMemory(HostMemory):
-    """Memory of the host outside of torch's, which is none of the device's."""
-
-    def __init__(self, data: Tensor) -> None:
-        self.num_bytes = data.numel()
-        self.data = data
-        self.is_locked = False
+        return self.copies.memory(num_bytes)

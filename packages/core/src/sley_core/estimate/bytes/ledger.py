@@ -136,6 +136,15 @@ class Ledger:
         """Returns the memory that `tensor` has now; None where it has none, or was never seen."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
+    def forgo(self, tensor: Tensor) -> None:
+        """Counts the memory of `tensor` as none, also of the time before: it lies elsewhere."""
+        key = tensor.untyped_storage()._cdata
+        self._watched.pop(key, None)
+        if (piece := self._live.pop(key, None)) is not None:
+            self.now -= piece.num_bytes
+            piece.num_bytes = 0
+        self.ignore(tensor)
+
     def move_up(self, owners: Collection[str], event: int, place: StepPlace) -> None:
         """Lets what `owners` have and got after `event` be there from then on, in `place`: they do not give it back."""
         for piece in self._live.values():

@@ -7,7 +7,7 @@ fake world ──> assemble ──> first step ──> second ──> third: the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.on_meta import micro_batch
 from sley_core.errors import RunError
+from sley_core.estimate.bytes.fake_copies import FakeCopies
 from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.fake_tensors import FakeTensors
 from sley_core.estimate.bytes.ledger import Ledger, MemoryPiece, StepPlace
@@ -48,6 +49,9 @@ twice, and pools that more micro-batches fill are there beside them.
 
 KEPT = ("pools", "messages")
 """Parts that a long run has had from a step's start: the first steps of few micro-batches have not filled them."""
+
+STEPPED = frozenset(("masters", "optimizer_states"))
+"""What an optimizer has that steps on the host."""
 
 BATCHES = 2
 """The one that is trained on, and the one that the feed has ready."""
@@ -117,26 +121,34 @@ def _looked_at(
             for num_micros in (first, *[few] * (STEPS - 2), taken):
                 starts.append(ledger.num_events)
                 take_step(run, [_again(batch) for _ in range(num_micros)])
-                _own(run, ledger)
+                _own(run, ledger, _on_host(plan, run))
             long_since = starts[0] if first < taken else starts[-1]
             ledger.move_up(KEPT, long_since, StepPlace(STEPS, BEGINNING, ""))
         held = BATCHES * of_micros * sum(value.nbytes for value in batch.values())
-        return _told(run, ledger, held, taken, of_micros), first == taken
+        return _told(run, ledger, held, taken, of_micros, _on_host(plan, run)), first == taken
 
 
 @contextmanager
 def fake_run(
-    plan: Plan, rank: int, size: int, recipes: Recipes | None = None, draft: Draft | None = None
+    plan: Plan,
+    rank: int,
+    size: int,
+    recipes: Recipes | None = None,
+    draft: Draft | None = None,
+    *,
+    runs_ahead: bool | None = None,
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
 
-    Raises PlanError for all that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
+    runs_ahead: whether copies to the host run beside the device's work; None: as on the plan's device. Raises PlanError for all that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
     `limits.estimate_timeout_s`.
     """
     standing = _Standing()
     ledger = Ledger(standing.place)
-    tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=plan.run.device != "cuda")
-    device = FakeDevice(torch.device("cpu"), tensors=tensors)
+    is_cuda = plan.run.device == "cuda"
+    tensors = FakeTensors(ledger, recipes or Recipes(), has_scratch=not is_cuda)
+    copies = FakeCopies(tensors, runs_ahead=is_cuda if runs_ahead is None else runs_ahead)
+    device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=copies)
     limit = limited(plan.limits.estimate_timeout_s)
     with limit, tensors.watched(), World.fake(rank, size, device) as world, assemble(plan, world, draft=draft) as run:
         standing.follow(run)
@@ -179,7 +191,15 @@ class _Standing:
         return StepPlace(standing.step, str(standing.pending), standing.layer)
 
 
-def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int) -> RankBytes:
+def _on_host(plan: Plan, run: Run) -> frozenset[str]:
+    """Returns the parts whose memory is the host's, and not the device's: on a CPU it is both."""
+    is_elsewhere = plan.run.device == "cuda" and run.stepper.update.masters.home is not None
+    return STEPPED if is_elsewhere else frozenset()
+
+
+def _told(
+    run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int, on_host: Collection[str]
+) -> RankBytes:
     peak, at = ledger.peak()
     place = ledger.place_at(at)
     alive = Counter({"batch": batch} if batch else {})
@@ -188,7 +208,7 @@ def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int)
     return RankBytes(
         run.world.rank,
         run.topology.coordinates(run.world.rank).stage,
-        dict(run.memory.bytes),
+        {part: 0 if part in on_host else num_bytes for part, num_bytes in run.memory.bytes.items()},
         batch,
         peak + batch,
         place,
@@ -199,12 +219,13 @@ def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int)
     )
 
 
-def _own(run: Run, ledger: Ledger) -> None:
-    """Notes which part of the run has each piece of memory that is there between two steps."""
+def _own(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
+    """Notes which part of the run has each piece of memory that is there between two steps. Pieces of `on_host` do not count."""
     for part in PARTS:
         for _, tensor in run.memory.holdings.everything(part):
-            piece = ledger.piece_of(tensor)
-            if piece is not None:
+            if part in on_host:
+                ledger.forgo(tensor)
+            elif (piece := ledger.piece_of(tensor)) is not None:
                 piece.owner = piece.owner or part
 
 

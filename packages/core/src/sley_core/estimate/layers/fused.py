@@ -3,7 +3,8 @@
 Without memory torch takes its plain attention, which writes the scores of all pairs of positions; no device that has a fused
 kernel does. So `F.scaled_dot_product_attention` is noted here as that kernel: it reads queries, keys and values and writes the
 context, and of a causal square it multiplies half. It is called as torch's fused operator, so that a policy which keeps what
-attention gave sees it, and it is not noted again. `F.rms_norm` reads its input once, and not once per step of its formula.
+attention gave sees it, and it is not noted again. `F.rms_norm` reads its input once, and not once per step of its formula. Both
+save for their backward what the kernels save: a number in fp32 for each row, too.
 """
 
 from __future__ import annotations
@@ -78,11 +79,16 @@ def _normed(
     return normed
 
 
+def _statistic(rows: Tensor) -> Tensor:
+    """Returns what a kernel keeps of each row, [..., 1] in fp32: the logarithm of its sum of exponents, or its inverse norm."""
+    return rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Notes, input: Tensor, weight: Tensor | None) -> Tensor:
         given = [input] if weight is None else [input, weight]
-        ctx.save_for_backward(*given)
+        ctx.save_for_backward(*given, _statistic(input))
         ctx.recorder = recorder
         normed = torch.empty_like(input)
         recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, normed)))))
@@ -90,7 +96,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        given = ctx.saved_tensors
+        *given, _ = ctx.saved_tensors
         made = [torch.empty_like(each) for each in given]
         ctx.recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, *gradients, *made)))))
         return None, made[0], made[1] if len(made) > 1 else None
@@ -99,18 +105,19 @@ class _RMSNorm(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Notes, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-        ctx.save_for_backward(query, key, value)
         ctx.recorder, ctx.is_causal = recorder, is_causal
+        context: Tensor
         if query.ndim == 4 and query.shape[-1] == value.shape[-1]:
-            context: Tensor = ATTENTION(query, key, value, 0.0, is_causal)[0]
-            return context
-        context = query.new_empty((*query.shape[:-1], value.shape[-1]))  # torch's fused operator takes no such shapes
-        recorder.note(attention(query, key, value, context, is_causal=is_causal))
+            context = ATTENTION(query, key, value, 0.0, is_causal)[0]
+        else:
+            context = query.new_empty((*query.shape[:-1], value.shape[-1]))  # torch's fused operator takes no such shapes
+            recorder.note(attention(query, key, value, context, is_causal=is_causal))
+        ctx.save_for_backward(query, key, value, context, _statistic(query))
         return context
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, *_ = ctx.saved_tensors
         made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         (gradient,) = gradients
         forward = attention(query, key, value, gradient, is_causal=ctx.is_causal)

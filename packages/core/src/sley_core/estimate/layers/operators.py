@@ -12,12 +12,16 @@ either comes `recompute`, where the activation policy runs the layer again."""
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. num_bytes: of its inputs and outputs, each once. flops: of a product of `dtype`, 0 for any other operator."""
+    """One kernel. num_bytes: of its inputs and outputs, each once. flops: of a product of `dtype`, 0 for any other operator.
+
+    is_on_host: whether it works on memory of the host, which its cores do, and not the device.
+    """
 
     name: str
     num_bytes: int
     flops: int = 0
     dtype: str = ""
+    is_on_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -122,13 +122,19 @@ class LinksTable(Table):
 
 
 class HostTable(Table):
-    """Copies between the memory of the device and that of its host."""
+    """Copies between the memory of the device and that of its host, and an optimizer that steps there."""
 
     to_host: Bandwidth
     """Bytes per second from the device."""
 
     to_device: Bandwidth
     """Bytes per second to the device."""
+
+    latency_s: Latency = 0.0
+    """Seconds of a copy that do not depend on its bytes."""
+
+    memory_bandwidth: Bandwidth | None = None
+    """Bytes per second that an operator on the host's cores reads and writes together."""
 
 
 class LayerTable(Table):

@@ -69,16 +69,27 @@ class _Copies:
     def _of(self, word: Word) -> Word:
         if isinstance(word, Began):
             number = next(self._numbers)
+            after = self._at_distance(id(word)) if word.after is not None else None
             self._queues[word.queue].append(number)
-            return Began(number, word.kind, word.axis, word.lane, word.num_bytes)
+            return Began(number, word.kind, word.axis, word.lane, word.num_bytes, after)
         if isinstance(word, Awaited):
-            queue, distance = self._distances[id(word)]
-            return Awaited(self._queues[queue][-distance])
+            number = self._at_distance(id(word))
+            assert number is not None, word
+            return Awaited(number)
         return word
+
+    def _at_distance(self, word: int) -> int | None:
+        """Returns the number of what a word refers to, here; None where it lies before the step."""
+        if word not in self._distances:
+            return None
+        queue, distance = self._distances[word]
+        return self._queues[queue][-distance]
 
 
 def _distances(step: RecordedStep) -> dict[int, tuple[tuple[str, str], int]]:
-    """Returns, for each wait, the queue of what it waits for, and how far that is from the queue's end: 1 for the last."""
+    """Returns, for each wait, and each copy that comes after another, the queue of what that is, and how far it is from the
+    queue's end: 1 for the last.
+    """
     queues: dict[tuple[str, str], list[int]] = defaultdict(list)
     where: dict[int, tuple[str, str]] = {}
     found = {}
@@ -86,10 +97,11 @@ def _distances(step: RecordedStep) -> dict[int, tuple[tuple[str, str], int]]:
         queues[one.queue].append(one.number)
         where[one.number] = one.queue
     for word in step.words:
+        before = word.number if isinstance(word, Awaited) else word.after if isinstance(word, Began) else None
+        if before in where:
+            queue = queues[where[before]]
+            found[id(word)] = where[before], len(queue) - queue.index(before)
         if isinstance(word, Began):
             queues[word.queue].append(word.number)
             where[word.number] = word.queue
-        elif isinstance(word, Awaited):
-            queue = queues[where[word.number]]
-            found[id(word)] = where[word.number], len(queue) - queue.index(word.number)
     return found

@@ -15,7 +15,8 @@ from sley_core.actions.action import Action, Kind
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.programs import Prices, recorded_programs
 from sley_core.estimate.recorded.record import RankRecord, record
-from sley_core.estimate.recorded.words import Began, Worked
+from sley_core.estimate.recorded.words import HOST, Began, Worked
+from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds, seconds_of
 from sley_core.estimate.seconds.links import Cost, collective, message
 from sley_core.estimate.seconds.result import StepSeconds, simulate_programs
@@ -28,13 +29,14 @@ Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
 """Measured seconds of each layer, by stage and chunk."""
 
 
-def records_of(plan: Plan, size: int) -> list[RankRecord]:
+def records_of(plan: Plan, size: int, *, runs_ahead: bool = False) -> list[RankRecord]:
     """Returns a recorded step of the first rank of each stage of a world of `size`. Needs neither devices nor peers.
 
-    Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
+    runs_ahead: as `record` takes it. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
     """
     topology = plan.topology(size)
-    return [record(plan, stage * topology.ranks_per_stage, size) for stage in range(topology.pp)]
+    firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]
+    return [record(plan, rank, size, runs_ahead=runs_ahead) for rank in firsts]
 
 
 def seconds_of_records(
@@ -72,15 +74,22 @@ class _Prices:
 
     def operators(self, operators: Sequence[Operator], stage: int, action: Action | None) -> float:
         """Returns the seconds of operators on a stage, in `action` or outside of any."""
+        if on_host := [one for one in operators if one.is_on_host]:
+            rest = [one for one in operators if not one.is_on_host]
+            return on_host_s(on_host, self.machine) + (self.operators(rest, stage, action) if rest else 0.0)
         seconds = seconds_of(operators, self.machine.device)
         return seconds if action is None else seconds * self.factors.get((stage, action.chunk, action.kind), 1.0)
 
     def exchange(self, began: Began, stage: int) -> Cost:
-        """Returns the cost of an exchange that a stage's rank began."""
+        """Returns the cost of an exchange, or of a copy to or from the host, that a stage's rank began."""
+        if began.kind == "to_host" or began.kind == "to_device":
+            return copy_cost(began.kind, began.num_bytes, self.machine)
         return collective(began.kind, began.num_bytes, self.records[stage].groups[began.axis], self.machine.links)
 
     def members(self, axis: str, stage: int) -> tuple[int, ...]:
         """Returns the stages whose ranks are in the group of `axis` that this stage's rank is in."""
+        if axis == HOST:
+            return (stage,)
         own = self.records[stage]
         return tuple(sorted({own.topology.coordinates(rank).stage for rank in own.groups[axis]}))
 

@@ -15,7 +15,7 @@ from sley_core.actions.machine import taken
 from sley_core.actions.placement import Placement
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.recorded.expand import expanded
-from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Words, Worked
+from sley_core.estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Words, Worked
 from sley_core.estimate.seconds.links import Cost
 from sley_core.estimate.seconds.program import Await, Begin, Compute, Exchange, Program
 from sley_core.estimate.seconds.program import Word as ProgramWord
@@ -105,8 +105,18 @@ class _RecordedStage:
         if len(members) > 1:  # all of them come to the exchanges of such a group in one order
             key = one.axis, self.meetings[one.axis]
             self.meetings[one.axis] += 1
-        ports = [(way, member) for member in members for way in ("sends", "receives")]
+        is_copy = one.axis == HOST
+        ways: tuple[str, ...] = (one.kind,) if is_copy else ("sends", "receives")
+        ports = [(way, member) for member in members for way in ways]
         cost = self.prices.exchange(one, self.stage)
-        exchange = Exchange(key, f"{one.kind} {one.axis}.{one.lane}", members, *cost, links=tuple(ports))
+        before = self.begun.get(one.after) if one.after is not None else None
+        exchange = Exchange(
+            key,
+            f"{one.kind} {one.axis}.{one.lane}",
+            members,
+            *cost,
+            links=tuple(ports),
+            after=None if before is None else before.key,
+        )
         self.begun[one.number] = exchange
         return Begin(exchange)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.engine.on_meta import micro_batch
+from sley_core.estimate.bytes.fake_device import FakeDevice
 from sley_core.estimate.bytes.micros import fewest_micros
 from sley_core.estimate.bytes.rank import fake_run, take_step
 from sley_core.estimate.layers.fused import FusedKernels
 from sley_core.estimate.layers.operators import Operator
 from sley_core.estimate.layers.recorder import operator_of
-from sley_core.estimate.recorded.words import Awaited, Began, RecordedStep, Word, Worked
+from sley_core.estimate.recorded.words import HOST, Awaited, Began, RecordedStep, Word, Worked
+from sley_core.memory.holdings import storage_id
+from sley_core.records import ActivationPolicyRecord
 
 if TYPE_CHECKING:
     from sley_core.engine.lists import Lists
+    from sley_core.estimate.seconds.host_copies import CopyKind
     from sley_core.plan.plan import Plan
     from sley_core.protocols import Collective
     from sley_core.run import Run
@@ -45,21 +53,26 @@ class RankRecord:
     layers: Sequence[Sequence[str]]
 
 
-def record(plan: Plan, rank: int, size: int) -> RankRecord:
+def record(plan: Plan, rank: int, size: int, *, runs_ahead: bool = False) -> RankRecord:
     """Returns a steady step of rank `rank` of `size`, of as few micro-batches as show all that a longer one does.
 
-    Needs neither devices nor peers. Raises as `rank_bytes` does.
+    runs_ahead: whether copies to the host run beside the device's work, as on CUDA. Needs neither devices nor peers. Raises as
+    `rank_bytes` does.
     """
-    with fake_run(plan, rank, size) as (run, _, tensors):
+    with fake_run(plan, rank, size, runs_ahead=runs_ahead) as (run, _, tensors):
         taken = fewest_micros(run.stepper.lists, plan.num_micros(run.topology))
         batch = [micro_batch(plan, run.dataset)] * taken
         recorder = StepRecorder()
         run.groups.progress.listener = recorder
+        assert isinstance(run.world.device, FakeDevice), run.world.device
+        run.world.device.copies.listener = recorder
         for _ in range(STEPS - 1):
             take_step(run, batch)
         recorder.start(run)
         tensors.listener = recorder.ran
-        with FusedKernels(recorder):
+        # A CPU copies to its host what its plain kernels save.
+        is_plain = isinstance(policy := plan.activations.record, ActivationPolicyRecord) and policy.copies and not runs_ahead
+        with nullcontext() if is_plain else FusedKernels(recorder):
             take_step(run, batch)
         tensors.listener = None
         layers = [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks]
@@ -86,6 +99,7 @@ class StepRecorder:
         self._awaited: set[int] = set()
         self._first = 0
         self._is_writing = False
+        self._of_host: set[int] = set()
         self._entry: object = None
         self._operators: list[Operator] = []
         self._opening: list[Word] = []
@@ -95,6 +109,9 @@ class StepRecorder:
 
     def start(self, run: Run) -> None:
         """Begins to write."""
+        masters = run.stepper.update.masters
+        if masters.home is not None:
+            self._of_host = {storage_id(one.parameter) for one in masters.stepped}
         self._first = len(self._all)
         self._is_writing = True
         run.groups.progress.standing.follow = self.entered
@@ -116,7 +133,7 @@ class StepRecorder:
             return
         found = operator_of(func, args, kwargs, result)
         if found is not None:
-            self.note(found)
+            self.note(replace(found, is_on_host=True) if self._is_on_host(args) else found)
 
     def note(self, operator: Operator) -> None:
         """Notes an operator that torch does not see as one."""
@@ -126,12 +143,12 @@ class StepRecorder:
         """Notes an exchange, as `Listener`."""
         if axis == MESSAGES:
             return lambda: None
-        began = Began(len(self._all), kind, axis, lane, num_bytes)
-        self._all[began.number] = began
-        if self._is_writing:
-            self._end_work()
-            self._words.append(began)
-        return lambda: self._waits(began.number)
+        began = self._begin(Began(len(self._all), kind, axis, lane, num_bytes))
+        return lambda: self.awaited(began.number)
+
+    def copied(self, kind: CopyKind, stream: int, num_bytes: int, after: int | None) -> int:
+        """Notes a copy, as `CopyListener`."""
+        return self._begin(Began(len(self._all), kind, HOST, str(stream), num_bytes, after)).number
 
     def step(self) -> RecordedStep:
         """Returns what was written."""
@@ -146,7 +163,21 @@ class StepRecorder:
             [self._all[number] for number in carried],
         )
 
-    def _waits(self, number: int) -> None:
+    def _begin(self, began: Began) -> Began:
+        self._all[began.number] = began
+        if self._is_writing:
+            self._end_work()
+            self._words.append(began)
+        return began
+
+    def _is_on_host(self, values: Any) -> bool:
+        """Returns whether one of these is what an optimizer steps on the host."""
+        if not self._of_host:
+            return False
+        return any(isinstance(leaf, Tensor) and storage_id(leaf) in self._of_host for leaf in tree_leaves(values))
+
+    def awaited(self, number: int) -> None:
+        """Notes that the rank waits for an exchange or a copy."""
         if number in self._awaited:
             return
         self._awaited.add(number)

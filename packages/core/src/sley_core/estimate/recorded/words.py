@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from sley_core.actions.action import Action
 from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.seconds.host_copies import CopyKind
 from sley_core.protocols import Collective
+
+HOST = "host"
+"""The axis of copies between a device and its host: no group, the rank alone."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,18 @@ class Worked:
 
 @dataclass(frozen=True)
 class Began:
-    """The rank began an exchange of `num_bytes` (of the whole tensors) over its group of `axis`, on a lane of that.
+    """The rank began an exchange of `num_bytes` (of the whole tensors) over its group of `axis`, on a lane of that; or a copy
+    between its device and the host, on the axis `HOST`, whose lanes are streams.
 
-    number: counts the exchanges of a run from 0.
+    number: counts the exchanges and copies of a run from 0. after: the number of a copy that has to be done before.
     """
 
     number: int
-    kind: Collective
+    kind: Collective | CopyKind
     axis: str
     lane: str
     num_bytes: int
+    after: int | None = None
 
     @property
     def queue(self) -> tuple[str, str]:

@@ -75,6 +75,7 @@ class Lanes:
         self.ends_s = [0.0] * len(programs)
         self._at = [0] * len(programs)
         self._waits: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
+        self._followers: dict[Hashable, list[Hashable]] = defaultdict(list)
         self._moving: dict[Hashable, _Moving] = {}
         self._ended: dict[Hashable, Exchange] = {}
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
@@ -150,12 +151,15 @@ class Lanes:
         self._start_if_due(exchange.key, now_s)
 
     def _start_if_due(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange that all members have begun and that is first of its lane at each of them."""
+        """Starts an exchange that all members have begun and that is first of its lane at each, once what is before it ended."""
         moving = self._moving[key]
         exchange = moving.exchange
         if len(moving.begun) < len(exchange.members) or moving.start_s >= 0:
             return
         if any(self._queues[exchange.lane, member][0] != key for member in exchange.members):
+            return
+        if exchange.after is not None and exchange.after not in self._ended:
+            self._followers[exchange.after].append(key)
             return
         moving.start_s, moving.left_s = now_s, exchange.work_s
         self._event(now_s + exchange.latency_s, "bytes", key, moving.version)
@@ -196,6 +200,8 @@ class Lanes:
             assert queue.popleft() == exchange.key
             if queue:
                 self._start_if_due(queue[0], now_s)
+        for follower in self._followers.pop(exchange.key, ()):
+            self._start_if_due(follower, now_s)
         for rank, since_s in self._waits.pop(exchange.key, ()):
             self._attend(exchange, rank, since_s, now_s)
 

@@ -27,7 +27,7 @@ class Exchange(NamedTuple):
     key: names it; no two exchanges of a step have the same. lane: exchanges of one lane, at any member, come one after
     another. members: numbers of the programs. latency_s: seconds that nothing shares. work_s: seconds of its bytes where
     it has its link for itself. attended_s: seconds for which each member that waits for it is busy once it is done. links:
-    names of what it shares with others that run then.
+    names of what it shares with others that run then. after: the key of another, of any lane, that ends before it starts.
     """
 
     key: Hashable
@@ -37,6 +37,7 @@ class Exchange(NamedTuple):
     work_s: float
     attended_s: float = 0.0
     links: tuple[Hashable, ...] = ()
+    after: Hashable | None = None
 
 
 class Begin(NamedTuple):

@@ -1,0 +1,185 @@
+"""Estimated seconds of copies to the host: as many bytes as a run copies, and as long as arithmetic says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.errors import PlanError
+from sley_core.estimate.bytes.rank import rank_bytes
+from sley_core.estimate.machine.read import machine_from_dict
+from sley_core.estimate.recorded.record import record as recorded
+from sley_core.estimate.recorded.words import HOST, Began
+from sley_core.estimate.seconds_of_plan import estimate_seconds
+from sley_core.plan.load import plan_from_dict
+from sley_core.testing.machines import small_machine
+from sley_core.testing.plans import Tables, changed, small_plan
+from sley_core.testing.runs import record
+
+RATE = 1e9
+"""Bytes per second."""
+
+AT_ONCE = 1e15
+
+PLAN = small_plan(batch__global_size=6, precision={"compute": "bf16"}, evaluation=None)
+STATES = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}
+OPTIMIZER = {"use": "memory.host_optimizer", "bucket_mb": 0.002}
+ACTIVATIONS = {"use": "memory.host", "min_bytes": 1}
+
+COPIES: dict[str, Tables] = {
+    "between_steps": {"offload": [STATES]},
+    "host_optimizer": {"offload": [OPTIMIZER]},
+    "memory.host": {"activations": ACTIVATIONS},
+    "both": {"offload": [STATES], "activations": ACTIVATIONS},
+}
+
+
+def machine(kind: str = "cuda", *, to_host: float = RATE, to_device: float = RATE, on_host: float = AT_ONCE) -> Any:
+    """A machine that computes in no time and copies at these rates."""
+    at_once = {"flops_per_s": 1e17}
+    host = {"to_host": to_host, "to_device": to_device, "memory_bandwidth": on_host}
+    return machine_from_dict(
+        small_machine(
+            device__kind=kind,
+            device__launch_s=0.0,
+            device__memory_bandwidth=AT_ONCE,
+            device__matmul={"fp32": at_once, "bf16": at_once},
+            host=host,
+        )
+    )
+
+
+def seconds(machine_file: Any, folder: Path, **changes: Any) -> float:
+    return estimate_seconds(plan_from_dict(changed(PLAN, **changes), folder), 1, machine_file).step.seconds
+
+
+def foretold(folder: Path, tables: Tables, *, runs_ahead: bool) -> dict[str, int]:
+    """Bytes that a recorded step copies, each way."""
+    found = {"to_host": 0, "to_device": 0}
+    plan = plan_from_dict(tables, folder)
+    step = recorded(plan, 0, 1, runs_ahead=runs_ahead).step
+    for word in step.words:
+        if isinstance(word, Began) and word.axis == HOST:
+            found[word.kind] += word.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("copies", COPIES)
+def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) -> None:
+    """Of one micro-batch, since a recorded step has as few as show everything."""
+    tables = changed(PLAN, batch__global_size=2, **COPIES[copies])
+    after: list[tuple[float, float]] = []
+
+    def watch(run: Any) -> None:
+        def count(_row: object) -> None:
+            moved = [each.moved(part) for each in run.memory.managers for part in each.parts]
+            policy = run.counts.get("memory.host", {})
+            out = sum(one.copied_out for one in moved) + policy.get("moved_bytes", 0)
+            after.append((out, sum(one.copied_in for one in moved) + policy.get("fetched_bytes", 0)))
+
+        run.listeners.append(count)
+
+    record(tables, 4, folder=texts, prepare=watch)
+    (out, into), (more_out, more_into) = after[-2:]
+    assert more_out > out
+    assert more_into > into
+    told = {"to_host": more_out - out, "to_device": more_into - into}
+    assert foretold(texts, tables, runs_ahead=False) == told
+    if "activations" not in tables:  # of these a GPU's kernels save something else
+        assert foretold(texts, tables, runs_ahead=True) == told
+
+
+def test_states_that_come_and_go_take_as_long_as_their_bytes(texts: Path) -> None:
+    """A bucket leaves while the next one comes: so the slower way counts, and what the first must wait for, or the last."""
+    num_bytes = foretold(texts, changed(PLAN, offload=[STATES]), runs_ahead=True)["to_host"]
+    out = seconds(machine(to_device=AT_ONCE), texts, offload=[STATES])
+    into = seconds(machine(to_host=AT_ONCE), texts, offload=[STATES])
+    both = seconds(machine(), texts, offload=[STATES])
+    assert out == pytest.approx(num_bytes / RATE, rel=1e-3)
+    assert into == pytest.approx(num_bytes / RATE, rel=1e-3)
+    assert num_bytes / RATE < both < 2 * num_bytes / RATE
+
+
+def test_a_cpu_copies_by_itself_one_way_after_the_other(texts: Path) -> None:
+    num_bytes = sum(foretold(texts, changed(PLAN, offload=[STATES]), runs_ahead=False).values())
+    assert seconds(machine("cpu"), texts, offload=[STATES]) == pytest.approx(num_bytes / RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize("copies", COPIES)
+def test_copies_that_take_no_time_add_nothing(copies: str, texts: Path) -> None:
+    at_once = machine(to_host=AT_ONCE, to_device=AT_ONCE)
+    assert seconds(at_once, texts, **COPIES[copies]) < 1e-3 * seconds(machine(), texts, **COPIES[copies])
+
+
+def test_what_autograd_saves_leaves_beside_computing(texts: Path) -> None:
+    """Where a layer computes for longer than its copies take, they are hidden, whichever way they go."""
+    slow = {"flops_per_s": 1e8}
+    copying = small_machine(
+        device__kind="cuda",
+        device__matmul={"fp32": slow, "bf16": slow},
+        host={"to_host": RATE, "to_device": RATE},
+    )
+    plan = changed(PLAN, model__num_layers=6)
+    kept = estimate_seconds(plan_from_dict(plan, texts), 1, machine_from_dict(copying)).step.seconds
+    away = estimate_seconds(
+        plan_from_dict(changed(plan, activations=ACTIVATIONS), texts), 1, machine_from_dict(copying)
+    ).step
+    assert {span.lane.split()[0] for span in away.exchanges} == {"to_host", "to_device"}
+    assert not away.exposed
+    assert away.seconds == pytest.approx(kept, rel=0.01)
+
+
+def test_an_optimizer_on_the_host_takes_the_hosts_time(texts: Path) -> None:
+    slow = seconds(machine(on_host=RATE), texts, offload=[OPTIMIZER])
+    slower = seconds(machine(on_host=RATE / 2), texts, offload=[OPTIMIZER])
+    copies = seconds(machine(), texts, offload=[OPTIMIZER])
+    plan = plan_from_dict(changed(PLAN, offload=[OPTIMIZER]), texts)
+    words = recorded(plan, 0, 1, runs_ahead=True).step.closing
+    updated = sum(
+        one.num_bytes
+        for word in words
+        for one in getattr(word, "operators", ())
+        if one.is_on_host
+    )
+    assert updated > 0
+    assert slower - slow == pytest.approx(updated / RATE, rel=0.05)
+    assert slow > copies
+
+
+@pytest.mark.parametrize(
+    ("changes", "host", "says"),
+    [
+        ({"offload": [STATES]}, None, r"no `\[host\]`"),
+        ({"activations": ACTIVATIONS}, None, r"no `\[host\]`"),
+        ({"offload": [OPTIMIZER]}, {"to_host": RATE, "to_device": RATE}, r"no `\[host\] memory_bandwidth`"),
+    ],
+)
+def test_copies_of_which_the_machine_file_says_nothing_are_refused(
+    changes: Tables, host: Tables | None, says: str, texts: Path
+) -> None:
+    rate = {"flops_per_s": 1e12}
+    tables = small_machine(device__kind="cuda", device__matmul={"fp32": rate, "bf16": rate}, host=host)
+    with pytest.raises(PlanError, match=says) as caught:
+        seconds(machine_from_dict(tables), texts, **changes)
+    assert caught.value.diagnostics[0].code == "machine-host"
+
+
+def test_memory_that_moves_by_call_takes_no_time_of_a_step(texts: Path) -> None:
+    step_s = seconds(machine(), texts)
+    assert seconds(machine(), texts, offload=[{"use": "memory.everything"}]) == pytest.approx(step_s, rel=0.01)
+
+
+def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None:
+    """On a CPU they are: its memory is the host's."""
+
+    def on(device: str, **changes: Any) -> Any:
+        return rank_bytes(plan_from_dict(changed(PLAN, run__device=device, **changes), texts), 0, 1)
+
+    here, away = on("cuda"), on("cuda", offload=[OPTIMIZER])
+    moved = here.states["masters"] + here.states["optimizer_states"]
+    assert moved > 0
+    assert away.states["masters"] == away.states["optimizer_states"] == 0
+    assert here.peak - away.peak == pytest.approx(moved, rel=0.1)
+    assert on("cpu", offload=[OPTIMIZER]).states == on("cpu").states
