@@ -52,7 +52,7 @@ Integers = NDArray[np.int64]
 @dataclass(frozen=True)
 class LayerColumns:
     """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
-    waits for the backward; `output`, of what is handed on. is_measured: whether the seconds rest on the machine file's.
+    waits for the backward; `output`, of what is handed on; `passing`, of what the backward has beside what waited. is_measured: whether the seconds rest on the machine file's.
     """
 
     forward: Floats
@@ -61,6 +61,7 @@ class LayerColumns:
     weight_gradient: Floats
     kept: Integers
     output: Integers
+    passing: Integers
     is_measured: NDArray[np.bool_]
 
     @cached_property
@@ -201,9 +202,11 @@ class LayerTables:
         seconds = np.array(
             [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of in found], dtype=np.float64
         )
-        kept, output = ([getattr(work, name) for work in works] for name in ("kept_bytes", "output_bytes"))
         forward, backward, input_gradient, weight_gradient = seconds.T
-        of_bytes = np.array(kept, dtype=np.int64), np.array(output, dtype=np.int64)
+        of_bytes = (
+            np.array([getattr(work, name) for work in works], dtype=np.int64)
+            for name in ("kept_bytes", "output_bytes", "passing_bytes")
+        )
         is_measured = np.array([source != "counted" for _, source in priced])
         return LayerColumns(forward, backward, input_gradient, weight_gradient, *of_bytes, is_measured)
 

@@ -61,6 +61,7 @@ class Quick:
         self.shared = StageCosts(plan, world, machine, self.tables)
         self.messages: dict[tuple[int, int], list[Cost] | SleyError] = {}  # by id of what is kept here and in `tables`
         self.both_ways: dict[tuple[int, int], Floats | SleyError] = {}
+        self.passing: dict[tuple[int, int], Floats | SleyError] = {}
         self.peaks: dict[tuple[int, int, tuple[int, ...]], list[int] | SleyError] = {}
 
     def least(self, shape: Shape) -> Estimate:

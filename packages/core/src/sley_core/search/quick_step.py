@@ -82,8 +82,11 @@ class QuickStep:
 
     @cached_property
     def stage_bytes(self) -> list[int]:
-        """Returns the bytes of each stage: weights, gradients, states, and what waits for backwards."""
-        return [int(count) for count in self.shared.states_bytes + np.array(self._waiting_bytes())]
+        """Returns the bytes of each stage: weights, gradients, states, what waits for backwards, and what one of these has; or
+        what there is before the first step.
+        """
+        held = self.shared.states_bytes + np.array(self._waiting_bytes()) + self._passing_bytes()
+        return [int(count) for count in np.maximum(held, self.shared.start_bytes)]
 
     def least_bytes(self) -> int:
         """Returns bytes that the fullest stage has in any case: one micro-batch waits for its backward."""
@@ -100,6 +103,23 @@ class QuickStep:
             return self.cut.held(few).most_bytes(costs)
 
         return once(self.quick.peaks, (id(self.cut), few, kept), held)
+
+    def _passing_bytes(self) -> Floats:
+        """Returns the bytes that a backward of each stage has at once beside all that waits: of that of its chunks which has
+        fewest. What comes in a message waits already.
+        """
+        table, bounds = self.table, self.parts.bounds
+
+        def passing() -> Floats:
+            found = []
+            for first, last in pairwise(bounds):
+                freed = np.cumsum(table.kept[first:last][::-1])[::-1] - table.kept[first:last]  # by the layers behind
+                more = table.passing[first:last] - freed
+                more[-1] -= table.output[last - 1] if last < bounds[-1] else 0
+                found.append(max(0.0, float(more.max())))
+            return np.asarray(np.array(found)[self.parts.places].min(axis=0))
+
+        return once(self.quick.passing, (id(self.parts), id(table.passing)), passing)
 
     def _simulated(self, micros: int) -> float:
         layers = self.table.layers

@@ -52,12 +52,15 @@ class OfLayers(NamedTuple):
 
 
 class OfStages(NamedTuple):
-    """Per stage: seconds of sums (or reductions), of gathers, of norm and update; bytes of weights, gradients and states."""
+    """Per stage: seconds of sums (or reductions), of gathers, of norm and update; bytes of weights, gradients and states; bytes
+    before the first step.
+    """
 
     sums: Floats
     gathers: Floats
     update_s: Floats
     states_bytes: Floats
+    start_bytes: Floats
     exchanged: OfLayers
 
 
@@ -109,7 +112,10 @@ class StageCosts:
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
         sums_s, gathers_s = (self._by_stage(parts, costs) for costs in exchanged[:2])
         states = held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts)
-        return OfStages(sums_s, gathers_s, self._update_s(owned), states, exchanged)
+        working = dtypes(self.plan)[0].itemsize
+        # Weights that ranks step in parts are laid anew, beside those that the model was made with.
+        start = held * (self.weight_bytes + working) if every and shape.weights is None else np.zeros(len(held))
+        return OfStages(sums_s, gathers_s, self._update_s(owned), states, start, exchanged)
 
     def _by_stage(self, parts: ModelParts, costs: Exchanged) -> Floats:
         """Returns the seconds of the exchanges of each stage's layers."""

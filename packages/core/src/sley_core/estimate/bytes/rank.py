@@ -197,9 +197,7 @@ def _on_host(plan: Plan, run: Run) -> frozenset[str]:
     return STEPPED if is_elsewhere else frozenset()
 
 
-def _told(
-    run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int, on_host: Collection[str]
-) -> RankBytes:
+def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int, on_host: Collection[str]) -> RankBytes:
     peak, at = ledger.peak()
     place = ledger.place_at(at)
     alive = Counter({"batch": batch} if batch else {})

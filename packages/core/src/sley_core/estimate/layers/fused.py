@@ -33,11 +33,15 @@ class Notes(Protocol):
 
 
 class FusedKernels(TorchFunctionMode):
-    """Within it, scaled dot-product attention and RMSNorm are one operator forward and one backward each."""
+    """Within it, scaled dot-product attention and RMSNorm are one operator forward and one backward each.
 
-    def __init__(self, recorder: Notes) -> None:
+    by_steps: whether RMSNorm saves for its backward what its steps save, as on a CPU, which has no kernel for it.
+    """
+
+    def __init__(self, recorder: Notes, *, by_steps: bool = False) -> None:
         super().__init__()
         self.recorder = recorder
+        self.by_steps = by_steps
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,7 +50,7 @@ class FusedKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _noted(self.recorder, *args, **kwargs)
         if func in (F.rms_norm, torch.rms_norm):
-            return _normed(self.recorder, *args, **kwargs)
+            return _normed(self.recorder, self.by_steps, *args, **kwargs)
         if func is torch.autograd.backward:
             # Of tensors it would run with this mode off, and layers that run again within it would not be fused.
             with self:
@@ -70,12 +74,13 @@ def _noted(
 
 def _normed(
     recorder: Notes,
+    by_steps: bool,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    normed: Tensor = _RMSNorm.apply(recorder, input, weight)  # type: ignore[no-untyped-call]  # torch's
+    normed: Tensor = _RMSNorm.apply(recorder, by_steps, input, weight)  # type: ignore[no-untyped-call]  # torch's
     return normed
 
 
@@ -86,20 +91,28 @@ def _statistic(rows: Tensor) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: Notes, input: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(ctx: Any, recorder: Notes, by_steps: bool, input: Tensor, weight: Tensor | None) -> Tensor:
         given = [input] if weight is None else [input, weight]
-        ctx.save_for_backward(*given, _statistic(input))
+        ctx.like = [(one.shape, one.dtype) for one in given]
+        ctx.save_for_backward(*(_steps(input, weight) if by_steps else given), _statistic(input))
         ctx.recorder = recorder
         normed = torch.empty_like(input)
         recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, normed)))))
         return normed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        *given, _ = ctx.saved_tensors
-        made = [torch.empty_like(each) for each in given]
-        ctx.recorder.note(Operator("rms_norm", sum(map(moved_bytes, (*given, *gradients, *made)))))
-        return None, made[0], made[1] if len(made) > 1 else None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
+        ctx.saved_tensors  # noqa: B018  # who runs again what was not kept does so here
+        made = [gradients[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.like]
+        ctx.recorder.note(Operator("rms_norm", 2 * sum(map(moved_bytes, made)) + sum(map(moved_bytes, gradients))))
+        return None, None, made[0], made[1] if len(made) > 1 else None
+
+
+def _steps(input: Tensor, weight: Tensor | None) -> list[Tensor]:
+    """Returns what the steps of an RMSNorm save: its input in fp32 at least, and where a weight comes behind it the normed."""
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    wide = input if dtype == input.dtype else input.new_empty(input.shape, dtype=dtype)
+    return [wide] if weight is None else [wide, input.new_empty(input.shape, dtype=dtype), weight]
 
 
 class _Attention(torch.autograd.Function):
@@ -110,7 +123,9 @@ class _Attention(torch.autograd.Function):
         if query.ndim == 4 and query.shape[-1] == value.shape[-1]:
             context = ATTENTION(query, key, value, 0.0, is_causal)[0]
         else:
-            context = query.new_empty((*query.shape[:-1], value.shape[-1]))  # torch's fused operator takes no such shapes
+            context = query.new_empty(
+                (*query.shape[:-1], value.shape[-1])
+            )  # torch's fused operator takes no such shapes
             recorder.note(attention(query, key, value, context, is_causal=is_causal))
         ctx.save_for_backward(query, key, value, context, _statistic(query))
         return context

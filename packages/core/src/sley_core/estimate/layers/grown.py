@@ -31,6 +31,7 @@ def grown(one: LayerWork, two: LayerWork, samples: float) -> LayerWork:
         num_parameters=one.num_parameters,
         output_bytes=_line(one.output_bytes, two.output_bytes, samples),
         kept_bytes=_line(one.kept_bytes, two.kept_bytes, samples),
+        passing_bytes=_line(one.passing_bytes, two.passing_bytes, samples),
     )
 
 

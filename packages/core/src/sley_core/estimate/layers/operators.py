@@ -29,7 +29,8 @@ class LayerWork:
     """The operators of one layer and one micro-batch, by phase, in the order in which they run.
 
     num_parameters: elements that are trained. output_bytes: of what the layer hands on. kept_bytes: of what waits for the
-    backward, its input included.
+    backward. passing_bytes: the most that its backward has at once beyond what waited for it, the gradient that it begins from
+    included.
     """
 
     forward: tuple[Operator, ...]
@@ -40,6 +41,7 @@ class LayerWork:
     num_parameters: int
     output_bytes: int
     kept_bytes: int
+    passing_bytes: int = 0
 
     def of(self, phase: PhaseName) -> tuple[Operator, ...]:
         """Returns the operators of one phase."""

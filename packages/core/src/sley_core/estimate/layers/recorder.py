@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +35,54 @@ LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll
 """Operators that read of their first input no more than they write."""
 
 
+class LiveBytes:
+    """Counts the bytes of tensors that were seen and are still there, each storage once. most: since `begin`."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+        self._began = 0
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Never counts the memory of a tensor, which outlives this."""
+        self._watched[tensor.untyped_storage()._cdata] = None
+
+    def see(self, found: Any) -> None:
+        """Counts what an operator made, from now on until it is gone."""
+        if isinstance(found, tuple | list):
+            for one in found:
+                self.see(one)
+        elif isinstance(found, Tensor):
+            storage = found.untyped_storage()
+            key = storage._cdata
+            if key not in self._watched:
+                num_bytes = storage.nbytes()
+                self._watched[key] = weakref.ref(storage, partial(self._gone, key, num_bytes))
+                self.now += num_bytes
+                self.most = max(self.most, self.now)
+
+    def begin(self) -> None:
+        """Begins to look for the most."""
+        self._began = self.most = self.now
+
+    @property
+    def more(self) -> int:
+        """How many bytes more than at its beginning there were at once."""
+        return self.most - self._began
+
+    def _gone(self, key: int, num_bytes: int, _: object) -> None:
+        del self._watched[key]
+        self.now -= num_bytes
+
+
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes the operators that run within it, under the phase that `phase` has then; and what autograd saves, by `keep`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.kept: dict[int, torch.UntypedStorage] = {}
+        self.kept: dict[int, int] = {}
+        self.live = LiveBytes()
         self.phase: PhaseName = "forward"
         self._found: dict[PhaseName, list[Operator]] = {}
         self.last = ""
@@ -51,13 +95,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Notes that a tensor waits for the backward, and returns it: for `saved_tensors_hooks`."""
         if not isinstance(tensor, nn.Parameter) and not (tensor._is_view() and isinstance(tensor._base, nn.Parameter)):
             storage = tensor.untyped_storage()
-            self.kept[storage._cdata] = storage
+            self.kept[storage._cdata] = storage.nbytes()  # alive, by the graph, while others are kept
         return tensor
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of what was kept, each storage once."""
-        return sum(storage.nbytes() for storage in self.kept.values())
+        return sum(self.kept.values())
 
     def note(self, operator: Operator) -> None:
         """Notes an operator that torch does not see as one."""
@@ -69,6 +113,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         kwargs = dict(kwargs or {})
         self.last = str(func)
         result = func(*args, **kwargs)
+        self.live.see(result)
         found = operator_of(func, args, kwargs, result)
         if found is not None:
             self.note(found)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import is_plain_linear, queued_products
@@ -49,15 +49,17 @@ def trace(
     loss: Loss | None,
     working: torch.dtype,
     gradients: torch.dtype,
+    *,
+    by_steps: bool = False,
 ) -> tuple[LayerWork, Value]:
     """Returns the layer's work on one micro-batch, and its output on meta for the layer after it.
 
     value: the output of the layer before; None for the first. fields: the micro-batch. loss: behind the last layer. working,
-    gradients: dtypes of the weights and of their accumulated gradients. Raises PlanError "estimate-layer" for a layer that
+    gradients: dtypes of the weights and of their accumulated gradients. by_steps: as of `FusedKernels`. Raises PlanError "estimate-layer" for a layer that
     cannot run on meta.
     """
     with _on_meta(layer.module, working):
-        whole, output = _run(layer, value, fields, policy, loss, gradients, split=False)
+        whole, output = _run(layer, value, fields, policy, loss, gradients, split=False, by_steps=by_steps)
     with _on_meta(layer.module, working):  # afresh: the first gradient of a parameter is not added to another
         split, _ = _run(layer, value, fields, policy, loss, gradients, split=True)
     description, tensors = describe(output, layer.name)
@@ -71,7 +73,13 @@ def trace(
         num_parameters=sum(parameter.numel() for parameter in trained),
         output_bytes=sum(map(moved_bytes, tensors)),
         kept_bytes=whole.kept_bytes,
+        passing_bytes=whole.live.more,
     )
+    if loss is not None:  # it needs what it was given, or as much, and the gradient of that is there
+        work = replace(work, kept_bytes=work.kept_bytes + work.output_bytes, passing_bytes=work.output_bytes)
+    elif gradients == working:  # which may be added where they are kept, by the product that makes them
+        largest = max((parameter.numel() * gradients.itemsize for parameter in trained), default=0)
+        work = replace(work, passing_bytes=max(0, work.passing_bytes - largest))
     return work, (description, [tensor.detach() for tensor in tensors])
 
 
@@ -84,6 +92,7 @@ def _run(
     gradients: torch.dtype,
     *,
     split: bool,
+    by_steps: bool = False,
 ) -> tuple[OperatorRecorder, Any]:
     """Returns the recorder after a forward and a backward of the layer, and its output."""
     held, recorder, queue = InFlight(), OperatorRecorder(), WeightQueue()
@@ -91,26 +100,37 @@ def _run(
     if value is not None:
         args = (held.enter(*value),)
     named = {name: fields[name] for name in layer.fields}
+    for tensor in (*layer.module.parameters(), *layer.module.buffers(), *(value[1] if value else ()), *fields.values()):
+        recorder.live.ignore(tensor)
+    for parameter in layer.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_freed)  # type: ignore[no-untyped-call]  # torch's
     try:
         halves = queued_products(layer.module, queue, gradients) if split else nullcontext()
-        with halves, FusedKernels(recorder), recorder:
-            for tensor in tree_leaves(args):
-                if isinstance(tensor, Tensor):
-                    recorder.keep(tensor)
+        with halves, FusedKernels(recorder, by_steps=by_steps), recorder:
             with saved_tensors_hooks(recorder.keep, _as_it_is):
                 output = policy.call(layer.name, partial(_called, layer, recorder), args, named, MICRO)
             made = loss.loss(output, fields) if loss is not None else None
+            recorder.live.begin()
             _backward(held, output, made, recorder, queue, split=split)
     except (SleyError, AssertionError):
         raise
     except Exception as error:
         raise _cannot(layer, recorder, error) from error
+    if recorder.of("recompute"):
+        for tensor in value[1] if value else ():
+            recorder.keep(tensor)  # to run again from
     recorder.phase = "input_gradient" if split else "backward"
     queued = _queued(layer.module) if split else set()
     for name, parameter in layer.module.named_parameters():
         if parameter.requires_grad and name not in queued:
             recorder.note(_accumulation(parameter, gradients))
     return recorder, output
+
+
+def _freed(parameter: Tensor) -> None:
+    """Drops a gradient that autograd has made: the engine adds it elsewhere."""
+    parameter.grad = None
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

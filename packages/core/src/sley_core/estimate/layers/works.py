@@ -36,7 +36,8 @@ def layer_works(
         place = key, value and value[0]
         if place not in known:
             last = loss if layer is model.layers[-1] else None
-            known[place] = trace(layer, value, fields, policy, last, working, gradients)
+            by_steps = plan.run.device != "cuda"
+            known[place] = trace(layer, value, fields, policy, last, working, gradients, by_steps=by_steps)
         work, value = known[place]
         found.append(work)
     return found
