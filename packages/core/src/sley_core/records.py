@@ -188,9 +188,12 @@ class OffloadManagerRecord(Record):
     scope: what an update of one element may depend on, at most, for its way of stepping the optimizer.
     steps_on_host: masters and optimizer states are made on the host, and it steps them there, through
         `parts.events.step_in_buckets`.
+    swaps: whether, with the table `config`, optimizer states are away between all steps, and here only while their weights are
+        stepped; False for a manager that moves memory by call alone. A search leaves managers out that say None.
     """
 
     steps_on_host: bool = False
+    swaps: Callable[[Any], bool | None] = field(default=lambda config: None, compare=False)
     parts: Callable[[Any], Sequence[str]]
     scope: Callable[[Any], Scope] = lambda config: "global"
 
@@ -199,7 +202,8 @@ class OffloadManagerRecord(Record):
 class ActivationPolicyRecord(Record):
     """`build(config, layer_names) -> ActivationPolicy`.
 
-    copies: whether it copies to the host and back within a step: estimates of seconds refuse it, who know no such copies.
+    copies: whether what the layers of its attribute `names` save for their backward is copied to the host after their forward,
+        and back before their backward.
     """
 
     copies: bool = False

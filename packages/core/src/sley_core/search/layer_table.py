@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,10 @@ from sley_core.errors import SleyError
 from sley_core.estimate.layers.distinct import LayerKinds, layer_keys, slices_of
 from sley_core.estimate.layers.of_plan import layer_works
 from sley_core.estimate.layers.operators import LayerWork, Operator
+from sley_core.estimate.seconds.host_copies import CopyKind, copy_cost
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, collective
-from sley_core.search.glance import reduces
+from sley_core.search.glance import copies, reduces
 from sley_core.search.grown import ATTENTION, grown, with_copies
 from sley_core.search.layouts import Candidate, Shape, Sizes
 
@@ -185,10 +186,27 @@ class LayerTables:
             [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of, _ in found], dtype=np.float64
         )
         kept, output = ([getattr(work, name) for _, work in found] for name in ("kept_bytes", "output_bytes"))
+        if copies(policy):
+            self._copy(shape, seconds, kept)
         forward, backward, input_gradient, weight_gradient = seconds.T
         of_bytes = np.array(kept, dtype=np.int64), np.array(output, dtype=np.int64)
         is_measured = np.array([table is not None for table in measured])
         return LayerColumns(forward, backward, input_gradient, weight_gradient, *of_bytes, is_measured)
+
+    def _copy(self, shape: Shape, seconds: Floats, kept: list[int]) -> None:
+        """Lets what chosen layers save go to the host and come back, beside the computing of the next layer: changes both."""
+        names = getattr(self._fields(shape.activations, 1)[2], "names", ())
+        runs_ahead = self.machine.device.kind == "cuda"
+        for at, layer in enumerate(self.model.layers):
+            if layer.name in names:
+                there_s, back_s = (sum(copy_cost(kind, kept[at], self.machine)) for kind in get_args(CopyKind))
+                forward, backward, through, rest = seconds[at]
+                seconds[at] = (
+                    (max(forward, there_s), max(backward, back_s), max(through, back_s), rest)
+                    if runs_ahead
+                    else (forward + there_s, backward + back_s, through + back_s, rest)
+                )
+                kept[at] = 0
 
     def _priced(self, work: LayerWork, measured: LayerSeconds | None, sp: int) -> tuple[LayerSeconds, LayerWork]:
         """Returns the seconds of a layer and its work. measured: what the machine file says, which has no exchanges in it."""

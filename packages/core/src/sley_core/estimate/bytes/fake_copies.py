@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sley_core.estimate.bytes.fake_tensors import FakeTensors
     from sley_core.estimate.seconds.host_copies import CopyKind
 
+
 class CopyListener(Protocol):
     """Is told of copies between a device and its host, and of waits for them."""
 

@@ -71,7 +71,9 @@ def record(plan: Plan, rank: int, size: int, *, runs_ahead: bool = False) -> Ran
         recorder.start(run)
         tensors.listener = recorder.ran
         # A CPU copies to its host what its plain kernels save.
-        is_plain = isinstance(policy := plan.activations.record, ActivationPolicyRecord) and policy.copies and not runs_ahead
+        is_plain = (
+            isinstance(policy := plan.activations.record, ActivationPolicyRecord) and policy.copies and not runs_ahead
+        )
         with nullcontext() if is_plain else FusedKernels(recorder):
             take_step(run, batch)
         tensors.listener = None
