@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sley_core.estimate.calibrate.device import measure_device, measure_host
+from sley_core.comm.malloc import keep_freed_memory
+from sley_core.estimate.calibrate.device import measure_device
+from sley_core.estimate.calibrate.host import measure_host
 from sley_core.estimate.calibrate.layers import measure_layers
 from sley_core.estimate.calibrate.links import measure_links
 from sley_core.estimate.machine.read import machine_from_dict
@@ -22,11 +24,13 @@ def measure(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | 
     The device and its layers are measured by rank 0 alone, once the others have nothing more to do; but on CPUs, where ranks
     share memory and caches in a run, by all ranks at once.
     """
+    if world.device.type == "cpu" and (plan is None or plan.run.keep_freed_memory):
+        keep_freed_memory()  # as a run does: else layers and copies pay for pages that a run has
     links = measure_links(world, timeout_s) if world.size > 1 else None
     together = world.size > 1 and world.device.type == "cpu"
 
     def alone() -> dict[str, Any]:
-        found: dict[str, Any] = {"device": measure_device(world.device)}
+        found: dict[str, Any] = {"device": measure_device(world.device), "host": measure_host(world.device)}
         return found | ({} if plan is None else {"layers": measure_layers(plan, world.device)})
 
     tables: dict[str, Any] = {"format": MACHINE_FORMAT}
@@ -36,6 +40,4 @@ def measure(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | 
         return None
     if links is not None:
         tables["links"] = links
-    if (host := measure_host(world.device)) is not None:
-        tables["host"] = host
     return machine_from_dict(tables)
