@@ -86,8 +86,7 @@ class LowRankSums(Sums):
         self._under_way: list[_Factors] = []
 
     def keep(self, entries: Iterable[Entry]) -> None:
-        """Drops the state of all other entries: the error kept for a parameter is out of date after the parameter was frozen.
-        """
+        """Drops the state of all other entries: a parameter's error is out of date after the parameter was frozen."""
         self._states = {entry: self._states[entry] for entry in entries if entry in self._states}
 
     def held(self) -> Iterator[tuple[str, Tensor]]:

@@ -14,8 +14,7 @@ class GPipeConfig(Table):
 
 
 class OneFOneBConfig(Table):
-    """Alternates one forward and one backward: as fast as GPipe, with at most as many micro-batches held as there are stages.
-    """
+    """Alternates one forward and one backward: as fast as GPipe, holding at most as many micro-batches as there are stages."""
 
 
 class InterleavedConfig(Table):

@@ -64,12 +64,10 @@ class OffloadManager(Protocol):
 
 @runtime_checkable
 class Holds(Protocol):
-    """Reports device memory that it keeps between steps. Any live object may have it: a gradient handler, a pool, a stage link.
-    """
+    """Reports device memory that it keeps between steps; for any live object: a gradient handler, a pool, a stage link."""
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields name and tensor of everything that it keeps; the same tensors as long as it uses them, with or without memory.
-        """
+        """Yields name and tensor of everything it keeps; the same tensors as long as it uses them, with or without memory."""
         ...
 
 

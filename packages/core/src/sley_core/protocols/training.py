@@ -150,8 +150,7 @@ class ActivationPolicy(Protocol):
     """Decides what a layer saves between its forward and its backward; evaluations bypass it. attach ──> (begin ──> call*)*"""
 
     def attach(self, parts: Parts) -> None:
-        """Called once, before the first step. Not called when layers are timed for a partition: `call` then runs without a run.
-        """
+        """Called once, before the first step. Not called when layers are timed for a partition: `call` then has no run."""
         return
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:

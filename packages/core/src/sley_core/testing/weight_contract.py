@@ -122,8 +122,7 @@ def late(run: Run, number: int) -> None:
 
 
 def fail(run: Run, number: int) -> None:
-    """Fails the first step half-way through a forward and the second half-way through a backward, and gives their samples back.
-    """
+    """Fails the first step within a forward and the second within a backward, and gives their samples back."""
     if number in (0, 1):
         assert run.feed is not None
         before = run.feed.state()
@@ -240,8 +239,7 @@ def _counts(run: Run) -> dict[str, float]:
 
 
 def _read(run: Run) -> list[str]:
-    """Returns the parameters whose module gives a shard, or anything else, for the full weight, instead of refusing to be read.
-    """
+    """Returns the parameters whose module gives anything but the full weight instead of refusing to be read."""
     found = []
     parts = {entry: entry.parameter for entry in run.book if entry.shard is not None}
     for entry, whole in wholes(parts, run.groups).items():
