@@ -1,4 +1,4 @@
-"""Estimated steps against real ones: a decoder that really computes, in 20 layouts of two ranks on two cores.
+"""Estimated steps against real ones: a decoder that really computes, in 24 layouts of two ranks on two cores.
 
     calibrate   what two ranks exchange, and the layers, on both at once: in each round once per size of a micro-batch,
                 policy and axis that cuts layers
@@ -36,7 +36,7 @@ MEAN, WORST = 0.07, 0.15
 
 @dataclass(frozen=True)
 class Layout:
-    """Two ranks along `axis`. micro: samples of a micro-batch. more: tables of the plan."""
+    """Two ranks along `axis`. micro: samples of a micro-batch. more: tables of the plan.."""
 
     axis: str
     micro: int
@@ -44,7 +44,8 @@ class Layout:
     more: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        named = [one["use"] for one in (self.more.get("pipeline"), *self.more.get("gradient_handlers", ())) if one]
+        listed = (*self.more.get("gradient_handlers", ()), *self.more.get("offload", ()))
+        named = [one["use"] for one in (self.more.get("pipeline"), *listed) if one]
         return " ".join([self.axis, f"micro {self.micro}", self.policy, *named])
 
     @property
@@ -89,7 +90,7 @@ REDUCED = {"gradient_handlers": [{"use": "dp.bucketed"}]}
 
 
 def layouts() -> Iterator[Layout]:
-    """Twenty: every axis, reducer, schedule and policy, with few and with many micro-batches."""
+    """Every axis, reducer, schedule and policy, with few and with many micro-batches; the last four copy to the host."""
     for reducer in ("dp.bucketed", "dp.sharded"):
         for micro, policy in ((1, "core.keep"), (4, "core.keep"), (2, "core.recompute")):
             yield Layout("dp", micro, policy, {"gradient_handlers": [{"use": reducer}]})
@@ -102,6 +103,11 @@ def layouts() -> Iterator[Layout]:
     ):
         for micro in (1, 4):
             yield Layout(axis, micro, more=table)
+    for micro in (1, 4):
+        yield Layout("dp", micro, "memory.host", REDUCED)
+    between = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 2}
+    for manager in (between, {"use": "memory.host_optimizer", "bucket_mb": 2}):
+        yield Layout("dp", 4, more=REDUCED | {"offload": [manager]})
 
 
 def measured(layout: Layout) -> MachineFile | None:

@@ -45,17 +45,17 @@ INTRODUCTION = """\
 
 <!-- Written by `nox -s campaign -- -k parity_matrix`; do not edit. -->
 
-The largest relative error of any gradient against the one-process run of the same plan: two stages, with a reducer two
-replicas of each; an embedding, six blocks and a head in fp32, four micro-batches per replica. Ours is the larger of two
-steps' errors, since a reducer of buckets overlaps with the backward from the second step on. What is beyond 1e-6 is bold: at
-1 a gradient is missing, or another altogether. No run below raised an exception; a gradient that is `None` counts as zero.
+The largest relative error of any gradient compared with the one-process run of the same plan: two stages, and with a reducer
+two replicas of each; an embedding, six blocks and a head in fp32, four micro-batches per replica. Sley's is the larger of two
+steps' errors, since a reducer of buckets overlaps with the backward from the second step on. Errors above 1e-6 are bold: at 1
+a gradient is missing, or another altogether. No run below raised an exception; a gradient that is `None` counts as zero.
 
-PyTorch is {version} with gloo, its schedule of the name that comes closest: GPipe, 1F1B, Interleaved1F1B,
-InterleavedZeroBubble, ZBVZeroBubble; FSDP2 is `fully_shard` on each layer and on the stage, with its defaults and, in the
-last column, with `reshard_after_forward=False`. Of tied weights PyTorch keeps a copy on each stage and sums nothing, so
-there only its plain pipeline is shown.
+PyTorch is {version} with gloo, and its most similar schedule: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble,
+ZBVZeroBubble. FSDP2 is `fully_shard` on each layer and on the stage, with its defaults and, in the last column, with
+`reshard_after_forward=False`. PyTorch keeps a copy of tied weights on each stage and sums nothing, so for these only its plain
+pipeline is shown.
 
-Gradients in `[parallel] reduction = "canonical"` are not in the table: there every layout has the bits of one process.
+Gradients in `[parallel] reduction = "canonical"` are not in the table: there every layout is bit-identical to one process.
 
 | Schedule | Tied | Sley, no dp | `core.each` | `dp.bucketed` | PyTorch, no dp | DDP | FSDP2 | FSDP2, whole |
 |---|---|---|---|---|---|---|---|---|

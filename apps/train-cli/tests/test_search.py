@@ -130,18 +130,23 @@ def test_an_axis_that_there_is_not_is_refused(searched: Callable[..., Any]) -> N
     assert done.code == 2
 
 
-def test_what_cannot_be_told_at_a_glance_is_no_candidate(searched: Callable[..., Any]) -> None:
-    """Copies to the host are not in these seconds, so a policy that makes them would seem to cost nothing."""
+def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(
+    searched: Callable[..., Any], given: Path
+) -> None:
     pytest.importorskip("sley_memory")
-    kept = ("--keep", "pp", "--keep", "sp", "--keep", "wp", "--keep", "micro_size")
-    done = searched("--world", "2", "--top", "20", "--at-a-glance", *kept)
+    kept = [word for axis in ("pp", "sp", "wp", "micro_size", "reducer", "activations") for word in ("--keep", axis)]
+    options = ("--world", "1", "--top", "1", "--at-a-glance", *kept)
+    done = searched(*options)
     assert done.code == 0, done.err
-    assert "memory.selective" in done.out
-    assert "memory.host" not in done.out
-    own = ("--keep", "activations", "--set", 'activations.use="memory.host"')
-    done = searched("--world", "2", *kept, *own)
-    assert done.code == 1
-    assert "left out: not-at-a-glance: copies of `memory.host` cannot be told at a glance" in done.out
-    done = searched("--world", "2", "--set", 'offload=[{use="memory.optimizer_states"}]')
-    assert done.code == 3
-    assert "copies to the host" in done.err
+    assert "left out: machine-host: the machine file has no `[host]`" in done.out
+    machine = small_machine(host={"to_host": 1e9, "to_device": 1e9, "memory_bandwidth": 1e10})
+    (given / "machine.toml").write_text(tomli_w.dumps(machine), "utf-8")
+    plan = given / "best.toml"
+    (fast_s, fast), *_ = rows_of(searched(*options).out)
+    assert "memory." not in fast
+    (slow_s, slow), *_ = rows_of(searched(*options, "--memory", "600KiB", "--write", str(plan)).out)
+    assert slow.endswith("; memory.host_optimizer")
+    assert slow_s > fast_s
+    assert [one.name for one in load_plan(plan).offload] == ["memory.host_optimizer"]
+    assert "# search: memory.host_optimizer\n[[offload]]" in plan.read_text("utf-8")
+    assert rows_of(searched(*options, "--memory", "500KiB", "--keep", "offload").out) == []

@@ -108,14 +108,11 @@ def test_a_slower_link_makes_a_step_longer_with_every_reducer(handler: str) -> N
 @pytest.mark.parametrize(
     ("changes", "size", "says"),
     [
-        ({"offload": [{"use": "memory.optimizer_states"}]}, 1, "seconds of copies to the host"),
         ({"parallel": {"dp": 4}}, 4, r"no `\[links.other_host\]`"),
         ({"precision": {"compute": "bf16"}}, 1, r"no `\[device.matmul.bf16\]`"),
     ],
 )
 def test_what_is_not_known_is_refused(changes: dict[str, Any], size: int, says: str) -> None:
-    if "offload" in changes:
-        pytest.importorskip("sley_memory")
     with pytest.raises(PlanError, match=says):
         seconds(plan_of(**changes), size)
 

@@ -137,12 +137,7 @@ def test_an_optimizer_on_the_host_takes_the_hosts_time(texts: Path) -> None:
     copies = seconds(machine(), texts, offload=[OPTIMIZER])
     plan = plan_from_dict(changed(PLAN, offload=[OPTIMIZER]), texts)
     words = recorded(plan, 0, 1, runs_ahead=True).step.closing
-    updated = sum(
-        one.num_bytes
-        for word in words
-        for one in getattr(word, "operators", ())
-        if one.is_on_host
-    )
+    updated = sum(one.num_bytes for word in words for one in getattr(word, "operators", ()) if one.is_on_host)
     assert updated > 0
     assert slower - slow == pytest.approx(updated / RATE, rel=0.05)
     assert slow > copies

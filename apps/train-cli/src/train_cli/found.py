@@ -87,6 +87,7 @@ def _comments(layout: Candidate) -> dict[str, str]:
         "[weights]": shape.weights,
         "[sequence]": shape.attention,
         "[[gradient_handlers]]": layout.reducer,
+        "[[offload]]": shape.offload,
     }.items():
         if choice is not None:
             found[header] = f"search: {choice}"

@@ -13,21 +13,21 @@ _LEAGUE = "## The league of silent errors\n"
 _INTRODUCTION = """
 <!-- Written by `nox -s campaign -- -k league_is_written`; do not edit. -->
 
-`train-cli verify --league` takes the field's silent errors, one by one: a small plan in the layout in which others compute
-something else without an error, beside one process of the same plan and, where there is one, a plain PyTorch loop that
-shares nothing with the engine: its own sums, torch's optimizer and clipping, one document after the other. The table has the
-largest relative error of each kind over all ranks, steps and parameters. A held-out loss counts as a loss. An arrow means
-that a run goes on from a checkpoint in another layout.
+`train-cli verify --league` tests the field's known silent errors, one by one: a small plan in the layout in which others
+compute something else without an error, compared with one process of the same plan and, where there is one, with a plain
+PyTorch loop that shares nothing with the engine: its own sums, torch's optimizer and clipping, one document after the other.
+The table has the largest relative error of each kind over all ranks, steps and parameters. A held-out loss counts as a loss.
+An arrow means that a run is resumed from a checkpoint in another layout.
 
-Each row can fail: for each, a test puts a fault of its kind into the ranks, and the row says so. In bf16 what is allowed is
-what [the design](design.md#parity) promises for it, since a weight may be rounded to its neighbour.
+Each row can fail: for each, a test injects a fault of its kind into the ranks, and the row reports it. In bf16 the tolerance
+is the one that [the design](design.md#parity) promises, since a weight may be rounded to its neighbour.
 
 | Row | Layout | Loss | Norm | Gradient | Weight | Plain loop | Allowed |
 |---|---|---|---|---|---|---|---|
 """
 
 _ELSEWHERE = """
-What goes wrong elsewhere, and where it was told:
+What goes wrong elsewhere, and where it was reported:
 
 | Row | Elsewhere | Seen in |
 |---|---|---|

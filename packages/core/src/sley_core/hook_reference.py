@@ -19,17 +19,16 @@ HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 _INTRODUCTION = """\
 # Hooks
 
-This page is made from `sley_core/hookspecs` by `python -m sley_core.hook_reference`.
+This page is generated from `sley_core/hookspecs` by `python -m sley_core.hook_reference`.
 
-A plugin is an installed distribution with an entry point of the group `sley.plugins`; the name of the entry point is
-what plans say (`narrow.reducer` is the record `reducer` of the plugin `narrow`). The module behind it marks functions
-with `from sley_core.hookspecs import hookimpl`. An implementation may leave out arguments that it does not need; an
-argument with a default value is not passed at all.
+A plugin is an installed distribution with an entry point in the group `sley.plugins`; plans use the name of the entry
+point (`narrow.reducer` is the record `reducer` of the plugin `narrow`). The module behind it marks functions with
+`from sley_core.hookspecs import hookimpl`. An implementation may leave out arguments that it does not need; an argument
+with a default value is not passed at all.
 
 Hooks assemble a run; none is called in the step loop. Core indexes the records that they return by name and follows the
-order of the plan, never the order in which plugins were found. What the records hold stands in `sley_core/records.py`,
-and what the objects must do in `sley_core/protocols`. [Write a plugin](write-a-plugin.md) makes one from start to
-end.
+order of the plan, never the order in which plugins were found. `sley_core/records.py` describes the records, and
+`sley_core/protocols` what the objects must do. [Write a plugin](write-a-plugin.md) makes one from start to end.
 
 | Hook | In one line |
 |---|---|

@@ -31,7 +31,7 @@ Row = dict[str, float | int]
 
 @dataclass(frozen=True)
 class Launched:
-    """A step whose totals are still on their way to the host."""
+    """Holds a step whose totals are not yet on the host."""
 
     number: int
     totals: PendingTotals
@@ -42,10 +42,10 @@ class Launched:
 
 
 class Loop:
-    """Takes the steps of a run. tell: called with each row, on every rank, after the writers. require: called before
-    each step; raises StateError if memory that a step needs is away, as a listener may have left it. checkpoints: saves
-    the run when it is due.
+    """Takes the steps of a run, and makes a row for each.
 
+    tell: called with each row, on every rank, after the writers. require: called before each step; raises StateError if memory
+    that a step needs is offloaded, as a listener may have left it. checkpoints: saves the run when a save is due.
     num_steps_done: optimizer steps, refused ones included. was_stopped: whether all ranks have agreed to stop.
     """
 
@@ -87,8 +87,8 @@ class Loop:
         self.checkpoints.train_done(self.num_steps_done, was_stopped=self.was_stopped)
 
     def _train(self) -> None:
-        """Launches each step before it emits the one before, so that on CUDA the device is not idle while the host
-        reads totals.
+        """Launches each step before it emits the previous one, so that on CUDA the device is not idle while the host reads
+        totals.
         """
         while self.num_steps_done < self.plan.run.steps and not self.was_stopped:
             before, self._late = self._late, self.launch(None)
@@ -116,11 +116,10 @@ class Loop:
         self._stop_asked = True
 
     def settle(self) -> None:
-        """Emits a step that was in flight when the one before it was refused; called before anything but a step of
-        `train`.
+        """Emits a step that was in flight when the previous one was refused; called before anything but a step of `train`.
 
-        Raises RunError `step-running` within a step or an evaluation (from a module's hook), and from a listener on CUDA,
-        where the weights are those of the next step already.
+        Raises RunError `step-running` within a step or an evaluation (from a module's hook), and from a listener on CUDA, where
+        the weights are already those of the next step.
         """
         if self._is_stepping or self._is_evaluating or (self._is_training and self._late is not None):
             what = "an evaluation" if self._is_evaluating else "a step"
@@ -128,7 +127,7 @@ class Loop:
         self._emit_late()
 
     def go_on(self, num_steps: int) -> None:
-        """Takes note that a checkpoint has brought the run behind its step `num_steps`."""
+        """Records that a checkpoint has brought the run to the end of step `num_steps`."""
         self.num_steps_done = num_steps
         if self.outputs.timeline is not None:
             self.outputs.timeline.go_on(num_steps, self.plan.run.steps)
@@ -170,7 +169,7 @@ class Loop:
         return Launched(number, totals, self.stepper.update.lr, tokens, wait_s, samples)
 
     def _save_if_due(self) -> None:
-        """Saves the run as it is now, if all ranks know that it is time to; no step is in flight then."""
+        """Saves the run as it is now, if all ranks know that a save is due; no step is in flight then."""
         if self.checkpoints.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self.checkpoints.save_due(self.num_steps_done)
@@ -233,7 +232,7 @@ class Loop:
         return row
 
     def _is_skipped(self, launched: Launched, result: StepResult) -> bool:
-        """Returns whether the plan says to go on although the step's loss or norm is no number; the same on all ranks."""
+        """Returns whether the plan says to continue although the step's loss or norm is not finite; the same on all ranks."""
         skips = self.stepper.update.skips
         if skips is None:
             return False

@@ -1,8 +1,8 @@
-"""What a plugin's hooks return: small frozen records that say what there is, without building it.
+"""What a plugin's hooks return: small frozen records that describe what there is, without building it.
 
 A record names a thing (`each` of plugin `core` is `core.each` in a plan), the model of its table, and where the live object
-comes from: `build` is a `"module:attribute"` string that is imported only when a plan uses the record. Listing records
-therefore costs no torch.
+comes from: `build` is a `"module:attribute"` string that is imported only when a plan uses the record. So listing records does
+not import torch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Role = Literal["reducer", "tie", "transform", "observer"]
 Scope = Literal["elementwise", "per_matrix", "global"]
 
 AS_IT_IS: tuple[Mapping[str, Any], ...] = ({},)
-"""The `variants` of a record that a search tries with its defaults alone."""
+"""The `variants` of a record that a search only tries with its defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Something that a plan can name.
+    """Names something that a plan can use.
 
     name: unique among the plugin's records of the same hook.
     config: the pydantic model of its table, without the key `use`.
-    build: `"module:attribute"`; what it is called with stands in the hook's docstring.
+    build: `"module:attribute"`; the hook's docstring says what it is called with.
     variants: the tables, without `use`, with which `train-cli search` tries it where a plan leaves the choice open; `({},)` is
-        one with its defaults. Without any it is taken only where the plan names it.
+        one with its defaults. Without any, a search uses it only if the plan names it.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Record:
     variants: tuple[Mapping[str, Any], ...] = ()
 
     def load(self) -> Any:
-        """The object that `build` names; imports its module.
+        """Returns the object that `build` names; imports its module.
 
-        Raises ImportError or AttributeError as Python does; the loader names the plugin.
+        Raises ImportError or AttributeError as Python does; the loader adds the plugin's name.
         """
         module, _, attribute = self.build.partition(":")
         return getattr(import_module(module), attribute)
@@ -59,7 +59,7 @@ class DatasetRecord(Record):
 class LossRecord(Record):
     """`build(config) -> Loss` (see `protocols.Loss`).
 
-    split_logits: whether its `loss` takes `protocols.SplitLogits` too, for ranks that share the classes.
+    split_logits: whether its `loss` also accepts `protocols.SplitLogits`, for ranks that share the classes.
     """
 
     split_logits: bool = False
@@ -69,7 +69,8 @@ class LossRecord(Record):
 class OptimizerRecord(Record):
     """`build(config, groups, device) -> torch.optim.Optimizer`.
 
-    scope: what an update of one element depends on; `check` compares it with how the layout cuts the weights.
+    scope: the gradients that an element's update depends on: its own, its parameter's or all; `check` compares it with how the
+    layout cuts the weights.
     """
 
     scope: Scope = "elementwise"
@@ -83,9 +84,9 @@ class LRScheduleRecord(Record):
 class PartitionerRecord(Record):
     """`build(config) -> (costs, num_chunks) -> boundaries`.
 
-    costs: what of each layer the result is called with: its parameters, or the seconds of a timed forward and backward. For
-        seconds the config has a key `layer_costs`, None by default: the run times the layers where it is None, and puts
-        what it found there in the plan of its folder.
+    costs: what the result is called with for each layer: its number of parameters, or the seconds of a timed forward and
+        backward. For seconds the config has a key `layer_costs`, None by default: the run times the layers if it is None, and
+        writes the result into the plan in its folder.
     """
 
     costs: Literal["parameters", "seconds"] = "parameters"
@@ -95,10 +96,10 @@ class PartitionerRecord(Record):
 class ScheduleRecord(Record):
     """`build(config) -> Schedule` (see `sley_core.actions.schedule`).
 
-    What a plan takes beside it where it does not say, each by a record's name (`"pp.link"`), of this plugin or of another:
-    link: what carries outputs and gradients between stages; None takes the only one that the plan's plugins have.
-    partition: how layers are cut into parts; None takes the only one, too.
-    ties: the gradient handler that sums what several stages hold; None takes none.
+    What a plan uses with it if the plan does not say, each by a record's name (`"pp.link"`), of this plugin or of another:
+    link: the stage link; None takes the only one that the plan's plugins have.
+    partition: the partitioner; None also takes the only one.
+    ties: the gradient handler that sums the gradients of parameters on several stages; None takes none.
     """
 
     link: str | None = None
@@ -114,20 +115,20 @@ class StageLinkRecord(Record):
 class GradientHandlerRecord(Record):
     """`build(config) -> GradientHandler`.
 
-    role: reducer sums over the reduce group, tie over the holders of a shared parameter, transform changes gradients,
-        observer only looks.
-    result: what a reducer leaves to this rank, the full sum or a shard of it.
-    exact: whether the result is the sum itself; else `tolerance` is the relative error that its contract test allows.
-    tolerance_of: where the table decides: its tolerance, 0.0 if the result is then the sum itself.
-    takes_shards: whether it also works behind a reducer whose result is a shard. It then reads `store.part` in place of
-        `store.gradient`, and calls `parts.weights.settle` before it reads a weight, of which a part may be on its way.
-    canonical: whether its sums are those of `TreeSums` where `parts.store.canonical` is there, or have no order.
-    plain_sums: of a reducer, whether with the table `config` it exchanges each gradient once a step, over all that share the
-        weight and in the type in which it is accumulated: one sum, or, where its result is a shard, one reduction and one
-        gather of the weight. Only then can a search tell its seconds at a glance, and takes it.
-    bucket_bytes: of such a reducer, how many bytes of gradients it exchanges at once with the table `config`, at most: of
-        gradients that follow each other in a backward, and a larger one by itself; 0.0: each by itself. None, as where
-        nothing is said: a search counts those of each layer as one exchange.
+    role: a reducer sums over the reduce group, a tie over the holders of a shared parameter, a transform changes gradients, an
+        observer only reads them.
+    result: what a reducer leaves on this rank, the full sum or a shard of it.
+    exact: whether the result is the exact sum; else `tolerance` is the relative error that its contract test allows.
+    tolerance_of: computes the tolerance from the table, if it depends on that; 0.0 if the result is then the exact sum.
+    takes_shards: whether it also works after a reducer whose result is a shard. It then reads `store.part` instead of
+        `store.gradient`, and calls `parts.weights.settle` before it reads a weight, part of which may still be in flight.
+    canonical: whether its sums are those of `TreeSums` if `parts.store.canonical` is set, or need no order.
+    plain_sums: for a reducer, whether with the table `config` it exchanges each gradient once a step, over all ranks that share
+        the weight and in the dtype of accumulation: one all-reduce, or, if its result is a shard, one reduce-scatter and one
+        all-gather of the weight. Only then can a search price it with its cost model, and use it.
+    bucket_bytes: for such a reducer, how many bytes of gradients it exchanges at once with the table `config`, at most: of
+        gradients that follow each other in a backward pass, and a larger one by itself; 0.0: each by itself. None, as if
+        nothing is said: a search counts the gradients of each layer as one exchange.
     before, after: roles that this handler must precede or follow in the plan's list.
     """
 
@@ -144,25 +145,25 @@ class GradientHandlerRecord(Record):
     after: tuple[Role, ...] = ()
 
     def tolerance_with(self, config: Table) -> float:
-        """The relative error that is allowed with the table `config`; 0.0 for a result that is the sum itself."""
+        """Returns the relative error that is allowed with the table `config`; 0.0 for a result that is the exact sum."""
         if self.tolerance_of is not None:
             return self.tolerance_of(config)
         return 0.0 if self.exact else self.tolerance
 
 
 class SchedulerHookRecord(Record):
-    """`build(config, run) -> SchedulerHook`."""
+    """`build(config, parts: Parts) -> SchedulerHook`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCommunicatorRecord(Record):
     """`build(config) -> WeightCommunicator`.
 
-    canonical: whether it keeps the gradients of micro-batches apart where `parts.store.canonical` is there, and gives each to
-    `store.add_of_micros`.
-    reduces: how often it reduces gradients with the table `config`, if beside that it gathers the sharded weights of each layer
-        once in front of every forward, and once in front of every backward, while the layer before computes. Only then can a
-        search tell its seconds at a glance, and takes it; None for any other.
+    canonical: whether it keeps the gradients of micro-batches apart if `parts.store.canonical` is set, and passes each to
+        `store.add_of_micros`.
+    reduces: how often it reduces gradients with the table `config`, if apart from that it gathers the sharded weights of each
+        layer once before every forward and once before every backward, while the previous layer computes. Only then can a
+        search price it with its cost model, and use it; None for any other.
     """
 
     canonical: bool = False
@@ -173,8 +174,8 @@ class WeightCommunicatorRecord(Record):
 class SequenceAttentionRecord(Record):
     """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold the slices of the same samples.
 
-    swaps: whether all that it exchanges is one swap of queries, keys and values before an attention and one of its output
-        behind it, and in the backward as much again. Only then can a search tell its seconds at a glance, and takes it.
+    swaps: whether its only exchanges are one all-to-all of queries, keys and values before an attention and one of its output
+        after it, and as many in the backward. Only then can a search price it with its cost model, and use it.
     """
 
     swaps: bool = False
@@ -188,13 +189,16 @@ class MemoryPoolRecord(Record):
 class OffloadManagerRecord(Record):
     """`build(config) -> OffloadManager`.
 
-    parts: the parts of a run's memory that it moves with the table `config`; two managers of a plan move none in common.
-    scope: what an update of one element may depend on, at most, for its way of stepping the optimizer.
-    steps_on_host: masters and optimizer states are made on the host, and it steps them there, through
+    parts: the parts of a run's memory that it moves with the table `config`; two managers of a plan must not share any.
+    scope: the widest optimizer scope (`OptimizerRecord.scope`) that its way of stepping supports.
+    steps_on_host: whether masters and optimizer states are created on the host, where it steps them, through
         `parts.events.step_in_buckets`.
+    swaps: whether, with the table `config`, optimizer states are on the device only while their weights are stepped; False for
+        a manager that moves memory only when it is called. A search skips managers that return None.
     """
 
     steps_on_host: bool = False
+    swaps: Callable[[Any], bool | None] = field(default=lambda config: None, compare=False)
     parts: Callable[[Any], Sequence[str]]
     scope: Callable[[Any], Scope] = lambda config: "global"
 
@@ -203,7 +207,8 @@ class OffloadManagerRecord(Record):
 class ActivationPolicyRecord(Record):
     """`build(config, layer_names) -> ActivationPolicy`.
 
-    copies: whether it copies to the host and back within a step: estimates of seconds refuse it, who know no such copies.
+    copies: whether it copies what the layers in its attribute `names` save for their backward to the host after their forward,
+        and back before their backward.
     """
 
     copies: bool = False
@@ -215,7 +220,7 @@ class MetricsWriterRecord(Record):
 
 @dataclass(frozen=True)
 class ProcessGroupRecord:
-    """An extra group: core makes it on all ranks, in plan order, and gives it as `run.groups[axis]`.
+    """Describes an extra group: core makes it on all ranks, in plan order, and provides it as `run.groups[axis]`.
 
     attaches: whether its transports may read the memory of ranks on the same host (`[parallel] cross_memory_attach`).
     """
@@ -228,7 +233,7 @@ class ProcessGroupRecord:
 
 @dataclass(frozen=True)
 class Problem:
-    """What `sley_check_plan` yields: core adds file, line and column."""
+    """Reports one problem of a plan, yielded by `sley_check_plan`; core adds file, line and column."""
 
     path: tuple[str | int, ...]
     message: str

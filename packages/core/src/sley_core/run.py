@@ -1,4 +1,4 @@
-"""A run: what `assemble` returns, what the command line drives, and what a program of your own uses.
+"""A run: `assemble` returns it, and the command line or your own program drives it.
 
 with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
@@ -48,13 +48,13 @@ Outcome = Literal["finished", "interrupted", "failed"]
 
 
 class Run(AbstractContextManager["Run"]):
-    """One rank's part of a run. All ranks call the same methods in the same order.
+    """Runs one rank's part of a training run. All ranks must call the same methods in the same order.
 
-    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are its attributes
-    too. stepper: takes one step; loop: takes many, and makes rows. samples: the training data. outputs: what it writes.
-    memory: what it holds, and what moves it off the device and back. facts: what assembling found out; its `notes` are for
-    the user. listeners: called with each row, on every rank. readers: called with each row too, and look at nothing else, so
-    that weights may still be on their way from other ranks.
+    parts: what plugins are attached to; `world`, `topology`, `groups`, `layers`, `book` and `store` are its attributes too.
+    stepper: takes one step; loop: takes many, and makes rows. samples: the training data. outputs: the writers of metrics,
+    timelines and profiles. memory: reports what the run holds, and moves it off the device and back. facts: what assembling
+    found out; its `notes` are for the user. listeners: called with each row, on every rank. readers: called with each row too,
+    but must not read anything else, since weights may still be in flight from other ranks.
     """
 
     def __init__(
@@ -101,9 +101,7 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def rows(self) -> slice:
-        """This rank's rows (samples) of the global batch; all ranks of one `sp` group have the same ones, with full
-        sequences.
-        """
+        """This rank's rows (samples) of the global batch, with full sequences; the same on all ranks of an `sp` group."""
         rows = rows_of(self.plan.batch.global_size, self.parts)
         return slice(rows.start, rows.stop)
 
@@ -116,12 +114,11 @@ class Run(AbstractContextManager["Run"]):
         return with_values(self.plan, found)
 
     def train(self) -> Outcome:
-        """Takes steps until the plan's last one, or until any rank asked to stop; notifies the plugins that listen. All
-        ranks call it.
+        """Takes steps until the plan's last one, or until any rank asks to stop; returns the outcome. All ranks call it.
 
-        On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike and with no weight changed
-        by that step: `not-finite` if the loss or the gradient norm is not finite, `nothing-counts` for a batch of
-        weight 0.
+        Calls the plugins' notifications. On CUDA a row is read while the next step runs. Raises RunError, on all ranks alike
+        and with no weight changed by that step: `not-finite` if the loss or the gradient norm is not finite, `nothing-counts`
+        for a batch of weight 0.
         """
         self._settle()
         self.memory.require("a step", TO_STEP)
@@ -138,10 +135,10 @@ class Run(AbstractContextManager["Run"]):
     def step(self, batch: GivenBatch | None = None) -> Row:
         """Takes one optimizer step and returns its row, the same on every rank. All ranks call it.
 
-        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; if left out, the
-        next ones of the plan's data. It may have more or fewer micro-batches than the plan says, the same number on all
-        ranks. It may be a list of micro-batches, whose sequences may differ in length, the same on all stages. Raises
-        RunError, and changes nothing, for a batch that does not match the data's declaration, and as `train` does.
+        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}; if left out, the next
+        ones of the plan's data. It may have more or fewer micro-batches than the plan says, but the same number on all ranks.
+        It may be a list of micro-batches, whose sequence lengths may differ, but must be the same on all stages. Raises
+        RunError as `train` does, and, with nothing changed, for a batch that does not match the data's declaration.
         """
         self._settle()
         return self.loop.step(batch)
@@ -159,10 +156,10 @@ class Run(AbstractContextManager["Run"]):
     ) -> LoadedWeights:
         """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every layout.
 
-        All ranks call it, between two steps, with the same state; each copies what it holds of it, shards and fp32
-        masters included. A tied weight may stand under any of its names. Buffers in `state` are loaded too. Optimizer
-        states (moments) stay. A mapping is checked before anything is written; pairs are written as they come, so that
-        only one tensor need be in memory. strict: missing or unknown names are an error; else they are returned.
+        All ranks call it, between two steps, with the same state; each copies the part that it holds, including shards and fp32
+        masters. A tied weight may be under any of its names. Buffers in `state` are loaded too. Optimizer states (moments)
+        stay. A mapping is checked before anything is written; pairs are written as they come, so that only one tensor need be
+        in memory. strict: missing or unknown names are an error; otherwise they are returned.
 
         Raises RunError on all ranks alike: `weights-mismatch`, and `weights-differ` if ranks were given different values.
         """
@@ -176,16 +173,16 @@ class Run(AbstractContextManager["Run"]):
     def save_weights(
         self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES
     ) -> None:
-        """Saves the model's weights in `folder`, as safetensors files under names that no layout changes, with an index if
-        there are several. All ranks call it, between two steps, and see one `folder`.
+        """Saves the model's weights in `folder`, as safetensors files under names that no layout changes.
 
-        A tied weight is there once, under the name of the book; buffers that belong to the model's state are there too, of the
-        first replica. precision: "working" for `precision.compute`, "full" for what the optimizer steps (fp32 masters).
-        max_file_bytes: of a file; a larger tensor has one for itself. Files are written beside `folder`, which they replace
-        when all of them are on the disk: it is the former one or the new one, never a part.
+        All ranks call it, between two steps, and must see the same `folder`. Several files get an index. A tied weight is
+        written once, under the name of the book; persistent buffers are those of the first replica. precision: "working" for
+        `precision.compute`, "full" for what the optimizer steps (fp32 masters). max_file_bytes: the size limit of a file; a
+        larger tensor gets its own file. Files are written beside `folder` and replace it when all of them are on disk, so it is
+        never incomplete.
 
-        Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if
-        memory is away; UsageError `no-precision` for another word.
+        Raises RunError `weights-unsaved` on all ranks alike if any could not write, if `folder` holds other files, or if memory
+        is offloaded; UsageError `no-precision` for another word.
         """
         self._settle()
         if precision not in TO_SAVE:
@@ -197,24 +194,27 @@ class Run(AbstractContextManager["Run"]):
         save(Path(folder).absolute(), precision, max_file_bytes, require)
 
     def save_checkpoint(self, path: str | Path | None = None) -> str:
-        """Writes a checkpoint and returns its folder. All ranks call it, between two steps; it is there when this returns.
+        """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns. All ranks call it, between
+        two steps.
 
-        path: the folder to make; left out, the next one in the run's folder of checkpoints. What is away is read on the host.
-        Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: it is not there then, and the run can go
-        on.
+        path: the folder to create; if left out, the next one in the run's folder of checkpoints. Offloaded memory is read on
+        the host. Raises RunError `checkpoint-failed` on all ranks alike if it cannot be written: there is no checkpoint then,
+        and the run can continue.
         """
         self._settle()
         return self._checkpoints.save(path, self.num_steps_done)
 
     def load_checkpoint(self, path: str | Path, origin: RunOrigin | None = None) -> Restored | None:
-        """Goes on where a checkpoint was written, in this layout or another: weights, masters, optimizer states, buffers, loss
-        scale, position in the data, steps done. All ranks call it, between two steps.
+        """Resumes from a checkpoint, in this layout or another, and returns what was loaded; None for "auto" if there is none
+        yet.
 
-        path: of a checkpoint; or of a folder of several, or "auto" for the run's own, of which the newest whole one is taken.
-        origin: for "auto", where the run began if that was at a checkpoint (`Restored.origin` on rank 0).
-        Returns what was loaded; None for "auto" where there is none yet. Rows of later steps leave the metrics. Raises RunError
-        on all ranks alike, with nothing changed: `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch` for another
-        model's or optimizer's; PlanError `resume-differs` for a run of other data, loss or seed.
+        All ranks call it, between two steps. It restores weights, masters, optimizer states, buffers, loss scale, position in
+        the data and the number of steps done; rows of later steps are dropped from the metrics. path: a checkpoint; or a folder
+        of several, or "auto" for the run's own folder, of which the newest intact one is loaded. origin: for "auto", the
+        checkpoint at which the run began, if any (`Restored.origin` on rank 0).
+
+        Raises RunError on all ranks alike, with nothing changed: `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
+        for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed.
         """
         self._settle()
         self.memory.require("loading a checkpoint", TO_RESTORE)
@@ -225,7 +225,9 @@ class Run(AbstractContextManager["Run"]):
         return found
 
     def before_layer(self, name: str, wait: Wait, is_due: IsDue | None = None) -> None:
-        """Calls `wait` before every use of the weights of layer `name`, recomputation included, if `is_due` says so."""
+        """Registers `wait`, which is called before every use of the weights of layer `name`, recomputation included, if
+        `is_due` says so.
+        """
         self._check_open()
         self.parts.waits.before_layer(name, wait, is_due)
 
@@ -240,10 +242,10 @@ class Run(AbstractContextManager["Run"]):
         return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpoints.counts)})
 
     def close(self) -> None:
-        """Ends threads, files and hooks; continues if one part fails to. Leaves the world open. A second call does nothing.
+        """Ends threads, files and hooks, even if some of them fail to end. Leaves the world open. A second call does nothing.
 
-        Layers are ordinary modules again, without patches, hooks or attributes of the run. A module with a sharded
-        weight raises RunError `weights-sharded` when it is called; methods of the run raise `run-closed`.
+        Layers are ordinary modules again, without patches, hooks or attributes of the run. A module with a sharded weight
+        raises RunError `weights-sharded` when it is called; methods of the run raise `run-closed`.
         """
         if self._is_closed:
             return
@@ -270,8 +272,8 @@ class Run(AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `step-failed` if exchanges of a step or an evaluation that failed may still read or write memory
-        of this run.
+        """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still read or write memory of this
+        run.
         """
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
@@ -284,7 +286,7 @@ class Run(AbstractContextManager["Run"]):
         self._checkpoints.secure()
 
     def _any_listens(self) -> bool:
-        """Returns whether any rank has listeners, where that matters: all ranks must wait alike. All ranks call it."""
+        """Returns whether any rank has listeners, if that matters: all ranks must wait alike. All ranks call it."""
         if not self.parts.weights.come_late:
             return False
         control = self.groups["control"]

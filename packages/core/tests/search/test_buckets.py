@@ -48,7 +48,7 @@ def seconds(use: str, latency_s: float, **more: float) -> tuple[float, int, int]
     )
     link = {"latency_s": latency_s, "bandwidth": 1e15, "overlap": 0.0}
     quick = Quick(plan, 2, machine_from_dict(small_machine(links__same_host=link)))
-    keep = ("pp", "sp", "wp", "micro_size", "reducer", "activations")
+    keep = ("pp", "sp", "wp", "micro_size", "reducer", "activations", "offload")
     found = InOrder(Layouts(plan, 2, choices_of(plan), keep), quick).next()
     assert found is not None
     if use == "core.each":

@@ -1,4 +1,4 @@
-"""`dp.bucketed`: every gradient summed in flat buckets while the backward runs."""
+"""`dp.bucketed`: sums gradients in flat buckets during the backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Bucketed(BucketReducer):
-    """The same sums as `core.each`, or with `reduction = "bf16"` within 2^-7 of them."""
+    """Sums gradients in buckets, exactly as `core.each` does, or with `reduction = "bf16"` within 2^-7 of that."""
 
     def __init__(self, config: BucketedConfig) -> None:
         sent = SentBytes()
@@ -25,13 +25,13 @@ class Bucketed(BucketReducer):
         self._wire = WIRE if config.reduction == "bf16" else None
 
     def attach(self, parts: Parts) -> None:
-        """As `BucketReducer.attach`; where the run's sums are canonical, sums are those."""
+        """Lays the store out as `BucketReducer.attach` does; with canonical sums in the run, uses those."""
         if parts.store.canonical is not None:
             self.sums = TreeSums(parts.store, self._sent)
         super().attach(parts)
 
     def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns the sum of each bucket, in the order in which they are filled; None where sums are canonical."""
+        """Returns the all-reduce of each bucket, in the order in which they are filled; None with canonical sums."""
         if self._store.canonical is not None:
             return None
         itemsize = (self._wire or self._store.dtype).itemsize

@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 def fill(items: Iterable[Item], num_bytes: Callable[[Item], int], cap_bytes: float) -> list[list[Item]]:
     """Returns `items` in their order, cut into as few buckets of at most `cap_bytes` as that order allows.
 
-    An item larger than the cap has a bucket of its own. Nothing is split, reordered or dropped.
+    An item larger than the cap gets a bucket of its own. Nothing is split, reordered or dropped.
     """
     buckets: list[list[Item]] = []
     room = -1.0

@@ -13,13 +13,15 @@ BF16_TOLERANCE = 2**-7
 
 
 class ReducerConfig(Table):
-    """What every reducer of `dp` has."""
+    """The keys that every reducer of `dp` has."""
 
     bucket_mb: PositiveFloat = 25.0
-    """MiB of gradients per bucket; a parameter that is larger has one of its own."""
+    """MiB of gradients per bucket; a larger parameter gets a bucket of its own."""
 
     start: Literal["check", "broadcast"] = "check"
-    """Replicas that do not start equal: refused before the first step, or given the first one's weights and buffers."""
+    """What to do with replicas that do not start equal: refuse them before the first step, or give them the first one's weights
+    and buffers.
+    """
 
     @property
     def bucket_bytes(self) -> float:
@@ -28,32 +30,34 @@ class ReducerConfig(Table):
 
 
 class BucketedConfig(ReducerConfig):
-    """Sums gradients over the ranks that share a weight, bucket by bucket, while the backward runs."""
+    """Sums gradients over the ranks that share a weight, bucket by bucket, during the backward."""
 
     reduction: Literal["same", "bf16"] = "same"
-    """The format in which gradients travel: that of accumulation, or bf16, half of fp32's bytes and not exact."""
+    """The format in which gradients are sent: that of accumulation, or bf16, half of fp32's bytes and not exact."""
 
     @property
     def tolerance(self) -> float:
-        """The relative error that a sum may have; 0 where it is the sum itself."""
+        """The relative error that a sum may have; 0 if the sum is exact."""
         return BF16_TOLERANCE if self.reduction == "bf16" else 0.0
 
 
 class ShardedConfig(ReducerConfig):
-    """Sums gradients over the ranks that share a weight, and leaves each of them a part to step: its masters and states."""
+    """Reduce-scatters gradients over the ranks that share a weight; each rank steps its part, with the masters and states of
+    that part.
+    """
 
     shards: Annotated[int, Field(ge=2)] | None = None
-    """How many ranks share one copy of masters and states, neighbours each; left out, all that share a weight."""
+    """How many neighbouring ranks share one copy of masters and states; left out, all ranks that share a weight."""
 
 
 class PowerSGDConfig(ReducerConfig):
-    """Sums low-rank approximations of gradients; what one step leaves out is added to the next."""
+    """Sums low-rank approximations of gradients; the error of a step is added to the next step's gradients."""
 
     rank: Positive = 4
-    """Columns of the two factors that a matrix travels as; more are closer and larger."""
+    """Columns of the two factors that are sent for a matrix; more columns are more accurate and larger."""
 
     start_step: Positive = 1
-    """The first step to compress, counted from 1 as in `metrics.jsonl`; those before it have plain sums."""
+    """The first step to compress, counted from 1 as in `metrics.jsonl`; earlier steps have exact sums."""
 
     error_feedback: bool = True
-    """Keep what a step leaves out and add it to the next one's gradient; it takes a copy of the gradients."""
+    """Keep the error of a step and add it to the next step's gradients; this takes a copy of the gradients."""

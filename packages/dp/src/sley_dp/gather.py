@@ -1,4 +1,4 @@
-"""Gathers of weights of which every rank has stepped a part, while the next forward runs.
+"""All-gathers weights of which every rank has stepped a part, during the next forward.
 
 update | gathers start, the first layer's first | layer 0 waits for its buckets | layer 1 ... | finish, before the next update
 """
@@ -30,7 +30,7 @@ class WeightGathers:
         self._leaving: list[Work] = []
 
     def start(self) -> None:
-        """Starts to gather every buffer; its part of this rank stays as it is until `finish`."""
+        """Starts to gather every buffer; this rank's part must not be written until `finish`."""
         self.finish()
         for at, (buffer, cut) in enumerate(self.buffers):
             # The ranks that share a copy, on a lane of their own, after the same updates, in the order of `buffers`.
@@ -39,11 +39,13 @@ class WeightGathers:
             self._under_way[at] = transport.all_gather([buffer.data], [own_part(buffer, cut)], what=what)
 
     def is_due(self, numbers: Iterable[int]) -> bool:
-        """Returns whether `wait_for` would wait: a matter of what was called, so the same on all ranks that run alike."""
+        """Returns whether `wait_for` would wait; this depends only on the calls so far, so it is the same on all ranks that run
+        alike.
+        """
         return any(at in self._under_way for at in numbers)
 
     def wait_for(self, numbers: Iterable[int]) -> None:
-        """Blocks until the buffers of these numbers are whole."""
+        """Blocks until the buffers with these numbers are complete."""
         for at in numbers:
             work = self._under_way.pop(at, None)
             if work is not None:
@@ -51,11 +53,11 @@ class WeightGathers:
                 self._leaving.append(work)
 
     def wait(self) -> None:
-        """Blocks until all buffers are whole."""
+        """Blocks until all buffers are complete."""
         self.wait_for(range(len(self.buffers)))
 
     def finish(self) -> None:
-        """Blocks until all buffers are whole and no other rank reads them any more."""
+        """Blocks until all buffers are complete and no other rank reads from them any more."""
         self.wait()
         for work in self._leaving:
             work.wait_sent()

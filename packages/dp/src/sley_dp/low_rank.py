@@ -31,10 +31,10 @@ def as_matrix(gradient: Tensor, rank: int) -> Tensor | None:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the span of `columns`, as many columns; arbitrary ones fill up a missing rank.
+    """Returns an orthonormal basis of the span of `columns`, with as many columns; arbitrary ones replace a missing rank.
 
-    By QR, never by Gram-Schmidt: for a zero gradient this still gives a basis, from which the next step's power
-    iteration can recover. Zeros would stay zeros, and the parameter would be trained no more.
+    By QR, never by Gram-Schmidt: for a zero gradient QR still gives a basis, from which the next step's power iteration can
+    recover. Zeros would stay zeros, and the parameter would never be trained again.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
@@ -55,7 +55,7 @@ class LowRank:
 
     @classmethod
     def restored(cls, q: Tensor, error: Tensor | None) -> LowRank:
-        """Returns the state that had these."""
+        """Returns the state with these tensors."""
         state = cls.__new__(cls)
         state.q, state.error = q, error
         return state

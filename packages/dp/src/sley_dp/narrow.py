@@ -1,10 +1,10 @@
-"""Sums that travel as bf16 and are added in fp32.
+"""Sums that are sent as bf16 and added in fp32.
 
     my slices ──all-to-all──> every rank's share of my slice ──added in fp32──> bf16 ──all-gather──> the full sum
 
-An all-reduce of bf16 tensors, which gloo and NCCL offer too, adds in bf16: every rank rounds once more, and from 256 equal
-terms on a sum stands still. Here each term is rounded once and the sum once, however many ranks there are, for the same
-bytes on the wire; and all ranks hold the same bits.
+An all-reduce of bf16 tensors, which gloo and NCCL also offer, adds in bf16: every rank rounds once more, and from 256 equal
+terms on a sum stops growing. Here each term is rounded once and the sum once, however many ranks there are, for the same bytes
+on the wire; and all ranks hold the same bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`dp.powersgd`: gradients travel as low-rank approximations (see `low_rank`).
+"""`dp.powersgd`: gradients are sent as low-rank approximations (see `low_rank`).
 
-Two collectives per bucket: the first, of P and of all gradients not worth compressing, overlaps with the backward; the
-second, of Q, runs at the step's end. The state belongs to a parameter, not to a bucket, so a new layout loses nothing.
+Two collectives per bucket: the first, of P and of all gradients not worth compressing, overlaps with the backward; the second,
+of Q, runs at the step's end. The state belongs to a parameter, not to a bucket, so a new layout loses nothing.
 
 The algorithm is that of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook, which is its oracle in the tests; docs/adr
 says why that code itself is not used.
@@ -86,7 +86,7 @@ class LowRankSums(Sums):
         self._under_way: list[_Factors] = []
 
     def keep(self, entries: Iterable[Entry]) -> None:
-        """Drops the state of all entries but these: the error kept for a parameter is out of date after it was frozen."""
+        """Drops the state of all other entries: a parameter's error is out of date after the parameter was frozen."""
         self._states = {entry: self._states[entry] for entry in entries if entry in self._states}
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -97,7 +97,7 @@ class LowRankSums(Sums):
                 yield f"{entry.name}.error", state.error
 
     def restore(self, kept: Mapping[str, Tensor], entries: Iterable[Entry]) -> None:
-        """Takes what `held` yielded, for those of `entries` that had a state; the others begin anew."""
+        """Restores what `held` yielded, for those of `entries` that had a state; the others begin anew."""
         self._states = {}
         for entry in entries:
             if (q := kept.get(f"{entry.name}.q")) is not None:
@@ -154,7 +154,7 @@ class LowRankSums(Sums):
 
 
 class PowerSGD(BucketReducer):
-    """Exact sums before `start_step`, approximate ones from then on."""
+    """Computes exact sums before `start_step`, approximate ones from then on."""
 
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config = config
@@ -176,11 +176,11 @@ class PowerSGD(BucketReducer):
         self.sums = self._low_rank if step.step + 1 >= self.config.start_step else self._exact
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields what is kept from one step to the next, for those who move memory."""
+        """Yields the tensors that are kept from one step to the next, for code that offloads memory."""
         return self._low_rank.held()
 
     def kept(self) -> dict[str, Tensor]:
-        """Returns the factors and errors too: with them the next approximation is the one that it would have been."""
+        """Returns the factors and errors too: with them a resumed run computes the same approximations."""
         return super().kept() | dict(self._low_rank.held())
 
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""A reducer of buckets: sums each as soon as its last gradient is there.
+"""A bucket reducer: sums each bucket as soon as its last gradient is complete.
 
-A bucket is a stretch of the gradient store, so nothing is copied to reduce it and the optimizer reads the result where it
-lies. Buckets are filled in reverse order of use; after the first step once more, in the order in which that step's backward
-really completed the gradients.
+A bucket is a slice of the gradient store, so nothing is copied to reduce it and the optimizer reads the result in place.
+Buckets are filled in reverse order of use, and after the first step once more, in the order in which that step's backward
+actually completed the gradients.
 
     backward   |---- block 7 ----|---- block 6 ----|---- block 5 ----| ...
     reduction                    |-- bucket 0 --|  |-- bucket 1 --|
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Bucket:
-    """A buffer of the store, and how many of its gradients are not complete yet in this step."""
+    """Holds a buffer of the store, and the number of its gradients that are not complete yet in this step."""
 
     buffer: GradientBuffer
     missing: int = 0
@@ -45,7 +45,7 @@ class Bucket:
 class BucketReducer(GradientHandler):
     """Sums each entry over its reduce group by `sums`, once per optimizer step, overlapped with the last backward.
 
-    sent: counts what `sums`, and others that a subclass puts in its place, send.
+    sent: counts the bytes sent by `sums`, and by whatever a subclass uses instead.
     """
 
     def __init__(self, config: ReducerConfig, sums: Sums, sent: SentBytes) -> None:
@@ -92,7 +92,7 @@ class BucketReducer(GradientHandler):
             bucket.missing = len(bucket.buffer.entries)
 
     def laid_out(self) -> None:
-        """Called after the buckets have changed: some entries may be new, some gone. For subclasses."""
+        """Called after the buckets have changed: entries may have been added or removed. For subclasses."""
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
         """Starts the sum of the bucket of `entry` if it is complete now. Called in one order on all ranks of the group."""
@@ -112,7 +112,7 @@ class BucketReducer(GradientHandler):
         self._has_finished_a_step = True
 
     def trim(self) -> int:
-        """Frees what the sums of the next step can allocate anew; returns its bytes. Called between two steps."""
+        """Frees what the sums of the next step can allocate again; returns the number of bytes. Called between two steps."""
         return self.sums.trim()
 
     def counts(self) -> dict[str, float]:
@@ -120,9 +120,9 @@ class BucketReducer(GradientHandler):
         return self._sent.counts()
 
     def kept(self) -> dict[str, Tensor]:
-        """Returns the order of the buckets, or that in which the first step completed gradients, for a checkpoint.
+        """Returns, for a checkpoint, the order of the buckets, or that in which the first step completed gradients.
 
-        Buckets lie by it, and so does the order of additions, in a norm and on the way: the bits depend on it.
+        The order decides where buckets lie and in which order norms and sums are added, so the bits depend on it.
         """
         if self._order is None and not self._has_finished_a_step:
             return {}
@@ -130,7 +130,7 @@ class BucketReducer(GradientHandler):
         return {name: torch.tensor([entry.index for entry in order])}
 
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
-        """Lays buckets out as they were, or will from the next step on; without anything kept, leaves them."""
+        """Lays buckets out as they were, or will be from the next step on; with an empty mapping, changes nothing."""
         self._has_finished_a_step |= "seen" in kept or "order" in kept
         entries = self._parts.book.entries
         if "seen" in kept:

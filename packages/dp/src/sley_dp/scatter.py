@@ -1,8 +1,8 @@
-"""Sums of buckets of which every rank keeps one part.
+"""Sums buckets of which every rank keeps one part.
 
     reduce-scatter over the ranks that share a copy ──> all-reduce of the part over the ranks that hold the same one
 
-The second only where a copy is shared by fewer ranks than reduce together.
+The second is only needed if a copy is shared by fewer ranks than reduce together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import GradientBuffer
 
 NUM_SLOTS = 2
-"""Sums in flight at a time, where what comes from peers needs scratch memory; this bounds that memory."""
+"""Sums in flight at a time if data from peers needs scratch memory; this bounds that memory."""
 
 
 class ShardSums(Sums):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUMS = "sums"
 WEIGHTS = "weights"
-"""The lanes of ranks that share a copy: a gather of weights, which may wait for a layer, must not hold up a sum."""
+"""The lanes of ranks that share a copy: a gather of weights, which may wait for a layer, must not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:
@@ -60,7 +60,9 @@ def check_shards(topology: Topology, shards: int | None, number: int) -> Iterato
 
 
 def check_one_copy(topology: Topology, shards: int | None, number: int) -> Iterator[Problem]:
-    """Yields a problem for several copies of the states, whose ranks sum among themselves first, where sums have one order."""
+    """Yields a problem if there are several copies of the states, whose ranks would sum among themselves first, but sums must
+    be canonical.
+    """
     sizes = [topology.size_of(axis) for axis in reduce_groups(topology)]
     if shards is not None and any(shards < size for size in sizes):
         message = f"`shards = {shards}` adds up {max(sizes) // shards} copies apart, and sums of the plan are canonical"

@@ -3,7 +3,8 @@
     backward   |---- block 7 ----|---- block 6 ----| ...      update      next forward  |---- block 0 ----|---- block 1 ----|
     reduce-scatter               |-- bucket 0 --|  ...     own part only   all-gather   |-- bucket n --|  |-- bucket n-1 --|
 
-Rajbhandari, Rasley, Ruwase, He (2020), ZeRO, section 5.1. Buckets are planned once: masters and states lie by them.
+Rajbhandari, Rasley, Ruwase, He (2020), ZeRO, section 5.1. Buckets are planned once, since masters and states follow their
+layout.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Sharded(GradientHandler):
-    """Leaves to each rank its part of every sum; the weights that other ranks step come before they are used next."""
+    """Leaves each rank its part of every sum to step; weights that other ranks step are all-gathered before their next use."""
 
     def __init__(self, config: ShardedConfig) -> None:
         self._cap_bytes = config.bucket_mb * (1 << 20)
@@ -39,7 +40,7 @@ class Sharded(GradientHandler):
         self._bucket_of: dict[Entry, Bucket] = {}
 
     def attach(self, parts: Parts) -> None:
-        """Lays out gradients and weights in buckets, alike, and lets layers wait for their weights.
+        """Lays out gradients and weights in the same buckets, and makes layers wait for their weights.
 
         With `start = "broadcast"` copies the first replica's values, a collective on all ranks.
         """
@@ -60,7 +61,7 @@ class Sharded(GradientHandler):
         self._let_layers_wait(parts)
 
     def begin_step(self, step: StepState) -> None:
-        """Ends what a failed step left in flight, and counts missing gradients anew."""
+        """Ends what a failed step left in flight, and resets the counts of missing gradients."""
         self.sums.forget()
         for bucket in self.buckets:
             bucket.missing = len(bucket.buffer.entries)
@@ -77,15 +78,17 @@ class Sharded(GradientHandler):
             self.sums.start(bucket.buffer, self._parts.groups[bucket.buffer.cut.axis])
 
     def finish_step(self, step: StepState) -> None:
-        """Blocks until this rank's parts hold their sums, and its weights may be written; asserts that every gradient came."""
+        """Blocks until this rank's parts hold their sums, and its weights may be written; asserts that every gradient was
+        complete.
+        """
         for bucket in self.buckets:
             assert bucket.missing == 0, f"{bucket.missing} gradients of {bucket.buffer.entries} never came"
         self.sums.finish()
         self.gathers.finish()  # those of layers that were not called in this step, too
 
     def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns a reduce-scatter for each bucket, sums over other copies of the shards, and gathers of weights in the order
-        of the forward; None where sums are canonical.
+        """Returns a reduce-scatter for each bucket, sums over other copies of the shards, and all-gathers of weights in forward
+        order; None with canonical sums.
         """
         if self._parts.store.canonical is not None:
             return None
@@ -110,8 +113,8 @@ class Sharded(GradientHandler):
     def _plan(self, entries: list[Entry]) -> Layout:
         """Returns buckets per family, filled in the order given, each with this rank's cut.
 
-        Ties across stages go by name, so that ranks of all stages that hold one have the same elements of it. Entries whose
-        reduce group has one rank lie in no bucket, and are stepped whole.
+        Ties across stages are ordered by name, so that ranks of all stages that hold one have the same elements of it. Entries
+        whose reduce group has one rank lie in no bucket, and are stepped in full.
         """
         families: dict[tuple[object, ...], list[Entry]] = {}
         loose: list[Entry] = []

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class Sums(Protocol):
-    """One way of summing.
+    """Sums buckets in one particular way.
 
          start* ──> finish ──> start* ──> finish ...
             └─────> forget ────────┘             (a step that failed)
 
-    All ranks of a group call `start` for the same buckets in the same order, so collectives may be issued in it. Each
-    counts in `sent`, made by the reducer, what this rank sends.
+    All ranks of a group call `start` for the same buckets in the same order, so it may issue collectives. Each counts in
+    `sent`, made by the reducer, what this rank sends.
     """
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
@@ -29,7 +29,7 @@ class Sums(Protocol):
         """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
     def trim(self) -> int:
-        """Frees what the next sums can allocate anew, between two steps; returns its bytes."""
+        """Frees, between two steps, what the next sums can allocate again; returns the number of bytes."""
         return 0
 
 

@@ -14,47 +14,50 @@ class CommunicatorConfig(Table):
     """Shards linears and embeddings along their first dim, and gathers them just before they are used."""
 
     overlap: bool = True
-    """Gather ahead and reduce in the background; false waits for each exchange at once, and gives the same bits."""
+    """Prefetch and reduce in the background; false waits for each exchange at once, and gives the same bits."""
 
     unit: Literal["layer", "module"] = "layer"
     """What is gathered at a time: all sharded weights of a layer, or those of one module."""
 
     ahead: NonNegative = 1
-    """How many units are gathered before they are needed."""
+    """Number of units to prefetch."""
 
     launch: str = ANYWHERE
-    """Just before which module of a layer, by its name within it or a pattern of names, the gathers ahead start:
-    `"attention"`, `"attention.output"`, `"feed_forward"`. In a layer that has none, and left out: at the first sharded one.
+    """The module of a layer just before which prefetches start, by its name within the layer or a pattern of names:
+    `"attention"`, `"attention.output"`, `"feed_forward"`. In a layer without such a module, and if left out: the first sharded
+    one.
 
-    For `unit = "layer"`, in forwards and recomputations; a backward starts them at once.
+    For `unit = "layer"`, in forwards and recomputations; a backward starts prefetches at once.
     """
 
     fused: bool = True
-    """Reduce the weight gradients of a unit in one exchange, as its weights are gathered; false: one per module."""
+    """Reduce the weight gradients of a unit in one exchange, as its weights are gathered; false: one exchange per module."""
 
     reduce: Literal["micro_batch", "step"] = "micro_batch"
     """When weight gradients are reduced: after every micro-batch, or summed at full size and reduced once per step.
 
-    Per step is one exchange instead of one per micro-batch, for memory: every sharded weight of the rank has a gradient
-    of its full size from its first backward to the last, in `precision.gradients`.
+    Once per step is one exchange instead of one per micro-batch, for more memory: every sharded weight of the rank has a
+    full-size gradient from its first backward to the last, in `precision.gradients`.
     """
 
     reductions: Positive | None = None
-    """How many exchanges of gradients may be live at once, the one being written included; each takes the full size.
+    """How many exchanges of gradients may be live at once, including the one being written; each takes the full size.
 
     Left out: two fused ones, or those of four modules.
     """
 
     head: Literal["gather", "vocabulary"] = "gather"
-    """What the model's last linear does: gather its weight like any other; or keep its rows, the vocabulary's slice, and take
-    the tokens of all `wp` ranks instead, for `core.cross_entropy`."""
+    """What the model's last linear does: gather its weight like any other; or keep its rows, a slice of the vocabulary, and
+    process the tokens of all `wp` ranks instead, for `core.cross_entropy`.
+    """
 
     embedding: Literal["gather", "hidden"] = "gather"
     """What plain embeddings do: gather their tables, cut by rows; or keep their columns, look these up for the tokens of all
-    `wp` ranks, and swap the parts of vectors."""
+    `wp` ranks, and swap the parts of vectors.
+    """
 
     pool: Annotated[str, RecordReference("memory_pools")] = "isp.slots"
-    """Where buffers for whole weights and gradients come from."""
+    """The pool of buffers for full-size weights and gradients."""
 
     @property
     def bound(self) -> int:
@@ -63,17 +66,17 @@ class CommunicatorConfig(Table):
 
 
 class AllToAllConfig(SequenceConfig):
-    """Swaps slices of all heads for whole sequences of some heads before attention, and back after it."""
+    """Exchanges slices of all heads for whole sequences of some heads before attention, and back after it."""
 
     modules: Array[str] = ()
     """More attention modules, by patterns of their names (`"*.attend"`): called with `q, k, v`, they return the context."""
 
     apart: Array[str] = ()
-    """Convolutions and recurrent modules, by patterns of their names, that see one position at a time all the same."""
+    """Convolutions and recurrent modules, by patterns of their names, that nevertheless see one position at a time."""
 
 
 class SlotsConfig(Table):
-    """Keeps the buffers that come back, by size, and lends them again."""
+    """Keeps returned buffers, by size, and lends them again."""
 
 
 class FreshConfig(Table):

@@ -1,7 +1,7 @@
 """When full weights are gathered and when they are resharded: pure decisions, no torch.
 
-A *unit* is what is gathered at a time (a layer's weights, or one module's). A *pass* is what a rank runs in one go: the
-forward or the backward of a chunk. The machine is told of passes and uses, and answers with what to drop and to gather:
+A *unit* is what is gathered at a time (a layer's weights, or one module's). A *pass* is what a rank runs in one go: the forward
+or the backward of a chunk. The state machine receives passes and uses, and answers with the units to drop and to gather:
 
                     known order: prefetched
             ┌────────────────────────────────────────┐
@@ -14,9 +14,9 @@ forward or the backward of a chunk. The machine is told of passes and uses, and 
     step:    F0: a b c h     B0: h c b a     F0: a b c h     ...      known after each kind of pass ran once
     ahead=1  gathered at     |  at use of:   a -> b, b -> c, c -> h, h -> c (of B0), c -> b, ...
 
-The order of uses is learned from a pass of each kind and chunk, followed while it proves right, and learned again from a
-pass that went another way. Nothing is gathered for a pass whose order is not known, nor beyond the last pass of a step,
-so no gather outlives the weights that it was made of. All ranks of a group run the same passes and so decide alike.
+The order of uses is learned from a pass of each kind and chunk, followed while it proves right, and learned again from a pass
+that took another order. Nothing is gathered for a pass whose order is not known, nor beyond the last pass of a step, so no
+gather outlives the weights that it was made of. All ranks of a group run the same passes and so decide alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Key = Hashable
 
 @dataclass
 class Decision:
-    """Units to drop and then to gather, in this order; the unit that is needed now is gathered first."""
+    """Lists units to drop and then to gather, in this order; the unit that is needed now is gathered first."""
 
     drop: list[Unit] = field(default_factory=list)
     gather: list[Unit] = field(default_factory=list)

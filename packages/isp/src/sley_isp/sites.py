@@ -6,9 +6,9 @@
 
 Autograd sees the shard as an input, so that it runs the backward, and gets None as its gradient: none is allocated.
 
-A backward uses the weights also where the input needs no gradient. Whether it does may depend on the data, which are others
-on other ranks of `wp`: a linear called once on what nothing is trained before needs no weight, called again, on its own
-output, it does. Ranks gather the same units in one order only if neither number matters.
+A backward gathers the weights even if the input needs no gradient. Whether it does may depend on the data, which differ between
+ranks of `wp`: a linear called once, with nothing trained before it, needs no weight in its backward; called again, on its own
+output, it does. Ranks gather the same units in one order only if none of this matters.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class SizeClassesConfig(Table):
     """Keeps blocks by rounded size, and lends views of them: buffers of almost equal sizes share memory."""
 
     per_doubling: Literal[1, 2, 4, 8, 16] = 8
-    """Sizes of blocks between one power of two and the next; with 8, a block is at most an eighth larger than asked for."""
+    """Sizes of blocks between one power of two and the next; with 8, a block is at most an eighth larger than the request."""
 
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
@@ -34,10 +34,10 @@ ALL: tuple[Part, ...] = (
 
 
 class OffloadConfig(Table):
-    """Moves memory to the host and back, in copies beside the device's other work."""
+    """Moves memory to the host and back, in copies that overlap with the device's other work."""
 
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
-    """Megabytes that leave or come at a time; with `between_steps`, the weights that are stepped at a time."""
+    """Megabytes that are moved at a time; with `between_steps`, megabytes of weights that are stepped at a time."""
 
     host_budget_mb: Annotated[float, Field(ge=0)] | None = None
     """Megabytes of host memory that may be page-locked for this; more is pageable, with a warning. Left out, no limit."""
@@ -49,21 +49,21 @@ class OffloadConfig(Table):
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks share the host's copies of what they hold alike."""
+        """Whether ranks share host copies of what they have in common."""
         return False
 
     @property
     def steps_in_buckets(self) -> bool:
-        """Whether optimizer states are here only while their weights are stepped."""
+        """Whether optimizer states are on the device only while their weights are stepped."""
         return False
 
 
 class CopiedConfig(OffloadConfig):
-    """Copies memory to the host, as a whole or, with other ranks, in parts."""
+    """Copies memory to the host, in full or, together with other ranks, in parts."""
 
     shared: bool = False
-    """Whether ranks of `wdp` that hold the same keep a part of it each, and gather it as it comes back. All ranks of the run
-    must then offload and onload the same parts in the same order.
+    """Whether ranks of `wdp` with the same contents keep a part of them each, and gather them on the way back. All ranks of the
+    run must then offload and onload the same parts in the same order.
     """
 
     @property
@@ -91,7 +91,9 @@ class StatesConfig(CopiedConfig):
     """Moves the optimizer's states, such as AdamW's moments."""
 
     when: Literal["idle", "between_steps"] = "idle"
-    """`"idle"`: when the program calls `run.memory.offload()`. `"between_steps"`: away but while their weights are stepped."""
+    """`"idle"`: offload when the program calls `run.memory.offload()`. `"between_steps"`: keep states away except while their
+    weights are stepped.
+    """
 
     @property
     def moves(self) -> tuple[Part, ...]:
@@ -103,7 +105,7 @@ class StatesConfig(CopiedConfig):
 
 
 class GradientsConfig(OffloadConfig):
-    """Frees gradients, and makes their memory anew."""
+    """Frees gradients, and allocates their memory again."""
 
     @property
     def moves(self) -> tuple[Part, ...]:
@@ -111,7 +113,7 @@ class GradientsConfig(OffloadConfig):
 
 
 class EverythingConfig(CopiedConfig):
-    """Moves all that a run holds between two steps, or the parts that `parts` names."""
+    """Moves everything that a run holds between two steps, or the parts that `parts` names."""
 
     parts: Annotated[Array[Part], Field(min_length=1)] = ALL
     """Which parts: gradients are freed, pools and messages trimmed, all others copied."""
@@ -134,26 +136,26 @@ class HostOptimizerConfig(OffloadConfig):
 
 
 class HostConfig(Table):
-    """What chosen layers save for their backward waits on the host, and comes back ahead of its use."""
+    """Offloads what chosen layers save for their backward to the host, and prefetches it back."""
 
     layers: Layers | None = None
-    """Which: the first so many blocks, or names and patterns of names (`"blocks.1*"`); left out, all blocks.
+    """Which layers: the number of first blocks, or names and patterns of names (`"blocks.1*"`); left out, all blocks.
 
     Blocks are all layers but the first and the last.
     """
 
     min_bytes: NonNegative = 65536
-    """Storages smaller than this stay: a copy of one takes longer than its bytes are worth."""
+    """Smaller storages stay: copying them takes longer than their bytes are worth."""
 
     budget_bytes: NonNegative | None = None
-    """How many bytes may be on the host at one time; what would exceed it stays on the device, and is counted."""
+    """The most bytes on the host at one time; what would exceed it stays on the device, and is counted."""
 
 
 class SelectiveConfig(Table):
-    """Layers run again in their backward, as with `core.recompute`, but for their attention, whose output is kept."""
+    """Recomputes layers in their backward, as `core.recompute` does, except for their attention, whose output is kept."""
 
     layers: Layers | None = None
-    """Which: the first so many blocks, or names and patterns of names; left out, all blocks."""
+    """Which layers: the number of first blocks, or names and patterns of names; left out, all blocks."""
 
     budget_bytes: NonNegative | None = None
-    """How many bytes of attention may be kept at one time; what would exceed it is computed again, and counted."""
+    """The most bytes of attention kept at one time; what would exceed it is recomputed, and counted."""

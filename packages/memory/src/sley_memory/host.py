@@ -1,11 +1,11 @@
-"""`memory.host`: what chosen layers save for their backward waits on the host.
+"""`memory.host`: offloads to the host what chosen layers save for their backward.
 
     forward of layer k     autograd saves ──> copied to the host ──> the device's memory is free at the end of layer k + 1
     backward of layer k+1  begins ──> what layer k saved comes back while it computes
     backward of layer k    finds it there
 
-The gradient of a layer's output says that its backward begins. Copies have a stream of their own, on which they keep their
-order, so host buffers are used again without waiting.
+The gradient of a layer's output shows that its backward begins. Copies have their own stream, which keeps them in order, so
+host buffers are reused without waiting.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class Visit:
-    """One call of a layer: what it saved and is on its way. Keeps none of it alive.
+    """Tracks one call of a layer: what it saved that is in flight. Keeps none of it alive.
 
-    stayed: what found no room on the host.
+    stayed: what did not fit on the host.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Visit:
 
 
 class HostActivations(ActivationPolicy):
-    """Moves what the layers `names` save to the host, and brings it back ahead of its use."""
+    """Moves what the layers `names` save to the host, and prefetches it back."""
 
     def __init__(self, config: HostConfig, names: frozenset[str]) -> None:
         self.config = config
@@ -64,7 +64,7 @@ class HostActivations(ActivationPolicy):
         self.tally = HostTally()
 
     def attach(self, parts: Parts) -> None:
-        """Takes a stream of copies of this rank's device, and the run's parts, whose memory stays."""
+        """Takes a copy stream of this rank's device, and the run's parts, whose memory stays."""
         device = parts.world.device
         self._parts = parts
         self._owners = Owners(parts)
@@ -72,7 +72,7 @@ class HostActivations(ActivationPolicy):
         self.buffers = HostBuffers(device.host_memory, self._stream, self.config.budget_bytes)
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Forgets what a failed step left: its copies may be under way, so the device waits for them."""
+        """Discards what a failed step left: its copies may be in flight, so the device waits for them."""
         if self._parts is None:
             return
         self._let_go()
@@ -81,7 +81,7 @@ class HostActivations(ActivationPolicy):
         self._owners.begin()
 
     def detach(self) -> None:
-        """Frees the host's memory."""
+        """Frees the host memory."""
         if self._parts is not None:
             self._let_go()
             self._last.clear()
@@ -92,13 +92,13 @@ class HostActivations(ActivationPolicy):
         return () if self._parts is None else self.buffers.held()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns bytes moved and kept, copies, seconds of the host in them, and what the host's buffers hold."""
+        """Returns bytes moved and kept, copies, the host's seconds in them, and the bytes of the host's buffers."""
         return {} if self._parts is None else self.tally.counts(self.buffers)
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns `layer(*args, **fields)`; a chosen layer's saved tensors leave when the next one is over."""
+        """Returns `layer(*args, **fields)`; a chosen layer's saved tensors leave the device when the next layer is over."""
         if self._parts is None:
             return layer(*args, **fields)
         place = micro.chunk, micro.micro
@@ -119,7 +119,7 @@ class HostActivations(ActivationPolicy):
         return output
 
     def _pack(self, tensor: Tensor, visit: Visit, fixed: set[int]) -> Handle | KeptTensor | Tensor:
-        """Returns what autograd keeps of `tensor` in its place; starts its copy to the host if it is to leave."""
+        """Returns what autograd keeps in place of `tensor`; starts its copy to the host if it is to leave."""
         if not self._may_leave(tensor, fixed):
             return _kept(tensor)
         key = key_of(tensor)
@@ -144,7 +144,7 @@ class HostActivations(ActivationPolicy):
         return key_of(tensor) in self._moved or not self._owners.have(tensor)
 
     def _send(self, tensor: Tensor) -> MovedStorage | None:
-        """Starts to copy the storage of `tensor` to the host; returns None, and counts it, if that is over the budget."""
+        """Starts to copy the storage of `tensor` to the host; returns None, and counts it, if that exceeds the budget."""
         num_bytes = tensor.untyped_storage().nbytes()
         began = time.perf_counter()
         buffer = self.buffers.take(num_bytes)
@@ -157,7 +157,7 @@ class HostActivations(ActivationPolicy):
         return moved
 
     def _unpack(self, packed: Handle | KeptTensor | Tensor) -> Tensor:
-        """Returns what autograd saved, on the device. May be asked again, for as long as autograd keeps it."""
+        """Returns what autograd saved, on the device. May be called again, as long as autograd keeps it."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Handle) and self._fetch(packed.moved):
@@ -165,7 +165,7 @@ class HostActivations(ActivationPolicy):
         return packed.tensor()
 
     def _fetch_with(self, output: Any, visit: Visit) -> None:
-        """Lets what `visit` saved come back as soon as there is a gradient of `output`."""
+        """Starts to bring back what `visit` saved as soon as `output` has a gradient."""
 
         def fetch(_gradient: Tensor) -> None:
             for moved in visit.alive():
@@ -216,5 +216,5 @@ def _kept(tensor: Tensor) -> KeptTensor | Tensor:
 
 
 def build(config: HostConfig, layer_names: Sequence[str]) -> HostActivations:
-    """`memory.host`, for those of `layer_names` (the whole model's, in order) that `config.layers` chooses."""
+    """Returns `memory.host`, for those of `layer_names` (the whole model's, in order) that `config.layers` chooses."""
     return HostActivations(config, chosen(config.layers, layer_names))

@@ -19,11 +19,11 @@ SPARE = 1.25
 class HostBuffers:
     """Lends buffers that `host_memory` makes, for copies of `stream`.
 
-    budget_bytes: what is lent at one time at most; None for no limit. num_allocations: since the beginning. num_lent_bytes,
-    max_lent_bytes: asked for and lent now, and at most. num_bytes: of all buffers, lent or free.
+    budget_bytes: the most bytes lent at one time; None for no limit. num_allocations: since the beginning. num_lent_bytes,
+    max_lent_bytes: requested and lent, now and at most. num_bytes: of all buffers, lent or free.
 
-    A buffer may be given back while a copy from it is under way: the next one to write it is a copy of the same stream, behind
-    that one.
+    A buffer may be returned while a copy from it is in flight: the next copy that writes it is on the same stream, after that
+    one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class HostBuffers:
         self._free.insert(bisect_left(self._free, buffer.num_bytes, key=_size), buffer)
 
     def trim(self) -> int:
-        """Frees every buffer that is not lent; returns their bytes. Waits for copies."""
+        """Frees every buffer that is not lent; returns the number of bytes. Waits for copies."""
         return self._drop(len(self._free))
 
     def held(self) -> Iterator[tuple[str, Tensor]]:

@@ -4,8 +4,8 @@
               │ copied out       │ host alone     │ on the device again
               └──────────────────┴────────────────┴──> unpack
 
-A storage moves once, whole, however many tensors were saved of it, and in whatever geometry. Handles are all that own a
-`MovedStorage`: autograd drops them when it drops what it saved, and with the last one the host buffer is free.
+A storage is copied once, in full, however many tensors of it were saved, and with whatever shapes and strides. Only handles own
+a `MovedStorage`: autograd drops them when it drops what it saved, and with the last one the host buffer is free.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class MovedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Whether the device's memory is still held from here."""
+        """Whether this object still holds the device's memory."""
         return self._source is not None
 
     def release(self) -> None:
-        """Lets go of the device's memory; the copy must be done, or the device held until it is."""
+        """Drops the device's memory; the copy must be done, or the device held until it is."""
         if self._source is not None:
             tensor, version = self._source
             self._was_written = tensor._version != version

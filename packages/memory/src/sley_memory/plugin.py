@@ -66,6 +66,7 @@ def sley_activation_policies() -> list[ActivationPolicyRecord]:
             name="host",
             config=HostConfig,
             build="sley_memory.host:build",
+            variants=AS_IT_IS,
             copies=True,
             summary="What chosen layers save for their backward waits on the host.",
         ),
@@ -81,26 +82,46 @@ def sley_activation_policies() -> list[ActivationPolicyRecord]:
 
 @hookimpl
 def sley_offload_managers() -> list[OffloadManagerRecord]:
-    def record(name: str, config: type[OffloadConfig], summary: str) -> OffloadManagerRecord:
-        build = "sley_memory.offload.manager:Manager"
-        return OffloadManagerRecord(name=name, config=config, build=build, summary=summary, parts=_moves, scope=_scope)
+    def record(
+        name: str, config: type[OffloadConfig], summary: str, variants: tuple[dict[str, str], ...] = ()
+    ) -> OffloadManagerRecord:
+        return OffloadManagerRecord(
+            name=name,
+            config=config,
+            build="sley_memory.offload.manager:Manager",
+            summary=summary,
+            variants=variants,
+            parts=_moves,
+            scope=_scope,
+            swaps=_steps_in_buckets,
+        )
 
     return [
         record("weights", WeightsConfig, "Parameters and module buffers to the host and back, by call."),
         record("masters", MastersConfig, "fp32 masters to the host and back, by call."),
-        record("optimizer_states", StatesConfig, "Optimizer states, by call or between all steps."),
+        record(
+            "optimizer_states",
+            StatesConfig,
+            "Optimizer states, by call or between all steps.",
+            ({"when": "between_steps"},),
+        ),
         record("gradients", GradientsConfig, "Gradients freed and made anew, by call."),
         OffloadManagerRecord(
             name="host_optimizer",
             config=HostOptimizerConfig,
             build="sley_memory.offload.host_optimizer:HostOptimizer",
             summary="Masters and optimizer states on the host, which steps them there.",
+            variants=AS_IT_IS,
             parts=_moves,
             scope=_scope,
             steps_on_host=True,
         ),
         record("everything", EverythingConfig, "All of a run's memory, by call."),
     ]
+
+
+def _steps_in_buckets(config: OffloadConfig) -> bool:
+    return config.steps_in_buckets
 
 
 def _moves(config: OffloadConfig) -> tuple[str, ...]:

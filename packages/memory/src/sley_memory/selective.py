@@ -1,8 +1,8 @@
-"""`memory.selective`: layers run again in their backward, but for their attention, whose output is kept.
+"""`memory.selective`: layers are recomputed in their backward, except for their attention, whose output is kept.
 
-Attention costs most of a long sequence's second run and its output is as large as the layer's input, so to keep it buys much
-time for few bytes. A dispatch mode sees the operations of a layer's first run and keeps what attention gave; in the second run
-another gives that out again, in the same order.
+Attention costs most of a long sequence's second run, and its output is as large as the layer's input, so keeping it saves much
+time for few bytes. A dispatch mode sees the operations of a layer's first run and keeps the results of attention; in the second
+run another mode returns them, in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ATTENTION = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES i
 
 
 class KeptAttention:
-    """What attention gave in one call of a layer, first to last; None where it is computed again.
+    """Holds the results of attention in one call of a layer, first to last; None for one that is recomputed.
 
     It is kept as long as the layer's graph, so that the layer may run again as often as its backward does.
     """
@@ -55,7 +55,7 @@ class KeptAttention:
     def put(self, result: Sequence[Any], *, is_drawn: bool) -> None:
         """Keeps the result of an attention if the budget allows it.
 
-        is_drawn: whether it drew random numbers: then it must run again, or what draws after it would get other ones.
+        is_drawn: whether it drew random numbers: then it must run again, or later draws would differ.
         """
         num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
         if is_drawn or not self.tally.may_keep(num_bytes):
@@ -90,9 +90,9 @@ class KeptAttention:
 
 
 class KeptTally:
-    """Bytes of attention that are kept now and were at most, over all micro-batches in flight; and how often.
+    """Counts bytes of attention kept, now and at most, over all micro-batches in flight; and how often.
 
-    budget_bytes: how many may be kept at one time; None for no limit.
+    budget_bytes: the most bytes kept at one time; None for no limit.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -185,22 +185,22 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class SelectiveRecompute(Recompute):
-    """Runs the layers `names` again as `core.recompute` does, but for their attention."""
+    """Recomputes the layers `names` as `core.recompute` does, except for their attention."""
 
     def __init__(self, config: SelectiveConfig, names: frozenset[str]) -> None:
         super().__init__(names)
         self.tally = KeptTally(config.budget_bytes)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns what surrounds a layer's first run, and its second."""
+        """Returns the contexts of a layer's first run, and of its second."""
         kept = KeptAttention(self.tally)
         return _First(kept), _Second(kept)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns how much attention was kept, and run again, and the host's seconds in second runs."""
+        """Returns how much attention was kept, and recomputed, and the host's seconds in second runs."""
         return self.tally.counts()
 
 
 def build(config: SelectiveConfig, layer_names: Sequence[str]) -> SelectiveRecompute:
-    """`memory.selective`, for those of `layer_names` (the whole model's, in order) that `config.layers` chooses."""
+    """Returns `memory.selective`, for those of `layer_names` (the whole model's, in order) that `config.layers` chooses."""
     return SelectiveRecompute(config, chosen(config.layers, layer_names))

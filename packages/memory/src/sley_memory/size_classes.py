@@ -116,7 +116,7 @@ class SizeClasses(MemoryPool):
         return _Lease(self, shape, dtype, device)
 
     def trim(self) -> int:
-        """Frees every block that is not lent; returns their bytes."""
+        """Frees every block that is not lent; returns the number of bytes."""
         num_bytes = sum(block.num_held for blocks in self._free.values() for block in blocks)
         self._free.clear()
         self.num_bytes -= num_bytes
@@ -130,8 +130,8 @@ class SizeClasses(MemoryPool):
             yield f"free.{number}", block.memory
 
     def counts(self) -> Mapping[str, float]:
-        """Returns bytes held and lent, now and at most, what rounding wastes of them now, allocations, and the share of
-        leases that needed none.
+        """Returns bytes held and lent, now and at most, the bytes of them that rounding wastes now, allocations, and the share
+        of leases that needed none.
         """
         return {
             "held_bytes": self.num_bytes,

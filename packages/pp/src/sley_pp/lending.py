@@ -3,8 +3,8 @@
     lease ──> [ the link fills or receives it ] ──> give_back ───────────────────────────────> the pool's
                                                └──> lend ──> views, autograd, users let go ──> the pool's
 
-No order of events tells when a received tensor is free: a gradient may be a view of the received one, a layer may keep its
-input. So reference counts of the memory are looked at (`Message.is_shared`), whenever the next message is wanted.
+No order of events shows when a received tensor is free: a gradient may be a view of the received one, a layer may keep its
+input. So the memory's reference counts are checked (`Message.is_shared`), whenever the next message is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Lending:
-    """Messages on `device`, in buffers of `pool`; apart: as `Message`."""
+    """Lends messages on `device`, in buffers of `pool`; apart: as in `Message`."""
 
     def __init__(self, pool: MemoryPool, device: Device, *, apart: bool) -> None:
         self.pool = pool
@@ -58,7 +58,7 @@ class Lending:
         self._lent.append(message)
 
     def collect(self) -> None:
-        """Gives back lent messages whose tensors are all dead."""
+        """Returns to the pool the buffers of lent messages whose tensors are all dead."""
         lent, self._lent = self._lent, []
         for message in lent:
             if message.is_shared:

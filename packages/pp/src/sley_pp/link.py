@@ -1,16 +1,16 @@
 """The stage link: point-to-point messages, on one communicator to later stages and on another to earlier ones.
 
-Sends never block the next action, and receives are posted ahead, so that a message arrives while the stage computes.
-The sender announces the contents of a boundary once per batch shape (with variable sequence lengths: once per length):
+Sends never block the next action, and receives are posted ahead, so that a message arrives while the stage computes. The sender
+announces the contents of a boundary once per batch shape (with variable sequence lengths: once per length):
 
     sender    send ── known for this batch shape? ── no ──> announcement, then message
                                     └────── yes ──────────> message
     receiver  post ── may it be received now? ── no ──> waits in the queue of its direction
                                     └── yes ──────────> receive posted
 
-A receive may be posted once the peer has confirmed that it walks through the same micro-batches (`walk`), so that both ends
-know the same message sizes. An output must also be announced first, a gradient's output sent: only then are
-its tensors known. Posts wait behind one another, because a communicator delivers in order.
+A receive may be posted once the peer has confirmed that it runs the same micro-batches (`walk`), so that both ends know the
+same message sizes. Before that, an output must have been announced; for a gradient, its output must have been sent: only then
+are its tensors known. Posts wait behind one another, because a communicator delivers in order.
 
 Between two stages each communicator has messages in one direction only, whatever the placement (docs/adr/0014 says why).
 """
@@ -52,7 +52,7 @@ class _Posted:
 
 
 class Link:
-    """Point-to-point over the group `pp` of this rank's replica; at most one message per boundary and micro-batch."""
+    """Sends and receives over the group `pp` of this rank's replica; at most one message per boundary and micro-batch."""
 
     def __init__(self, config: LinkConfig) -> None:
         self._config = config
@@ -76,10 +76,10 @@ class Link:
         self._foretold = parts.foretold
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
-        """Starts a walk and, without blocking, tells `peers` its micro-batches' `keys`.
+        """Starts a walk and, without blocking, sends `peers` its micro-batches' `keys`.
 
-        Messages in flight of an earlier, failed walk are dropped. What the peers tell is compared before any other
-        message of theirs is taken; a difference raises RunError `stages-differ` in `take` or `drain`, on both ends.
+        Messages in flight of an earlier, failed walk are dropped. What the peers send is compared before any other message of
+        theirs is taken; a difference raises RunError `stages-differ` in `take` or `drain`, on both ends.
         """
         self._forget()
         self._has_backwards = False
@@ -118,8 +118,8 @@ class Link:
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """Blocks until `transfer` has arrived; returns its description and tensors. It must have been posted.
 
-        The memory is reused once none of the tensors, nor an alias of one, is alive. Raises RunError
-        `boundary-mismatch` if the sender reports one, and `stages-differ` if its step is another one.
+        The memory is reused once none of the tensors, nor an alias of one, is alive. Raises RunError `boundary-mismatch` if the
+        sender reports one, and `stages-differ` if the sender is in another step.
         """
         direction = direction_of(transfer.peer, self._stage)
         while transfer not in self._posted:
@@ -155,7 +155,7 @@ class Link:
         return self._lines.sent.counts()
 
     def trim(self) -> int:
-        """Frees the pool's buffers that no message needs, now that the step is over; returns their bytes."""
+        """Frees the pool's buffers that no message needs, now that the step is over; returns the number of bytes."""
         self._memory.collect()
         return self._pool.trim()
 
@@ -224,7 +224,7 @@ class Link:
             self._posted[transfer] = _Posted(message, pending, description)
 
     def _heard(self, transfer: Transfer) -> Description:
-        """Blocks until the peer has announced what it hands on; returns that. In a fake world it is known without."""
+        """Blocks until the peer has announced what it sends; returns that. In a fake world it is known without waiting."""
         if self._foretold is not None:
             return self._foretold(transfer.peer, transfer.peer_chunk)
         return self._announcements.hear(transfer.peer, self._announcement(transfer, "takes from"))

@@ -27,7 +27,7 @@ Size = tuple[torch.device, int]
 
 
 class Messages(MemoryPool):
-    """Lends flat buffers of a message each. num_allocations: since the beginning. num_bytes: of existing buffers."""
+    """Lends flat buffers, one per message. num_allocations: since the beginning. num_bytes: of existing buffers."""
 
     def __init__(self, config: MessagesConfig) -> None:
         self.config = config
@@ -40,11 +40,11 @@ class Messages(MemoryPool):
         self._lent = WeakTensorKeyDictionary()
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
-        """Returns a context manager that gives a buffer with undefined contents, and takes it back at its end."""
+        """Returns a context manager that lends a buffer with undefined contents, and takes it back at the end."""
         return self._lease(tuple(shape), dtype, device)
 
     def trim(self) -> int:
-        """Frees every buffer that is not lent; returns their bytes."""
+        """Frees every buffer that is not lent; returns the number of bytes."""
         num_bytes = sum(buffer.numel() for buffers in self._free.values() for buffer in buffers)
         self._free.clear()
         self.num_bytes -= num_bytes

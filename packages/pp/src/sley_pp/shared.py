@@ -1,8 +1,8 @@
 """`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of them.
 
-Every copy starts equal (same random numbers), gets the sum of all copies' gradients, and takes the same step. Since the
-sum is the last operation on a gradient before the norm, and is the same number on every holder, copies stay equal bit for
-bit. Norm, clip and counts take a tie once; the book sees to that.
+Every copy starts equal (same random numbers), gets the sum of all copies' gradients, and takes the same step. The sum is the
+last operation on a gradient before the norm, and is the same on every holder, so copies stay equal bit for bit. The book makes
+norm, clipping and counts include a tie once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SharedModules(GradientHandler):
         self._ties = sorted(entry.name for entry in parts.book if entry.tie_group is not None)
 
     def finish_step(self, step: StepState) -> None:
-        """All-reduces what this rank has of the gradient of each tie over the stages that hold it; blocks."""
+        """All-reduces this rank's gradient of each tie over the stages that hold it; blocks."""
         self._sent.begin_step()
         pending = []
         for name in self._ties:
@@ -52,7 +52,7 @@ class SharedModules(GradientHandler):
         self._sent.end_step()
 
     def exchanges(self) -> list[HandlerExchange]:
-        """Returns one sum for each tie; a tie that a reducer has cut is counted whole."""
+        """Returns one sum for each tie; a tie that a reducer has cut is counted in full."""
         size = self._store.dtype.itemsize
         entries = [self._parts.book[name] for name in self._ties]
         return [

@@ -26,13 +26,13 @@ TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
 class DataConfig(Table):
-    """What every dataset can be told."""
+    """What every `[data]` table has."""
 
     shuffle: bool = True
     """Whether each epoch has an order of its own, drawn from the seed; a stream keeps its own order."""
 
     samples_per_epoch: Positive | None = None
-    """Samples in an epoch; a run writes it into its resolved plan, and data with another number is refused."""
+    """Samples in an epoch; a run writes it into its resolved plan, and data with another number of samples are refused."""
 
 
 def _share(chosen: dict[str, Any]) -> float:
@@ -55,10 +55,10 @@ class TextConfig(DataConfig):
     """How documents become samples: "pack" keeps their boundaries, "cut" forgets them, "pad" fills each up."""
 
     separator: Annotated[str, Limits(min_length=1)] | None = None
-    """The text at which a file falls into documents; without it each file is one document."""
+    """The text at which a file is split into documents; without it each file is one document."""
 
     field: Annotated[str, Limits(min_length=1)] | None = None
-    """Files have a JSON object in each line (`.jsonl`), and this key of it is a document's text."""
+    """Set if files have a JSON object in each line (`.jsonl`): the key of a document's text."""
 
     tokenizer: PlanPath | None = None
     """A Hugging Face `tokenizer.json`, or its folder (needs `sley-core[tokenizers]`); without it tokens are bytes."""
@@ -70,8 +70,9 @@ class TextConfig(DataConfig):
     """Text files to evaluate on, instead of a share of `files`."""
 
     held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_share)
-    """The share of documents, chosen by their names, that no step trains on, with `[evaluation]` or without; left out, 0.02,
-    or nothing beside `held_out_files`."""
+    """The share of documents, chosen by their names, that are never trained on, with or without `[evaluation]`; left out, 0.02,
+    or nothing if there are `held_out_files`.
+    """
 
     @model_validator(mode="after")
     def _possible(self) -> TextConfig:
@@ -153,7 +154,7 @@ class FactoryDataConfig(DataConfig):
     """A dataset of one's own, made by `factory`; what it does not declare itself can be declared here."""
 
     fields: dict[str, FieldConfig] | None = None
-    """The fields of a batch; without it the dataset's `info` tells, or else its first sample."""
+    """The fields of a batch; left out, taken from the dataset's `info`, or else from its first sample."""
 
     vocab_size: Positive | None = None
     """Token ids are below this."""

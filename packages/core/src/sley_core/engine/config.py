@@ -18,7 +18,7 @@ class KeepConfig(Table):
 
 
 class RecomputeConfig(Table):
-    """`core.recompute`: layers keep their inputs only and run again in backward."""
+    """`core.recompute`: layers keep only their inputs and are recomputed in the backward."""
 
     fraction: Fraction = 1.0
     """The share of the model's blocks (all layers but the first and the last) that is recomputed, from the first on."""

@@ -1,11 +1,11 @@
 """The hooks of Sley. They assemble a run; none is called in the step loop.
 
-Every hook is called once, on every rank, before the first step and without communication, except the three notifications
-at the end of `plan_and_run`. Hooks return records; core indexes them by name and follows the plan's order, never the order of
+Every hook is called once, on every rank, before the first step and without communication, except the three notifications at the
+end of `plan_and_run`. Hooks return records; core indexes them by name and follows the plan's order, never the order of
 discovery or registration.
 
-Compatibility: a new hook or a new trailing argument is a minor version (pluggy passes only the arguments that an
-implementation names); removing one is announced for a minor version by a warning first.
+Compatibility: a new hook or a new trailing argument is a minor version (pluggy passes only the arguments that an implementation
+names). Before a minor version removes one, an earlier version warns.
 """
 
 from sley_core.hookspecs.markers import PROJECT, hookimpl, hookspec

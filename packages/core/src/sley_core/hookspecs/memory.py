@@ -1,4 +1,4 @@
-"""Hooks that offer what lends memory, saves it and moves it."""
+"""Hooks that offer memory pools, offload managers and activation policies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @hookspec
 def sley_memory_pools() -> Iterable[records.MemoryPoolRecord]:  # type: ignore[empty-body]
-    """Pools that lend buffers.
+    """Offers memory pools, which lend buffers.
 
     `build(config) -> MemoryPool`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -31,14 +31,14 @@ def sley_memory_pools() -> Iterable[records.MemoryPoolRecord]:  # type: ignore[e
 
 @hookspec
 def sley_offload_managers() -> Iterable[records.OffloadManagerRecord]:  # type: ignore[empty-body]
-    """Managers that move memory off the device and back, for tables `[[offload]]`.
+    """Offers managers that move memory off the device and back, for tables `[[offload]]`.
 
     `build(config) -> OffloadManager`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -53,14 +53,14 @@ def sley_offload_managers() -> Iterable[records.OffloadManagerRecord]:  # type: 
 
 @hookspec
 def sley_activation_policies() -> Iterable[records.ActivationPolicyRecord]:  # type: ignore[empty-body]
-    """Policies that decide what a layer keeps for its backward.
+    """Offers activation policies, which decide what a layer keeps for its backward.
 
     `build(config, layer_names) -> ActivationPolicy`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl

@@ -1,4 +1,4 @@
-"""Hooks by which a plugin offers what a plan can name: they return records, and a table's `use` names one of them."""
+"""Hooks through which a plugin offers what a plan can name: they return records, and a table's `use` names one of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 @hookspec
 def sley_models() -> Iterable[records.ModelRecord]:  # type: ignore[empty-body]
-    """Models that `[model] use` can name.
+    """Offers models that `[model] use` can name.
 
-    `build(config, data: DataInfo) -> layers`. Parameters take no memory while it runs; what it writes to them is written
-    again on the ranks that own them, buffers keep their values.
+    `build(config, data: DataInfo) -> layers`. Parameters take no memory while it runs: writes to them are recorded and
+    replayed on the ranks that own them. Buffers keep their values.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -32,14 +32,14 @@ def sley_models() -> Iterable[records.ModelRecord]:  # type: ignore[empty-body]
 
 @hookspec
 def sley_datasets() -> Iterable[records.DatasetRecord]:  # type: ignore[empty-body]
-    """Datasets that `[data] use` can name.
+    """Offers datasets that `[data] use` can name.
 
     `build(config, context: DataContext) -> Dataset`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -50,14 +50,14 @@ def sley_datasets() -> Iterable[records.DatasetRecord]:  # type: ignore[empty-bo
 
 @hookspec
 def sley_losses() -> Iterable[records.LossRecord]:  # type: ignore[empty-body]
-    """Losses that `[loss] use` can name.
+    """Offers losses that `[loss] use` can name.
 
-    `build(config) -> Loss: a weight from the batch alone, and a sum`.
+    `build(config) -> Loss`: a weight from the batch alone, and a sum.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -68,14 +68,14 @@ def sley_losses() -> Iterable[records.LossRecord]:  # type: ignore[empty-body]
 
 @hookspec
 def sley_optimizers() -> Iterable[records.OptimizerRecord]:  # type: ignore[empty-body]
-    """Optimizers that `[optimizer] use` can name.
+    """Offers optimizers that `[optimizer] use` can name.
 
     `build(config, groups, device) -> torch.optim.Optimizer`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -86,14 +86,14 @@ def sley_optimizers() -> Iterable[records.OptimizerRecord]:  # type: ignore[empt
 
 @hookspec
 def sley_lr_schedules() -> Iterable[records.LRScheduleRecord]:  # type: ignore[empty-body]
-    """Learning-rate schedules that `[learning_rate] use` can name.
+    """Offers learning-rate schedules that `[learning_rate] use` can name.
 
-    `build(config, num_steps) -> factor(step)`.
+    `build(config, num_steps) -> factor(step)`: the factor on every learning rate.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -104,14 +104,14 @@ def sley_lr_schedules() -> Iterable[records.LRScheduleRecord]:  # type: ignore[e
 
 @hookspec
 def sley_partitioners() -> Iterable[records.PartitionerRecord]:  # type: ignore[empty-body]
-    """Ways to cut a list of layers into pipeline stages.
+    """Offers partitioners, which cut a list of layers into pipeline stages.
 
-    `build(config) -> partition(costs, num_chunks)`; the record says whether costs are parameters or seconds.
+    `build(config) -> partition(costs, num_chunks)`; the record declares whether costs are parameters or seconds.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -122,14 +122,14 @@ def sley_partitioners() -> Iterable[records.PartitionerRecord]:  # type: ignore[
 
 @hookspec
 def sley_schedules() -> Iterable[records.ScheduleRecord]:  # type: ignore[empty-body]
-    """Pipeline schedules: pure functions that make one list of actions per rank.
+    """Offers pipeline schedules: pure functions that make one list of actions per stage.
 
-    `build(config) -> Schedule: a generator of lists, and how chunks are dealt`.
+    `build(config) -> Schedule`: a generator of lists, and the placement of chunks.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -140,14 +140,14 @@ def sley_schedules() -> Iterable[records.ScheduleRecord]:  # type: ignore[empty-
 
 @hookspec
 def sley_stage_links() -> Iterable[records.StageLinkRecord]:  # type: ignore[empty-body]
-    """What carries outputs and their gradients between pipeline stages: what `[link] use` can name.
+    """Offers stage links, which carry outputs and their gradients between pipeline stages, for `[link] use`.
 
     `build(config) -> StageLink`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -158,14 +158,14 @@ def sley_stage_links() -> Iterable[records.StageLinkRecord]:  # type: ignore[emp
 
 @hookspec
 def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type: ignore[empty-body]
-    """Handlers that a `[[gradient_handlers]]` table can name.
+    """Offers gradient handlers that a `[[gradient_handlers]]` table can name.
 
     `build(config) -> GradientHandler`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -180,14 +180,14 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
 
 @hookspec
 def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ignore[empty-body]
-    """Objects that are called around every action.
+    """Offers scheduler hooks: objects that are called before and after every action.
 
     `build(config, parts: Parts) -> SchedulerHook`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -198,14 +198,14 @@ def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ig
 
 @hookspec
 def sley_weight_communicators() -> Iterable[records.WeightCommunicatorRecord]:  # type: ignore[empty-body]
-    """Weight communicators: shard weights, gather them just in time.
+    """Offers weight communicators, which shard weights and gather them just before use.
 
     `build(config) -> WeightCommunicator`.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -216,14 +216,14 @@ def sley_weight_communicators() -> Iterable[records.WeightCommunicatorRecord]:  
 
 @hookspec
 def sley_sequence_attentions() -> Iterable[records.SequenceAttentionRecord]:  # type: ignore[empty-body]
-    """Attention over a sequence that is split across ranks.
+    """Offers attentions over sequences that are split across ranks.
 
-    `build(config, group) -> SequenceCommunicator: changes a model's attention to work on slices`.
+    `build(config, group) -> SequenceCommunicator`: changes a model's attention to work on slices.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -234,14 +234,14 @@ def sley_sequence_attentions() -> Iterable[records.SequenceAttentionRecord]:  # 
 
 @hookspec
 def sley_metrics_writers() -> Iterable[records.MetricsWriterRecord]:  # type: ignore[empty-body]
-    """Writers of the metrics rows.
+    """Offers metrics writers, which receive one row per step.
 
-    `build(config, folder: Path) -> MetricsWriter, on rank 0`.
+    `build(config, folder: Path) -> MetricsWriter`, on rank 0 only.
 
     Called: when the plan is resolved
     Ranks: all
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl

@@ -1,4 +1,4 @@
-"""Hooks that are told the whole plan, before a run is made of it, and three notifications of the run."""
+"""Hooks that receive the whole plan before the run is made, and three notifications of the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @hookspec
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
-    """Extra groups, as rank lists. Core makes them on all ranks in plan order; a plugin never calls `new_group`.
+    """Lists extra process groups as lists of ranks. Core makes them on all ranks in plan order; plugins never call `new_group`.
 
-    `parts.groups[name]` is this rank's; a rank that is in no list has a group of itself alone.
+    `parts.groups[name]` is this rank's group; a rank that is in no list has a group of itself alone.
 
     Called: when the topology is known and the model is built on meta
     Ranks: all, with equal results
     May communicate: no
-    Returns: records, or nothing to stay out
+    Returns: records, or nothing
     Since: core 0.1
     Example:
         @hookimpl
@@ -35,7 +35,7 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.Proc
 
 @hookspec
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]:  # type: ignore[empty-body]
-    """What is wrong with the whole resolved plan; it is read-only, and torch stays out.
+    """Reports what is wrong with the whole resolved plan. The plan is read-only; the hook must not import torch.
 
     Called: after every table is valid
     Ranks: all
@@ -52,7 +52,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
 
 @hookspec
 def sley_run_started(run: Notified) -> None:
-    """The run is assembled and about to take its first step.
+    """Announces that the run is assembled and about to take its first step.
 
     Called: once, after `assemble`
     Ranks: all
@@ -68,7 +68,7 @@ def sley_run_started(run: Notified) -> None:
 
 @hookspec
 def sley_step_finished(run: Notified, row: Mapping[str, float | int]) -> None:
-    """An optimizer step is done; `row` is what the metrics writers receive.
+    """Announces that an optimizer step is done; `row` is what the metrics writers receive.
 
     Called: once per optimizer step
     Ranks: all
@@ -85,7 +85,7 @@ def sley_step_finished(run: Notified, row: Mapping[str, float | int]) -> None:
 
 @hookspec
 def sley_run_finished(run: Notified, outcome: str) -> None:
-    """The run ends: `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
+    """Announces the end of the run: `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
 
     Called: once, before groups are torn down
     Ranks: all that are alive

@@ -13,13 +13,15 @@ class CrossEntropyConfig(Table):
     """Cross-entropy over the last dim of the model's output, summed over the labels that count."""
 
     labels: str = "labels"
-    """The batch field that holds the class of every position; for next tokens it is shifted already."""
+    """The batch field with the class of every position; for next-token prediction the data must have shifted it."""
 
     copying: bool = False
-    """Whether labels may be the tokens of their own places; false refuses a first batch of such: they were not shifted."""
+    """Whether labels may equal the tokens at their own positions; false refuses a first batch of such labels, since they were
+    not shifted.
+    """
 
     ignore_index: int = -100
-    """The label that marks a position without a target, as every negative one does; it adds neither loss nor weight."""
+    """The label of a position without a target, as is every negative label; such positions add neither loss nor weight."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the target that is spread evenly over all classes."""

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class OffloadManager(Protocol):
-    """Moves parts of a run's memory off the device and back; the plan's list `[[offload]]` names it.
+    """Moves parts of a run's memory off the device and back; named by the plan's list `[[offload]]`.
 
-    Memory leaves by its storage (`api.memory.free`, `grow`): nothing re-points a tensor. Only `offload`, `onload` and
-    `detach` may communicate, where the manager's table says so.
+    Memory is freed and allocated by storage (`api.memory.free`, `grow`): no tensor is re-pointed. Only `offload`, `onload` and
+    `detach` may communicate, and only if the manager's table says so.
     """
 
     @property
@@ -26,18 +26,20 @@ class OffloadManager(Protocol):
         ...
 
     def attach(self, parts: Parts, holdings: Holdings) -> None:
-        """Called once, when the run is complete; `parts.events` calls it in steps from then on."""
+        """Called once, when the run is complete; from then on `parts.events` calls it in steps."""
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to move `part` off the device, between two steps; does nothing if it is away. Returns what waits for it."""
+        """Starts to move `part` off the device, between two steps; does nothing if it is away. Returns a function that waits
+        for it.
+        """
         ...
 
     def onload(self, part: Part) -> Callable[[], None]:
-        """Starts to bring `part` back; does nothing if it is here. Returns what waits for it."""
+        """Starts to bring `part` back; does nothing if it is here. Returns a function that waits for it."""
         ...
 
     def require(self, part: Part, what: str) -> None:
-        """Makes the device's work wait for `part` if it is coming. Raises StateError if it is away and stays so until
+        """Makes the device's work wait for `part` if it is coming. Raises StateError if it is away and stays away until
         `onload`.
         """
         ...
@@ -47,32 +49,32 @@ class OffloadManager(Protocol):
         ...
 
     def moved(self, part: Part) -> Moved:
-        """Returns what moving `part` has cost."""
+        """Returns the cost of moving `part` so far."""
         ...
 
     def host(self, part: Part) -> Mapping[int, Tensor]:
         """Returns the host's copies of those storages of `part` that are away or coming, once they are complete: by
-        `storage_id`, uint8 [bytes]. They stay as they are until the next offload.
+        `storage_id`, uint8 [bytes]. They are valid until the next offload.
         """
         return {}
 
     def detach(self) -> None:
-        """Called when the run closes. Brings weights and buffers back: layers are ordinary modules from then on."""
+        """Called when the run closes. Brings weights and buffers back, so that layers are ordinary modules again."""
 
 
 @runtime_checkable
 class Holds(Protocol):
-    """Any live object of a run that keeps device memory between steps: a gradient handler, a pool, a stage link."""
+    """Reports device memory that it keeps between steps; for any live object: a gradient handler, a pool, a stage link."""
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields name and tensor of what it keeps; the same tensors as long as it uses them, with or without memory."""
+        """Yields name and tensor of everything it keeps; the same tensors as long as it uses them, with or without memory."""
         ...
 
 
 @runtime_checkable
 class Trims(Protocol):
-    """Any live object of a run that can free memory and allocate it anew: a pool, a stage link."""
+    """Frees memory on request, and allocates it again when needed. Any live object may have it: a pool, a stage link."""
 
     def trim(self) -> int:
-        """Frees what it does not need now; returns how many bytes that were. Called between two steps."""
+        """Frees what it does not need now; returns the number of bytes freed. Called between two steps."""
         ...

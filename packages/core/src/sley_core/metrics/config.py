@@ -22,13 +22,13 @@ class WandbConfig(Table):
     """Curves for Weights & Biases, one run there per run; needs `sley-core[wandb]`."""
 
     project: str
-    """The project there."""
+    """The project at Weights & Biases."""
 
     entity: str | None = None
-    """Whose project it is: a user or team; left out, the one whose key it is."""
+    """The user or team that owns the project; left out, the one that the API key belongs to."""
 
     mode: Literal["online", "offline"] = "online"
     """Offline rows are kept in the folder `wandb` of the run's folder, for `wandb sync`."""
 
     tags: tuple[str, ...] = ()
-    """Words to find the run by."""
+    """Tags of the run."""

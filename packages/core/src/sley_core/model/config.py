@@ -37,7 +37,7 @@ class RopeScaling(Table):
     """How Llama 3.1 slows rotary positions down for longer contexts (`rope_type` "llama3"); names are Hugging Face's."""
 
     factor: PositiveFloat
-    """What the slow frequencies are divided by."""
+    """Divisor of the slow frequencies."""
 
     low_freq_factor: PositiveFloat
     """A channel that turns less often than this within the original context is slow."""
@@ -65,11 +65,11 @@ def _sizes_or_weights(schema: dict[str, Any]) -> None:
 class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; Qwen2 and Qwen3 by options.
 
-    Keys that `weights` decides may be left out beside it, and must agree with it otherwise.
+    Keys that `weights` determines may be left out if it is given, and must otherwise agree with it.
     """
 
     weights: PlanPath | None = None
-    """A folder with a Llama, Qwen2 or Qwen3 of Hugging Face to start from: `config.json` and safetensors files."""
+    """A folder with a Hugging Face Llama, Qwen2 or Qwen3 to start from: `config.json` and safetensors files."""
 
     num_layers: Positive
     """Decoder blocks."""
@@ -93,13 +93,13 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     """Rows of the embedding and of the head; left out, as many as the data has token ids."""
 
     tie_embeddings: bool = False
-    """Whether the head's matrix is the embedding's."""
+    """Whether head and embedding share one matrix."""
 
     qkv_bias: bool = False
     """Whether queries, keys and values have biases, as in Qwen2."""
 
     qk_norm: bool = False
-    """Whether queries and keys are normed head by head before they are rotated, as in Qwen3."""
+    """Whether queries and keys are normalised per head before rotation, as in Qwen3."""
 
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
@@ -111,7 +111,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_sizes_or_weights):
     """What RMSNorm adds to the mean square."""
 
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """Standard deviation of the first weights; over sqrt(2 x blocks) where a block adds to the residual stream."""
+    """Standard deviation of the initial weights; divided by sqrt(2 x blocks) for weights that add to the residual stream."""
 
     @model_validator(mode="before")
     @classmethod

@@ -21,10 +21,10 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GroupConfig(Table):
-    """Options for the parameters whose name matches; the first group of the list that matches a name has it."""
+    """Options for the parameters whose name matches; the first matching group of the list applies."""
 
     match: Annotated[str, Field(min_length=1)]
-    """A pattern on parameter names, in which `*` stands for anything, dots too: `blocks.0.*`, `*.bias`."""
+    """A pattern on parameter names, in which `*` matches anything, dots too: `blocks.0.*`, `*.bias`."""
 
     lr: PositiveFloat | None = None
     """The learning rate of these parameters; left out, the optimizer's."""
@@ -54,23 +54,23 @@ class OptimizerConfig(Table):
     """Weight decay of the matrices; norms and biases have none unless a group says so."""
 
     clip_norm: PositiveFloat | None = None
-    """Scale the gradients down where their norm over the whole model is above this; left out, never."""
+    """Scale the gradients down if their norm over the whole model exceeds this; left out, never."""
 
     clip_kind: Annotated[float, Field(ge=1)] | Literal["inf"] = 2.0
     """Which norm `grad_norm` and clipping use: p for the p-norm, `"inf"` for the largest element."""
 
     groups: Array[GroupConfig] = ()
-    """Options by parameter name; the first group that matches a name has it."""
+    """Options by parameter name; the first group that matches a name applies."""
 
 
 class AdamWConfig(OptimizerConfig):
-    """AdamW: moments of the gradient, decay apart from them (Loshchilov and Hutter, 2019)."""
+    """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of the matrices; each step takes lr x weight_decay of them away. Norms and biases: see `groups`."""
+    """Weight decay of the matrices; each step subtracts lr x weight_decay of them. Norms and biases: see `groups`."""
 
     betas: Annotated[Array[BelowOne], Field(min_length=2, max_length=2)] = (0.9, 0.95)
-    """How much of the running means of the gradient and of its square each step keeps."""
+    """Decay rates of the running means of the gradient and of its square."""
 
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment before dividing."""
@@ -80,10 +80,10 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent with momentum."""
 
     momentum: BelowOne = 0.0
-    """How much of the running sum of gradients each step keeps."""
+    """The share of the running sum of gradients that each step keeps."""
 
     dampening: BelowOne = 0.0
-    """How much of a new gradient is left out of that sum."""
+    """The share of a new gradient that is left out of that sum."""
 
     nesterov: bool = False
     """Look one momentum step ahead; needs `momentum` and no `dampening`."""
@@ -106,7 +106,9 @@ class FactoryOptimizerConfig(OptimizerConfig):
     """Further keyword arguments of the class, as it names them."""
 
     scope: Literal["elementwise", "matrix", "global"] | None = None
-    """Whose gradients an element's update takes: its own, its parameter's or all; left out, known of torch.optim's classes."""
+    """Which gradients an element's update depends on: its own, its parameter's or all; left out, known for torch.optim's
+    classes.
+    """
 
 
 class LearningRateConfig(Table):

@@ -104,9 +104,9 @@ class ComponentTable:
 
 
 COMPONENTS = (
-    ComponentTable("model", "models", "The layers that are trained.", factory=ModelFactory, given="data"),
-    ComponentTable("data", "datasets", "The samples that they are trained on.", factory=DataFactory, given="context"),
-    ComponentTable("loss", "losses", "What is minimised.", default="core.cross_entropy", factory=LossFactory),
+    ComponentTable("model", "models", "The layers to train.", factory=ModelFactory, given="data"),
+    ComponentTable("data", "datasets", "The samples to train on.", factory=DataFactory, given="context"),
+    ComponentTable("loss", "losses", "The loss to minimise.", default="core.cross_entropy", factory=LossFactory),
     ComponentTable(
         "optimizer",
         "optimizers",
@@ -114,14 +114,12 @@ COMPONENTS = (
         factory=FactoryOptimizerConfig,
         build="sley_core.optim.build:factory",
     ),
-    ComponentTable(
-        "learning_rate", "lr_schedules", "How the learning rate goes from step to step.", default="core.constant"
-    ),
+    ComponentTable("learning_rate", "lr_schedules", "The learning rate from step to step.", default="core.constant"),
     ComponentTable("activations", "activation_policies", "What a layer keeps for its backward.", default="core.keep"),
     ComponentTable(
         "pipeline",
         "schedules",
-        "In which order pipeline stages work; needed where `parallel.pp` is above 1.",
+        "The order of each pipeline stage's actions; needed if `parallel.pp` is above 1.",
         only_with="pipeline",
     ),
     ComponentTable(
@@ -141,42 +139,45 @@ COMPONENTS = (
     ComponentTable(
         "weights",
         "weight_communicators",
-        "How weights are sharded and gathered; needed where `parallel.wp` is above 1.",
+        "How weights are sharded and gathered; needed if `parallel.wp` is above 1.",
         only_with="weights",
     ),
     ComponentTable(
         "sequence",
         "sequence_attentions",
-        "How attention works where each rank has a slice of the sequence; needed where `parallel.sp` is above 1.",
+        "How attention works on sequences in slices; needed if `parallel.sp` is above 1.",
         only_with="sequence",
     ),
     ComponentTable(
         "gradient_handlers",
         "gradient_handlers",
-        "What works on accumulated gradients; this order is the order of collectives on every rank. Left out, it is "
-        "`core.each` where more than one rank may hold the same weight, and behind it, in a pipeline, the one that the "
+        "What is done with accumulated gradients; this order is the order of collectives on every rank. Left out: "
+        "`core.each` if more than one rank may hold the same weight, and then, in a pipeline, the handler that the "
         "schedule names for weights that stages share.",
         many=True,
     ),
     ComponentTable(
-        "scheduler_hooks", "scheduler_hooks", "What is called around every action; left out, nothing.", many=True
+        "scheduler_hooks",
+        "scheduler_hooks",
+        "What is called before and after every action; left out, nothing.",
+        many=True,
     ),
     ComponentTable(
         "offload",
         "offload_managers",
-        "What may leave the device, and when; left out, nothing does.",
+        "What may be offloaded, and when; left out, nothing.",
         many=True,
     ),
     ComponentTable(
         "pools",
         "memory_pools",
-        "Pools of buffers, by names of your own, for the key `pool` of other tables: those that give one name share one pool. "
-        "Where such a key has a record's name, it takes a pool with that record's defaults, shared in the same way.",
+        "Pools of buffers, by names of your own, for the key `pool` of other tables: tables with the same name share a pool. "
+        "If such a key has a record's name, it is a pool with that record's defaults, shared in the same way.",
     ),
     ComponentTable(
         "metrics",
         "metrics_writers",
-        "Where the numbers of each step are written; left out, `core.jsonl`, which a list names too if it is to stay.",
+        "Where the numbers of each step are written; left out, `core.jsonl`. A list replaces it: name it too to keep it.",
         many=True,
     ),
 )

@@ -26,13 +26,13 @@ INTRODUCTION = f"""\
 
 <!-- Written by `python -m sley_core.plan.reference` from the models of the tables; do not edit. -->
 
-A plan is strict TOML: an unknown key, a wrong type or an impossible layout is an error with its place. This page lists
-core's tables and records; `train-cli plugins NAME` lists the records of any installed plugin, and `train-cli schema` prints
-all of them as a JSON Schema for editors. Every value can be changed from the command line:
-`--set batch.micro_size=4`, `--set 'gradient_handlers=[{{use="core.each"}}]'` (to name another
-record, set the whole list or table: keys of the one before would stay, and be none of its).
+A plan is strict TOML: an unknown key, a wrong type or an impossible layout is an error with file, line and column. This
+page lists core's tables and records; `train-cli plugins NAME` lists the records of any installed plugin, and
+`train-cli schema` prints all of them as a JSON Schema for editors. Every value can be changed from the command line:
+`--set batch.micro_size=4`, `--set 'gradient_handlers=[{{use="core.each"}}]'` (to name another record, set the whole list
+or table: otherwise keys of the previous record would stay, which the new one may not have).
 
-Three keys stand before all tables:
+Three keys come before all tables:
 
 | Key | Takes | Default | Meaning |
 |---|---|---|---|

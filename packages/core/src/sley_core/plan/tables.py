@@ -17,8 +17,8 @@ FORMAT = 1
 DRAWN_STEP = 5
 """The step of a pipeline that is drawn where the plan does not say which: the first ones make things ready."""
 
-EXTENDS = "A plan of which this one says only what it changes; a relative path starts at this file."
-SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder that the plan lies in."
+EXTENDS = "A base plan, of which this plan holds only the differences; a relative path is relative to this file."
+SOURCE_FOLDER = "Where relative paths start and factories are looked for; left out, the folder of the plan."
 """What the key of this name means; the resolved plan of a run, which lies elsewhere, has it."""
 
 ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -50,28 +50,28 @@ class RunTable(Table):
     """Optimizer steps to take."""
 
     seed: Seed = 0
-    """Fixes the first weights, the order of the data and the randomness of every forward, in any layout."""
+    """Fixes the initial weights, the order of the data and the random numbers of every forward, in any layout."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; `"auto"` takes CUDA where there is a device."""
 
     folder: Annotated[str, Field(min_length=1)] = "runs"
-    """The folder of run folders; a relative one starts where the command is given."""
+    """The folder of run folders; a relative path starts in the current directory."""
 
     log_every: Positive = 10
-    """Steps between two lines of progress where no progress bar can be drawn."""
+    """Steps between two lines of progress if no progress bar can be drawn."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient norm is no number ends the run, or is skipped: no weight and no state changes."""
+    """Whether a step whose loss or gradient norm is not finite ends the run, or is skipped: no weight and no state changes."""
 
     max_skips: Positive | None = Field(default_factory=_max_skips)
-    """How many steps in a row may be skipped; one more ends the run. Only with `on_nan = "skip"`, 10 where it is left out."""
+    """How many steps in a row may be skipped; one more ends the run. Only with `on_nan = "skip"`; left out, 10."""
 
     final_weights: Literal["working", "full", "none"] = "working"
-    """What `weights/` of the run folder holds at its end: weights as they compute, in full precision, or nothing."""
+    """What `weights/` of the run folder holds at the end: weights in `precision.compute`, in full precision, or nothing."""
 
     keep_freed_memory: bool = True
-    """On the CPU, what the process frees stays with it, for the next step: of all its code, and for good; glibc only."""
+    """On the CPU, keep memory that the process frees for the next step: for all its code, and for good; glibc only."""
 
 
 class BatchTable(Table):
@@ -100,7 +100,7 @@ class LossScaleTable(Table):
     """Steps in a row without overflow that it takes to grow."""
 
     min_scale: PositiveFloat = 1.0
-    """It never gets smaller; a step that overflows even then ends the run."""
+    """The scale never gets smaller; a step that overflows even then ends the run."""
 
 
 def _loss_scale(chosen: dict[str, Any]) -> LossScaleTable | None:
@@ -121,17 +121,17 @@ class PrecisionTable(Table):
     """The format in which gradients are accumulated and reduced; left out, fp64 if `compute` is, else fp32."""
 
     accumulation: Literal["auto", "autograd", "direct"] = "auto"
-    """How linears' weight gradients reach their sums: by autograd and a copy, or multiplied straight into them."""
+    """How weight gradients of linears are accumulated: by autograd and a copy, or multiplied straight into the sums."""
 
     loss_scale: LossScaleTable | None = Field(default_factory=_loss_scale)
-    """How the loss is scaled where `compute` is fp16, and only there."""
+    """How the loss is scaled if `compute` is fp16; only allowed then."""
 
 
 class ParallelTable(Table):
     """How many ranks each axis has. `world = pp x dp x sp`, and `wdp = dp x sp / wp` follows."""
 
     dp: Positive | Literal["auto"] = "auto"
-    """Ranks that split the samples; `"auto"` is what the world leaves over, a number fixes the world."""
+    """Ranks that split the samples; `"auto"` takes the ranks that the other axes leave over, a number fixes the world size."""
 
     pp: Positive = 1
     """Pipeline stages."""
@@ -143,12 +143,14 @@ class ParallelTable(Table):
     """Ranks that split each weight."""
 
     reduction: Literal["fast", "canonical"] = "fast"
-    """In which order gradients are summed: the fastest of the layout; or the one tree over all micro-batches, which gives the
-    same bits in every layout with the same `micro_size`, for more memory and time."""
+    """The order in which gradients are summed: the fastest for the layout; or one tree over all micro-batches, which gives the
+    same bits in every layout with the same `micro_size`, for more memory and time.
+    """
 
     cross_memory_attach: bool = True
-    """Ranks on one host's CPUs read each other's weights, gradients and slices of sequences, where the system lets them; false:
-    gloo's sockets."""
+    """Whether ranks on one host's CPUs read each other's weights, gradients and slices of sequences, if the system allows it;
+    false: gloo's sockets.
+    """
 
 
 class EvaluationTable(Table):
@@ -158,11 +160,11 @@ class EvaluationTable(Table):
     """Optimizer steps from one evaluation to the next."""
 
     steps: Positive = 10
-    """Batches of `global_size` samples that an evaluation sees."""
+    """Batches of `global_size` samples in an evaluation."""
 
 
 class CheckpointTable(Table):
-    """When a run saves itself, apart from its end, and where; left out, only when a program asks for it."""
+    """When a run saves checkpoints, apart from its end, and where; left out, only when a program asks for it."""
 
     every_steps: Positive | None = None
     """Optimizer steps from one checkpoint to the next."""
@@ -171,16 +173,16 @@ class CheckpointTable(Table):
     """Minutes from one checkpoint to the next; with `every_steps`, whichever comes first."""
 
     keep: Positive = 2
-    """How many stay; older ones are deleted once a newer one is verified."""
+    """How many checkpoints to keep; older ones are deleted once a newer one is verified."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Path or URL (fsspec's) of the folder that has them, of this run alone; left out, `checkpoints` in the run's folder."""
+    """Path or URL (fsspec's) of the checkpoint folder, used by this run alone; left out, `checkpoints` in the run's folder."""
 
     on_interrupt: bool = True
-    """Whether a run that is asked to stop saves itself first."""
+    """Whether a run that is asked to stop saves a checkpoint first."""
 
     mode: Literal["async", "sync"] = "async"
-    """Whether the next step goes on while a checkpoint is written."""
+    """Whether the next step continues while a checkpoint is written."""
 
 
 class ProfileTable(Table):
@@ -191,11 +193,12 @@ class ProfileTable(Table):
 
 
 class TimelineTable(Table):
-    """Draws when each action of one step ran, and when it should have; a pipeline's plan has it, others may."""
+    """Draws when each action of one step ran, and when it should have; part of every pipeline's plan, optional in others."""
 
     step: Positive
-    """The step to draw, counted from 1 as in `metrics.jsonl`; left out with the table, the fifth, or a shorter run's last. A
-    run that goes on from a checkpoint behind it draws its second step since."""
+    """The step to draw, counted from 1 as in `metrics.jsonl`; if the table is left out, the fifth, or a shorter run's last. A
+    run resumed from a checkpoint after that step draws its second step since.
+    """
 
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
@@ -203,7 +206,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e8)]
 
 
 class LimitsTable(Table):
-    """How long a run waits before it calls something hung."""
+    """How long a run waits before it reports a hang."""
 
     start_timeout_s: Seconds = 120.0
     """Seconds for all ranks to meet."""
@@ -212,10 +215,10 @@ class LimitsTable(Table):
     """Seconds for any one exchange between ranks."""
 
     data_timeout_s: Seconds = 600.0
-    """Seconds for the data set to give a batch."""
+    """Seconds for the dataset to give a batch."""
 
     estimate_timeout_s: Seconds = 600.0
-    """Seconds for the steps of one stage without values, in `estimate`, `search` and `show`."""
+    """Seconds for the steps of one stage on tensors without values, in `estimate`, `search` and `show`."""
 
 
 class ModelConfig(Table):
@@ -231,10 +234,10 @@ class ModelConfig(Table):
 
 
 class SequenceConfig(Table):
-    """What every attention over split sequences has; the config of its record is a subclass."""
+    """What the table of every attention over split sequences has; the config of its record is a subclass."""
 
     positions: bool = True
-    """Whether the model counts positions, and so must take the field `positions`; false for one that knows none."""
+    """Whether the model counts positions, and so must take the field `positions`; false for a model without positions."""
 
 
 TABLES: dict[str, type[Table]] = {

@@ -1,4 +1,4 @@
-"""The interfaces of what moves values between ranks, and of the memory that it takes for that."""
+"""The interfaces of objects that move values between ranks, and of memory pools."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ if TYPE_CHECKING:
 
 
 class StageLink(Protocol):
-    """Moves outputs and their gradients between stages; the plan's table `[link]` names it, or the schedule's record.
+    """Moves outputs and their gradients between stages; named by the plan's table `[link]`, or by the schedule's record.
 
          prepare ──> begin ──> post | send | take ... ──> drain ─┐
                        ^                                         │
                        └─────────────────────────────────────────┘
 
-    key: everything on which the shapes at a boundary depend; equal on both ends for the same micro-batch.
+    key: everything that determines the shapes at a boundary; equal on both ends for the same micro-batch.
     `testing/link_contract.py` tests all of this, and the tests of a link inherit it.
     """
 
     def prepare(self, parts: Parts) -> None:
-        """Called once, when the groups are made; messages travel on the lanes `up` and `down` of the group `pp`."""
+        """Called once, when the groups exist; messages use the lanes `up` and `down` of the group `pp`."""
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """Starts the exchanges of one list of actions, over micro-batches with these `keys`; a step or an evaluation
-        calls it.
+        """Starts the exchanges of one list of actions, over micro-batches with these `keys`; called by a step or an evaluation.
 
-        peers: the neighbouring stages, which begin the same list. If one begins another, `take` or `drain` raises
-        RunError `stages-differ` on both ends.
+        peers: the neighbouring stages, which begin the same list. If one begins another list, `take` or `drain` raises RunError
+        `stages-differ` on both ends.
         """
 
     def post(self, transfer: Transfer, key: Hashable) -> None:
@@ -46,15 +45,15 @@ class StageLink(Protocol):
         """
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
-        """Starts to send `tensors`, laid out as `description` says. Sends the values that they have now: the caller
-        reuses their memory as soon as this returns. Outputs arrive with the marks of `api.boundary.with_overlaps`.
+        """Starts to send `tensors`, laid out as `description` says. Sends their present values: the caller reuses their memory
+        as soon as this returns. Outputs arrive with the marks of `api.boundary.with_overlaps`.
         """
 
     def take(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """Waits for a posted `transfer` and returns its description and tensors.
 
-        The link must not write to their memory while the tensors, views of them or anything that autograd saved of them
-        is alive.
+        The link must not write to their memory while the tensors, views of them or anything that autograd saved of them are
+        alive.
         """
         ...
 
@@ -66,16 +65,16 @@ class StageLink(Protocol):
 
 
 class WeightCommunicator(Protocol):
-    """Gathers sharded weights just before they are used, and reduces their gradients over `wp` after.
+    """Gathers sharded weights just before they are used, and reduces their gradients over `wp` afterwards.
 
          prepare ──> cuts* ──> attach ──> begin ──> during(action)* ─┐
                                             ^                        │
                                             └────────────────────────┘
 
     Core shards the parameters, along the dim that `cuts` returns. Before it gathers or reads any weight of a layer, the
-    communicator calls `parts.waits.wait_for` of that layer. Values written to shards between two steps, and parameters
-    frozen or unfrozen there, take effect in the next step. A failed step is followed directly by the next `begin`,
-    which must discard everything that was in flight. `sley_core.testing.weight_contract` tests all of this.
+    communicator calls `parts.waits.wait_for` of that layer. Values written to shards between two steps, and parameters frozen
+    or unfrozen there, take effect in the next step. A failed step is followed directly by the next `begin`, which must discard
+    everything that was in flight. `sley_core.testing.weight_contract` tests all of this.
     """
 
     def prepare(self, layers: Sequence[Layer]) -> None:
@@ -86,20 +85,20 @@ class WeightCommunicator(Protocol):
     def cuts(self, places: Sequence[tuple[nn.Module, str]]) -> int | None:
         """Returns the dim along which to shard a parameter, or None to keep it unsharded.
 
-        places: every (module, attribute) that holds the parameter. Asked on meta, with the same answer on all ranks.
+        places: every (module, attribute) that holds the parameter. Called on meta; the answer must be the same on all ranks.
         Shards are padded with zeros; the communicator gives the store a gradient of a shard's shape, summed over `wp`.
         """
         ...
 
     def attach(self, parts: Parts) -> None:
-        """Called once, when weights are sharded and handlers attached. If it raises, it leaves modules as they were."""
+        """Called once, when weights are sharded and handlers attached. If it raises, it must leave modules unchanged."""
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """Called before a step or an evaluation runs `actions`, in this order."""
 
     def during(self, action: Action) -> AbstractContextManager[None]:
-        """Returns a context manager that surrounds `action`. When a chunk's last gradient action ends, all gradients of
-        its weights must be in the store.
+        """Returns a context manager that surrounds `action`. When a chunk's last gradient action ends, the store must have all
+        gradients of the chunk's weights.
         """
         ...
 
@@ -112,14 +111,14 @@ class WeightCommunicator(Protocol):
 class SequenceCommunicator(Protocol):
     """Makes attention work on full sequences although every rank of `sp` holds only a slice.
 
-    An attention that it does not support over slices is refused by name, on all ranks alike.
+    It must refuse by name, on all ranks alike, an attention that it does not support over slices.
     `sley_core.testing.attention_contract` says what it must support.
     """
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Changes every attention in `layers`, all of the model's; called on meta, before the parameter book is made.
+        """Changes every attention in `layers`, the model's layers; called on meta, before the parameter book is made.
 
-        Parameter names do not change. Raises PlanError if it knows no attention in them; then nothing is changed.
+        Parameter names must not change. Raises PlanError, and changes nothing, if it finds no attention that it knows.
         """
 
     def detach(self) -> None:
@@ -127,16 +126,18 @@ class SequenceCommunicator(Protocol):
 
 
 class MemoryPool(Protocol):
-    """Lends buffers, to all who name it. A lease is a context manager; its buffer is not lent again before it ends."""
+    """Lends buffers to every user that names it. A lease is a context manager; its buffer is not lent again before it ends."""
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
-        """Returns a context manager that gives a buffer with undefined contents, and takes it back at its end."""
+        """Returns a context manager that lends a buffer with undefined contents, [*shape] of `dtype` on `device`, and takes it
+        back at the end.
+        """
         ...
 
     def trim(self) -> int:
-        """Frees every buffer that is not lent; returns how many bytes that were."""
+        """Frees every buffer that is not lent; returns the number of bytes freed."""
         ...
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields name and tensor of everything that it holds, lent or not: what it keeps between two steps."""
+        """Yields name and tensor of everything that it holds, lent or not: the memory that it keeps between two steps."""
         return ()

@@ -1,4 +1,4 @@
-"""The interfaces of what is written down of a run: numbers, rows, and what a part keeps for later steps."""
+"""The interfaces through which a run records things: counters, metrics rows, and state kept for later steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Counts(Protocol):
-    """Any live object of a run that counts something: a gradient handler, the weight communicator, the stage link, a
+    """Reports numbers. Any live object of a run may have it: a gradient handler, the weight communicator, the stage link, a
     scheduler hook, a policy, a pool.
 
-    `Run.counts` asks each after the last step; `summary.json` keeps the numbers of rank 0, and `train-cli run -v`
-    prints them. What exchanges says `sent_bytes_per_step`, as `api.comm.SentBytes` counts it.
+    `Run.counts` asks each after the last step; `summary.json` keeps the numbers of rank 0, and `train-cli run -v` prints them.
+    Objects that communicate report `sent_bytes_per_step`, as `api.comm.SentBytes` counts it.
     """
 
     def counts(self) -> Mapping[str, float]:
@@ -27,18 +27,20 @@ class Counts(Protocol):
 
 @runtime_checkable
 class Keeps(Protocol):
-    """Any live object of a run that keeps something from one step to the next which the bits of later steps depend on: a
-    gradient handler, the weight communicator, the stage link, a scheduler hook, a policy.
+    """Saves state in checkpoints. Any live object of a run has it that keeps something between steps on which the bits of later
+    steps depend: a gradient handler, the weight communicator, the stage link, a scheduler hook, a policy.
 
-    A checkpoint has it for each rank, and gives it back where the layout is the same.
+    A checkpoint stores it for each rank, and restores it if the layout is the same.
     """
 
     def kept(self) -> Mapping[str, Tensor]:
-        """Returns what this rank keeps, by name; live tensors. Called between two steps; does not communicate."""
+        """Returns what this rank keeps, by name, as live tensors. Called between two steps; does not communicate."""
         ...
 
     def restore_kept(self, kept: Mapping[str, Tensor]) -> None:
-        """Takes what `kept` returned, on the host, or nothing, to begin anew. All ranks call it, between two steps."""
+        """Restores what `kept` returned, on the host; with an empty mapping, starts anew. Called on all ranks, between two
+        steps.
+        """
         ...
 
 
@@ -52,7 +54,7 @@ class MetricsWriter(Protocol):
 
 @runtime_checkable
 class Rewinds(Protocol):
-    """A metrics writer whose output a run can go on from."""
+    """Marks a metrics writer whose output a resumed run can continue."""
 
     def rewind(self, step: int) -> None:
-        """Drops the rows of steps after `step`, which are taken again."""
+        """Drops the rows of all steps after `step`, which will be taken again."""

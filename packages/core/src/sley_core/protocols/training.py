@@ -1,4 +1,4 @@
-"""The interfaces of what computes gradients and steps: handlers, hooks, losses, activation policies."""
+"""The interfaces of objects that compute gradients and steps: handlers, hooks, losses, activation policies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HandlerExchange:
-    """What a handler exchanges in every step, for estimates of its seconds.
+    """Describes one exchange of a handler in every step, for estimates of its seconds.
 
-    axis: the group. num_bytes: of the whole tensor. starts: when all gradients of `entries` are ready, at the end of the
-    list (`finish`), or after the update, for the next step's forwards, each of which waits for its own (`updated`).
+    axis: the group. num_bytes: of the full tensor. starts: when all gradients of `entries` are ready, at the end of the list
+    (`finish`), or after the update, for the next step's forwards, each of which waits for its own (`updated`).
     """
 
     kind: Collective
@@ -62,12 +62,12 @@ class GradientHandler(Protocol):
         """Called when the accumulated gradient of `entry` on this rank is complete; its reduction may start."""
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
-        """Called after the last gradient action of `chunk`. Its entries have been reported ready, unless they wait for
-        another chunk's in the order.
+        """Called after the last gradient action of `chunk`. Its entries have been reported ready, except those that come in the
+        order after an incomplete entry of another chunk.
         """
 
     def finish_step(self, step: StepState) -> None:
-        """Called after the last action: on return `store.gradient(entry)` must hold this handler's result."""
+        """Called after the last action: when it returns, `store.gradient(entry)` must hold this handler's result."""
 
     def weights_updated(self, step: StepState) -> None:
         """Called after the optimizer step."""
@@ -77,7 +77,7 @@ class GradientHandler(Protocol):
 
     def exchanges(self) -> Sequence[HandlerExchange] | None:
         """Returns what a step exchanges, in the order in which it is started; None if the handler cannot tell. Called once
-        attached, in a fake world too: estimates of seconds ask it, and where it cannot tell take steps, which lasts longer.
+        attached, in a fake world too. Estimates of seconds call it; if it returns None they simulate steps, which takes longer.
         """
         return None
 
@@ -99,16 +99,15 @@ class SchedulerHook(Protocol):
 
 
 class Loss(Protocol):
-    """A loss is two functions, so that the scale of a gradient does not depend on the layout.
+    """Computes a loss in two functions, so that the scale of a gradient does not depend on the layout.
 
-    A step's gradient is the sum of d(loss)/dw over all its samples, divided once by the weight of the global batch.
-    Refused are a weight that depends on the output, because it is not known before the first backward; one that is not
-    the sum of its micro-batches' weights, as that of a mean; and a loss with parameters, which belong in the last
-    layer.
+    A step's gradient is the sum of d(loss)/dw over all its samples, divided once by the weight of the global batch. The run
+    refuses a weight that depends on the output, because it is not known before the first backward; a weight that is not the sum
+    of its micro-batches' weights, as for a mean; and a loss with parameters, which belong in the last layer.
 
-    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device. It may
-    have `attach(parts)`, called once as a handler's is, to add numbers to metrics rows. `loss` runs in evaluations too,
-    without gradients.
+    A loss may have `fields`, the names of the batch fields that it reads: only those are moved to the device. It may have
+    `attach(parts)`, called once like a handler's, to add numbers to metrics rows. `loss` runs in evaluations too, without
+    gradients.
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
@@ -124,9 +123,9 @@ class Loss(Protocol):
 
 @runtime_checkable
 class SplitLogits(Protocol):
-    """Vocabulary-parallel logits: what the last layer returns in place of logits where ranks share the classes.
+    """Holds vocabulary-parallel logits: the last layer returns it in place of logits if ranks share the classes.
 
-    A weight communicator makes it. Only a loss whose record says `split_logits` receives one.
+    A weight communicator makes it. Only a loss whose record declares `split_logits` receives one.
     """
 
     @property
@@ -148,20 +147,22 @@ class SplitLogits(Protocol):
 
 
 class ActivationPolicy(Protocol):
-    """Decides what a layer saves between its forward and its backward; evaluations pass it by. attach ──> (begin ──> call*)*"""
+    """Decides what a layer saves between its forward and its backward; evaluations bypass it. attach ──> (begin ──> call*)*"""
 
     def attach(self, parts: Parts) -> None:
-        """Called once, before the first step. Not called where layers are timed for a partition: there `call` has no run."""
+        """Called once, before the first step. Not called when layers are timed for a partition: `call` then has no run."""
         return
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Called before a step or an evaluation runs `actions`; what a failed step left must be forgotten here."""
+        """Called before a step or an evaluation runs `actions`; must discard what a failed step left."""
         return
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Returns `layer(*args, **fields)`, with this policy's choice of what autograd saves. micro: what is running."""
+        """Returns `layer(*args, **fields)`, with this policy's choice of what autograd saves. micro: step, chunk, micro-batch
+        and phase of the call.
+        """
         ...
 
     def detach(self) -> None:

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 
 from sley_core.errors import PluginError
 from sley_core.loader import Loader, Plugin
+from sley_core.plan.check_offload import check_offload
+from sley_core.plan.load import with_tables
 from sley_core.plan.plan import Component, Plan
-from sley_core.records import GradientHandlerRecord, Record
+from sley_core.records import GradientHandlerRecord, OffloadManagerRecord, Record
 from sley_core.table import RecordKind
 
 Options = Mapping[str, Any]
@@ -52,8 +54,9 @@ class Choice:
 class Choices:
     """What may stand in each table that decides a layout.
 
-    weights, attention: empty where nothing that is installed shards weights, or attends over slices of sequences. skipped:
-    plugins that could not be loaded, and variants that are no tables of their records, with the reason.
+    weights, attention: empty where nothing that is installed shards weights, or attends over slices of sequences. offload: how
+    optimizer states leave the device in a step; the plan's own way comes first, and None is that they stay. skipped: plugins
+    that could not be loaded, and variants that are no tables of their records, with the reason.
     """
 
     schedules: tuple[Choice, ...]
@@ -61,6 +64,7 @@ class Choices:
     reducers: tuple[Choice, ...]
     weights: tuple[Choice, ...]
     attention: tuple[Choice, ...]
+    offload: tuple[Choice | None, ...] = (None,)
     skipped: tuple[str, ...] = ()
 
 
@@ -75,6 +79,7 @@ def choices_of(plan: Plan) -> Choices:
         _with_own(reducers[0] if reducers else None, handlers),
         _with_own(plan.weights, offered.of("weight_communicators")),
         _with_own(plan.sequence, offered.of("sequence_attentions")),
+        _offload(plan, offered),
         tuple(offered.skipped),
     )
 
@@ -109,6 +114,42 @@ def _records(plugins: list[Plugin], kind: RecordKind) -> Iterator[tuple[str, Rec
     for plugin in plugins:
         for name, record in plugin.records.get(kind, {}).items():
             yield f"{plugin.name}.{name}", record
+
+
+def _offload(plan: Plan, offered: _Offered) -> tuple[Choice | None, ...]:
+    """Returns the ways in which the plan's optimizer can be stepped with its states elsewhere; the plan's own comes first."""
+    found: list[Choice | None] = [next((_own(one) for one in plan.offload if _works_in_steps(one)), None)]
+    for choice in (None, *offered.of("offload_managers")):
+        if choice in found or (choice is not None and not _works_in_steps(choice)):
+            continue
+        if not any(check_offload(with_tables(plan, {"offload": offload_tables(plan, choice) or None}))):
+            found.append(choice)
+    return tuple(found)
+
+
+def offload_tables(plan: Plan, choice: Choice | None) -> list[dict[str, Any]]:
+    """Returns the plan's list `[[offload]]` with `choice` as what works in steps; of what that moves nothing else moves any."""
+    taken = _moved_by(choice) if choice is not None else set()
+    given = plan.document.tables.get("offload", ())
+    kept = [
+        dict(table)
+        for component, table in zip(plan.offload, given, strict=True)
+        if not _works_in_steps(component) and not taken & _moved_by(component)
+    ]
+    return [*kept, choice.table] if choice is not None else kept
+
+
+def _works_in_steps(manager: Component | Choice) -> bool:
+    """Returns whether a manager of `[[offload]]` moves memory in every step, and not by call alone, as far as it tells."""
+    record = manager.record
+    assert isinstance(record, OffloadManagerRecord), manager
+    return record.steps_on_host or record.swaps(manager.config) is not False
+
+
+def _moved_by(manager: Component | Choice) -> set[str]:
+    record = manager.record
+    assert isinstance(record, OffloadManagerRecord), manager
+    return set(record.parts(manager.config))
 
 
 def _is_reducer(record: object) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.errors import PlanError
 from sley_core.records import (
     ActivationPolicyRecord,
     GradientHandlerRecord,
+    OffloadManagerRecord,
     SequenceAttentionRecord,
     WeightCommunicatorRecord,
 )
@@ -26,17 +27,15 @@ def check_plan_at_a_glance(plan: Plan) -> None:
         message = "how long canonical sums take cannot be told of many layouts at a glance"
         hint = 'search with `--set parallel.reduction="fast"`, then ask `train-cli estimate --machine` of what is found'
         raise PlanError.many([plan.diagnostic(CODE, message, ("parallel", "reduction"), hint)])
-    if plan.offload:
-        message = "how long copies to the host take is not known before a run"
-        hint = "search without [[offload]]; the bytes that it saves are told by `train-cli estimate`"
-        raise PlanError.many([plan.diagnostic(CODE, message, ("offload",), hint)])
 
 
 def check_shape(shape: Shape) -> None:
     """Raises PlanError "not-at-a-glance" for records of a shape whose seconds follow from nothing that they say."""
-    policy, attention = shape.activations.record, shape.attention
-    if not isinstance(policy, ActivationPolicyRecord) or policy.copies:
-        raise _refused(f"copies of `{shape.activations.name}`")
+    policy, attention, offload = shape.activations.record, shape.attention, shape.offload
+    if not isinstance(policy, ActivationPolicyRecord):
+        raise _refused(f"what `{shape.activations.name}` keeps and does again")
+    if offload and not (isinstance(offload.record, OffloadManagerRecord) and _tells(offload.record, offload.config)):
+        raise _refused(f"copies of `{offload.name}`")
     if attention and not (isinstance(attention.record, SequenceAttentionRecord) and attention.record.swaps):
         raise _refused(f"exchanges of `{attention.name}`")
     if shape.weights and reduces(shape.weights) is None:
@@ -62,6 +61,16 @@ def reduces(weights: Choice | None) -> Literal["micro_batch", "step"] | None:
     """Returns how often a weight communicator reduces gradients; None if its exchanges do not follow from that."""
     record = weights.record if weights else None
     return record.reduces(weights.config) if weights and isinstance(record, WeightCommunicatorRecord) else None
+
+
+def copies(policy: Choice) -> bool:
+    """Returns whether an activation policy copies to the host what the layers that it names save."""
+    return isinstance(policy.record, ActivationPolicyRecord) and policy.record.copies
+
+
+def _tells(record: OffloadManagerRecord, config: Any) -> bool:
+    """Returns whether a manager says what it does in a step."""
+    return record.steps_on_host or record.swaps(config) is not None
 
 
 def _refused(what: str) -> PlanError:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +26,11 @@ from sley_core.estimate.layers.grown import ATTENTION
 from sley_core.estimate.layers.nearest import NearestLayers
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.layers.variants import LayerVariants, Variant
+from sley_core.estimate.seconds.host_copies import CopyKind, copy_cost
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.estimate.seconds.links import NOTHING, collective
 from sley_core.search.choices import choices_of
-from sley_core.search.glance import reduces
+from sley_core.search.glance import copies, reduces
 from sley_core.search.layouts import Candidate, Shape, Sizes
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ Integers = NDArray[np.int64]
 @dataclass(frozen=True)
 class LayerColumns:
     """One entry per layer of the model. Seconds: of a micro-batch, exchanges of its weights included. Bytes: `kept`, of what
-    waits for the backward; `output`, of what is handed on; `passing`, of what the backward has beside what waited. is_measured: whether the seconds rest on the machine file's.
+    waits for the backward; `output`, of what is handed on; `passing`, of what the backward has beside what waited.
+    is_measured: whether the seconds rest on the machine file's.
     """
 
     forward: Floats
@@ -202,13 +204,30 @@ class LayerTables:
         seconds = np.array(
             [[of.forward, of.backward, of.input_gradient, of.weight_gradient] for of in found], dtype=np.float64
         )
+        kept = [work.kept_bytes for work in works]
+        if copies(shape.activations):
+            self._copy(shape, seconds, kept)
         forward, backward, input_gradient, weight_gradient = seconds.T
-        of_bytes = (
-            np.array([getattr(work, name) for work in works], dtype=np.int64)
-            for name in ("kept_bytes", "output_bytes", "passing_bytes")
-        )
+        output, passing = ([getattr(work, name) for work in works] for name in ("output_bytes", "passing_bytes"))
+        waiting, handed, beside = (np.array(some, dtype=np.int64) for some in (kept, output, passing))
         is_measured = np.array([source != "counted" for _, source in priced])
-        return LayerColumns(forward, backward, input_gradient, weight_gradient, *of_bytes, is_measured)
+        of_seconds = forward, backward, input_gradient, weight_gradient
+        return LayerColumns(*of_seconds, waiting, handed, beside, is_measured)
+
+    def _copy(self, shape: Shape, seconds: Floats, kept: list[int]) -> None:
+        """Lets what chosen layers save go to the host and come back, beside the computing of the next layer: changes both."""
+        names = getattr(self.variants.policy(shape.activations), "names", ())
+        runs_ahead = self.machine.device.kind == "cuda"
+        for at, layer in enumerate(self.model.layers):
+            if layer.name in names:
+                there_s, back_s = (sum(copy_cost(kind, kept[at], self.machine)) for kind in get_args(CopyKind))
+                forward, backward, through, rest = seconds[at]
+                seconds[at] = (
+                    (max(forward, there_s), max(backward, back_s), max(through, back_s), rest)
+                    if runs_ahead
+                    else (forward + there_s, backward + back_s, through + back_s, rest)
+                )
+                kept[at] = 0
 
     def _swapped(self, seconds: LayerSeconds, work: LayerWork, sp: int) -> LayerSeconds:
         """Returns the seconds of a layer with the swaps of its attentions; who runs an attention again swaps again."""

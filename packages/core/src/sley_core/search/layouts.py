@@ -11,21 +11,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from sley_core.errors import UsageError
 from sley_core.plan.load import with_tables
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord, ScheduleRecord
-from sley_core.search.choices import Choice, Choices
+from sley_core.search.choices import Choice, Choices, offload_tables
 
-Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
-"""What differs from layout to layout; `dp` follows. Offload stays as the plan has it: its seconds are not known."""
+Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer", "offload"]
+"""What differs from layout to layout; `dp` follows. Offload that works by call alone stays as the plan has it."""
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 MOST_SLICES = 64
 """The most ranks that share a sequence; attention has no more heads than that, as a rule."""
+
+
+Offered = TypeVar("Offered", Choice, "Choice | None")
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, and what changes how long a layer takes. weights, attention: None where these axes have one rank."""
+    """Sizes, and what changes how long a layer, or its update, takes. weights, attention: None where these axes have one rank.
+    offload: None where optimizer states stay on the device.
+    """
 
     sizes: Sizes
     activations: Choice
     weights: Choice | None
     attention: Choice | None
+    offload: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Candidate:
             "batch": _own_table(plan, "batch") | {"micro_size": sizes.micro_size},
             "activations": shape.activations.table,
             "gradient_handlers": self._handlers(plan),
+            "offload": offload_tables(plan, shape.offload) or None,
             "pipeline": self.schedule.table if self.schedule else None,
             "weights": shape.weights.table if shape.weights else None,
             "sequence": shape.attention.table if shape.attention else None,
@@ -102,7 +109,7 @@ class Candidate:
     def __str__(self) -> str:
         sizes, shape = self.shape.sizes, self.shape
         words = [f"pp {sizes.pp}, sp {sizes.sp}, wp {sizes.wp}, micro_size {sizes.micro_size}"]
-        chosen = (self.schedule, shape.activations, self.reducer, shape.weights, shape.attention)
+        chosen = (self.schedule, shape.activations, self.reducer, shape.weights, shape.attention, shape.offload)
         return "; ".join([*words, *(str(one) for one in chosen if one is not None)])
 
 
@@ -127,8 +134,8 @@ class Layouts:
         for sizes in self.sizes():
             weights: tuple[Choice | None, ...] = self._of("wp", self.choices.weights) if sizes.wp > 1 else (None,)
             attention = self.choices.attention[0] if sizes.sp > 1 else None
-            for policy, communicator in product(policies, weights):
-                yield Shape(sizes, policy, communicator, attention)
+            for policy, communicator, offload in product(policies, weights, self._of("offload", self.choices.offload)):
+                yield Shape(sizes, policy, communicator, attention, offload)
 
     def sizes(self) -> Iterator[Sizes]:
         """Yields every division of the ranks and of the plan's batch that is whole."""
@@ -167,7 +174,7 @@ class Layouts:
         """Returns how many layouts a shape has."""
         return len(self.schedules(shape.sizes)) * len(self.reducers(shape.sizes))
 
-    def _of(self, axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    def _of(self, axis: Axis, offered: tuple[Offered, ...]) -> tuple[Offered, ...]:
         return offered[:1] if axis in self.keep else offered
 
 

@@ -79,7 +79,7 @@ class Quick:
         there, back, kept = tables.of(shape).totals
         shared = self.shared.least(shape)
         exposed = max(0.0, shared.exchanged_s - back)
-        seconds = ((there + back) * sizes.micros(self.plan, self.world) + exposed) / sizes.pp
+        seconds = ((there + back) * sizes.micros(self.plan, self.world) + exposed + shared.update_s) / sizes.pp
         return Estimate(seconds + self.end_s(sizes.pp), int((shared.num_bytes + kept) / sizes.pp))
 
     def bound(self, layout: Candidate) -> Estimate:
@@ -159,4 +159,5 @@ def _alike(layout: Candidate) -> Hashable:
         str(shape.activations),
         str(shape.weights),
         str(shape.attention),
+        str(shape.offload),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from sley_core.draft import DTYPES, dtypes
 from sley_core.estimate.layers.once import once
 from sley_core.estimate.seconds.links import NOTHING, collective
-from sley_core.estimate.stage_facts import moved_by_update, num_states
+from sley_core.estimate.stage_facts import num_states
 from sley_core.search.buckets import Pieces, bucket_bytes, filled, per_layer
 from sley_core.search.glance import leaves_shards, reduces
+from sley_core.search.offloaded import StepCosts, stepping
 from sley_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ MOST_LAYERS_WHOLE = 2
 
 LARGE_BYTES = 1 << 40
 """Of an exchange whose latency is nothing beside its bytes."""
+
+Owned = TypeVar("Owned", NDArray[np.float64], float)
 
 Exchanged = NDArray[np.float64]
 """The three parts of `Cost`, of each layer: [3, layers]."""
@@ -65,9 +68,10 @@ class OfStages(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Of all layers: seconds of the cheapest exchanges, and the fewest bytes of weights, gradients and states."""
+    """Of all layers: seconds of the cheapest exchanges and of the update; the fewest bytes of weights, gradients, states."""
 
     exchanged_s: float
+    update_s: float
     num_bytes: float
 
 
@@ -86,7 +90,7 @@ class StageCosts:
     def of(self, shape: Shape, parts: ModelParts, reducer: Choice | None) -> OfStages:
         """Returns it for the layouts of a shape with these parts and this reducer."""
         every, bucket = leaves_shards(reducer), bucket_bytes(reducer)
-        key = shape.sizes.pp, shape.sizes.wp, str(shape.weights), parts, every, bucket
+        key = shape.sizes.pp, shape.sizes.wp, str(shape.weights), str(shape.offload), parts, every, bucket
         return once(self._of, key, lambda: self._of_stages(shape, parts, every, bucket))
 
     def least(self, shape: Shape) -> Least:
@@ -96,9 +100,12 @@ class StageCosts:
             held, owned = self._held_elements(shape, every=True)
             pieces = (Pieces(np.array([one.elements.sum()]), np.ones(1)) for one in self._per_layer(shape))
             seconds = float(self._exchange(shape, "reduce", *pieces).sum())  # no bucket is larger than all gradients
-            return Least(seconds, held.sum() * self.weight_bytes + owned.sum() * self.state_bytes)
+            state_bytes = self.steps.state_bytes(stepping(shape.offload))
+            return Least(
+                seconds, self._update_s(owned.sum(), shape), held.sum() * self.weight_bytes + owned.sum() * state_bytes
+            )
 
-        return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights)), least)
+        return once(self._least, (shape.sizes.pp, shape.sizes.wp, str(shape.weights), str(shape.offload)), least)
 
     def _of_stages(self, shape: Shape, parts: ModelParts, every: bool, bucket: float | None) -> OfStages:
         pieces = once(
@@ -111,11 +118,12 @@ class StageCosts:
         exchanged = OfLayers(sums, gathers, self._reduced_once(shape))
         held, owned = map(parts.by_stage, self._held_elements(shape, every=every))
         sums_s, gathers_s = (self._by_stage(parts, costs) for costs in exchanged[:2])
-        states = held * self.weight_bytes + owned * self.state_bytes + self._gathered_bytes(shape, parts)
+        state_bytes = self.steps.state_bytes(stepping(shape.offload))
+        states = held * self.weight_bytes + owned * state_bytes + self._gathered_bytes(shape, parts)
         working = dtypes(self.plan)[0].itemsize
         # Weights that ranks step in parts are laid anew, beside those that the model was made with.
         start = held * (self.weight_bytes + working) if every and shape.weights is None else np.zeros(len(held))
-        return OfStages(sums_s, gathers_s, self._update_s(owned), states, start, exchanged)
+        return OfStages(sums_s, gathers_s, self._update_s(owned, shape), states, start, exchanged)
 
     def _by_stage(self, parts: ModelParts, costs: Exchanged) -> Floats:
         """Returns the seconds of the exchanges of each stage's layers."""
@@ -166,9 +174,9 @@ class StageCosts:
         empty, large = (np.array(collective(kind, size, ranks, self.machine.links)) for size in (0, LARGE_BYTES))
         return np.outer(empty, pieces.counts) + np.outer((large - empty) / LARGE_BYTES, pieces.elements * itemsize)
 
-    def _update_s(self, owned: Floats) -> Floats:
-        """Returns the seconds of each stage's norm and update, which move their bytes once."""
-        return np.asarray(owned * (moved_by_update(self.plan, self.num_states) / self.machine.device.memory_bandwidth))
+    def _update_s(self, owned: Owned, shape: Shape) -> Owned:
+        """Returns the seconds of the norm and update of so many elements, copies to the host and back included."""
+        return owned * self.steps.update_s(stepping(shape.offload))
 
     def _gathered_bytes(self, shape: Shape, parts: ModelParts) -> Floats:
         """Returns the bytes of whole weights, and of whole gradients, that each stage has for a while."""
@@ -182,16 +190,9 @@ class StageCosts:
         return np.asarray(most * working + whole * gradient, dtype=np.float64)
 
     @cached_property
-    def state_bytes(self) -> int:
-        """Bytes of a parameter that only those hold who step it: its master, and the optimizer's states."""
-        working, stepped = dtypes(self.plan)
-        master = stepped.itemsize if stepped != working else 0
-        return master + self.num_states * stepped.itemsize
-
-    @cached_property
-    def num_states(self) -> int:
-        """Tensors like the weight that the optimizer keeps."""
-        return num_states(self.plan)
+    def steps(self) -> StepCosts:
+        """What an element costs the rank that steps it."""
+        return StepCosts(self.plan, self.machine, num_states(self.plan))
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -1,11 +1,11 @@
-"""What every sequence attention must hold, as tests that its author inherits.
+"""Tests that every sequence attention must pass; the tests of a plugin inherit them.
 
     class TestRing(SequenceAttentionContract):
         sequence = {"use": "ring.attention"}
 
-Two ranks have half of every sequence each. What a rank gets for its half, in the forward and in the backward, is compared with
-core's attention over the whole: causal, with fewer key heads than query heads, and with documents that begin in one half and
-end in the other. Then a small model in fp64 is trained so, and compared with one process.
+Each of two ranks has half of every sequence. What a rank gets for its half, in the forward and in the backward, is compared
+with core's attention over the whole sequence: causal, with fewer key heads than query heads, and with documents that begin in
+one half and end in the other. Then a small model in fp64 is trained in this way and compared with one process.
 
 Since core 0.1.
 """
@@ -53,10 +53,10 @@ ODD: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]
 
 @dataclass
 class Attended:
-    """What one rank saw of one case.
+    """Records what one rank saw of one case.
 
-    errors: of the context and of the gradients of q, k and v, relative to the largest element. refused: what was said instead,
-    by its code. kept: whether parameters kept their names, and calls were of whole sequences again at the end.
+    errors: of the context and of the gradients of q, k and v, relative to the largest element. refused: the error code, if it
+    was refused. kept: whether parameters kept their names, and calls took whole sequences again at the end.
     """
 
     errors: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Attended:
 
 
 def attend(sequence: Table, cases: Sequence[Case]) -> list[Attended]:
-    """Calls an attention of each case on this rank's slice, two times with other numbers, and once on whole sequences."""
+    """Calls an attention of each case on this rank's slice, twice with different numbers, and once on whole sequences."""
     found = []
     with World.join("cpu") as world:
         group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
@@ -93,7 +93,7 @@ def attend(sequence: Table, cases: Sequence[Case]) -> list[Attended]:
 
 
 def refused(sequence: Table) -> str:
-    """The code of what is said of a model without attention."""
+    """Returns the error code for a model without attention."""
     with World.join("cpu") as world:
         group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
         component = plan_from_dict(tables(sequence)).sequence
@@ -106,7 +106,9 @@ def refused(sequence: Table) -> str:
 
 
 def train(plan: Table) -> tuple[Recorded, float, list[list[Collective]]]:
-    """Takes NUM_STEPS steps of `plan` on this rank; what was recorded, the held-out loss of before, each step's collectives."""
+    """Takes NUM_STEPS steps of `plan` on this rank; returns the record, the held-out loss before them, and each step's
+    collectives.
+    """
     recorded, sent = Recorded(), []
     with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
         recorded.first = weights(run)
@@ -122,7 +124,9 @@ def train(plan: Table) -> tuple[Recorded, float, list[list[Collective]]]:
 
 
 class SequenceAttentionContract:
-    """Inherit, set `sequence` to the table of your attention, and pytest does the rest. timeout_s: of each run on ranks."""
+    """Tests a sequence attention: inherit, set `sequence` to its table, and pytest does the rest. timeout_s: of each run on
+    ranks.
+    """
 
     sequence: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
@@ -142,7 +146,7 @@ class SequenceAttentionContract:
             assert_same_sequence([one.calls for one in seen])
 
     def test_heads_that_do_not_divide_are_right_or_refused_by_name(self, ranks: Callable[..., Ranks]) -> None:
-        """Alike on all ranks: none waits for another that has refused."""
+        """On all ranks alike: none may wait for another that has refused."""
         found: list[list[Attended]] = ranks(2, self.timeout_s)(attend, self.sequence, ODD)
         for case, seen in zip(ODD, zip(*found, strict=True), strict=True):
             what, codes = f"(heads, kv_heads, packed) = {case}", [one.refused for one in seen]
@@ -152,7 +156,7 @@ class SequenceAttentionContract:
             assert all(one.kept for one in seen), f"{what}: after `detach` it is no attention of whole sequences"
 
     def test_a_model_without_attention_is_refused(self, ranks: Callable[..., Ranks]) -> None:
-        """With a PlanError: no position would see another slice, and nobody would know."""
+        """With a PlanError: otherwise no position would see another slice, without any error."""
         codes = ranks(2, self.timeout_s)(refused, self.sequence)
         assert all(codes), "a model without attention is not refused: no slice would see another"
 
@@ -170,7 +174,7 @@ class SequenceAttentionContract:
             assert_same_sequence(list(calls))
 
     def test_dropout_is_repeatable_and_does_not_part_the_ranks(self, ranks: Callable[..., Ranks]) -> None:
-        """Slices draw differently, so that steps are not those of one process; evaluations, which drop nothing, are."""
+        """Slices draw different numbers, so steps differ from those of one process; evaluations, which drop nothing, do not."""
         _, wanted, _ = train(tables(None, dropout=0.3))
         plan = tables(self.sequence, dropout=0.3)
         one, other = self._train(ranks, plan), self._train(ranks, plan)
@@ -186,7 +190,7 @@ class SequenceAttentionContract:
 
 
 class _Attentive(nn.Module):
-    """Holds an attention, and a parameter whose name must stay."""
+    """Holds an attention, and a parameter whose name must not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +203,7 @@ class _Attentive(nn.Module):
 
 
 def _drawn(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """q [b, s, h, d], k and v [b, s, h_kv, d] in float64, the same on all ranks; and where documents begin."""
+    """Returns q [b, s, h, d], k and v [b, s, h_kv, d] in float64, the same on all ranks; and where documents begin."""
     heads, kv_heads, packed = case
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
@@ -210,7 +214,7 @@ def _drawn(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Ten
 
 
 def _errors(attention: nn.Module, index: int, num_slices: int, case: Case, seed: int) -> list[float]:
-    """How far context and gradients of slice `index` are from those of the whole, and the context without gradients."""
+    """Returns how far context and gradients of slice `index` are from those of the whole, and the context without gradients."""
     *whole, more = _drawn(case, seed)
     factor = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64)
 

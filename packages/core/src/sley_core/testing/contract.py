@@ -1,14 +1,14 @@
-"""What every gradient handler must hold, as tests that its author inherits.
+"""Tests that every gradient handler must pass; the tests of a plugin inherit them.
 
     class TestTopK(GradientHandlerContract):
         handler = {"use": "topk.compressed", "ratio": 0.1}
 
-Two ranks train a small model whose entries have two reduce groups: one of both ranks, and one of a single rank, whose
-entries must be left alone, as must a frozen parameter. (With a reducer whose result is a shard all are reduced over both
-ranks, and gathered for the comparison: its layout is fixed before the groups could be changed.) A reducer is compared with
-`core.each` in every step, exactly or within the tolerance that its record declares for this table; a handler of another role
-runs behind `core.each`, or before it where its record says `before=("reducer",)`. The learning rate is tiny, so that a reducer
-that is not exact still meets the gradients that `core.each` meets.
+Two ranks train a small model whose entries have two reduce groups: one of both ranks, and one of a single rank. A handler must
+not change the entries of the latter, nor a frozen parameter. (With a reducer whose result is a shard, all entries are reduced
+over both ranks, and gathered for the comparison: its layout is fixed before the groups could be changed.) A reducer is compared
+with `core.each` in every step, exactly or within the tolerance that its record declares for this table; a handler of another
+role runs after `core.each`, or before it if its record says `before=("reducer",)`. The learning rate is tiny, so that even with
+a reducer that is not exact the gradients stay comparable with those under `core.each`.
 
 Since core 0.1.
 """
@@ -51,7 +51,7 @@ ALONE = "first"
 
 
 class Data(Samples):
-    """WIDTH numbers and a target for each."""
+    """Serves samples of WIDTH numbers and a target each."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64")})
 
@@ -66,12 +66,12 @@ class First(nn.Linear):
 
 
 def layers() -> list[tuple[str, nn.Module]]:
-    """The layers of the contract's model."""
+    """Returns the layers of the contract's model."""
     return [(ALONE, First(WIDTH, WIDTH)), ("second", Uneven(WIDTH))]
 
 
 def tables(handlers: list[Handler], num_micros: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
-    """The contract's plan: two ranks, fp64, every handler of the list."""
+    """Returns the contract's plan: two ranks, fp64, every handler of the list."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
@@ -84,7 +84,7 @@ def tables(handlers: list[Handler], num_micros: int, *, dp: int = 2, reduction: 
 
 
 class Seen:
-    """What one rank saw: the gradients of each step, the collectives of each step, and what `detach` left."""
+    """Records what one rank saw: the gradients and the collectives of each step, and the hooks that are left after `detach`."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
@@ -93,10 +93,10 @@ class Seen:
 
 
 def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool = True, reduction: str = "fast") -> Seen:
-    """Runs the contract's plan on this rank. fail: before the first and the last step comes one that fails.
+    """Runs the contract's plan on this rank. fail: takes a failing step before the first and before the last step.
 
-    The latter fails at the end of its last backward, when handlers have been told of the second layer's gradients: sums
-    are in flight, or wait for more. splits: whether the entries of ALONE are reduced over one rank.
+    A failing step fails at the end of its last backward, when handlers have been called for the second layer's gradients: sums
+    are in flight, or wait for more gradients. splits: whether the entries of ALONE are reduced over one rank.
     """
     seen = Seen()
     with World.join("cpu") as world:
@@ -118,7 +118,7 @@ def observe(handlers: list[Handler], num_micros: int, fail: bool, splits: bool =
 
 
 class GradientHandlerContract:
-    """Inherit, set `handler` to the table of your handler, and pytest does the rest."""
+    """Tests a gradient handler: inherit, set `handler` to its table, and pytest does the rest."""
 
     handler: ClassVar[Handler]
 
@@ -172,13 +172,13 @@ class GradientHandlerContract:
             assert less == more, f"a step of one micro-batch has {len(less)} collectives, and of three {len(more)}"
 
     def test_recovers_from_a_failed_backward(self, ranks_of_two: Ranks) -> None:
-        """What a failed step left is forgotten at the next `begin_step`."""
+        """What a failed step left is discarded at the next `begin_step`."""
         clean = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
         failed = ranks_of_two(observe, self._handlers(), 2, True, self._splits())
         _assert_same_bits(clean, failed, "after a step that failed there are other bits")
 
     def test_keeps_the_order_of_canonical_sums(self, ranks_of_two: Ranks) -> None:
-        """One hash with one process, where its record says so; also after a step that failed."""
+        """The hash equals that of one process, if the record says `canonical`; also after a failed step."""
         record, config = self._record()
         if not record.canonical or record.role != "reducer" or record.tolerance_with(config):
             pytest.skip("its record does not promise it")
@@ -189,12 +189,12 @@ class GradientHandlerContract:
         _assert_same_bits(clean, failed, "after a step that failed canonical sums have other bits")
 
     def test_detach_leaves_nothing(self, ranks_of_two: Ranks) -> None:
-        """After `Run.close` no hook of anybody is left on a parameter."""
+        """After `Run.close` no hook is left on any parameter."""
         for seen in ranks_of_two.once(observe, self._handlers(), 1, False, self._splits()):
             assert seen.hooks_left == 0, f"after the run {seen.hooks_left} hooks are left on parameters"
 
     def test_a_reducer_twice_or_missing_is_refused(self) -> None:
-        """Core guards the list: what correctness needs is there exactly once."""
+        """Core checks the list: every handler that correctness needs must be there exactly once."""
         from sley_core.plan.check import check_plan
 
         if self._record()[0].role != "reducer":
@@ -243,7 +243,7 @@ def _assert_equal(due: list[dict[str, Tensor]], given: list[dict[str, Tensor]], 
 
 
 def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance: float) -> None:
-    """In the first step, and over all steps: a reducer may give later what it left out, and must not give it twice."""
+    """Compares the first step, and the sum over all steps: a reducer may deliver later what it left out, but not twice."""
     for num_steps in (1, NUM_STEPS):
         missing = torch.stack(given[:num_steps]).sum(0) - torch.stack(due[:num_steps]).sum(0)
         error = missing.norm() / torch.stack([one.norm() for one in due[:num_steps]]).sum().clamp_min(1e-12)
@@ -253,9 +253,9 @@ def _assert_within(name: str, due: list[Tensor], given: list[Tensor], tolerance:
 
 
 def _split_reduce_groups(run: Run) -> None:
-    """Entries of the layer ALONE reduce over a group of one, as a weight that is sharded over all ranks does.
+    """Lets entries of the layer ALONE reduce over a group of one, like a weight that is sharded over all ranks.
 
-    Handlers are attached anew, with numbers of their own: ranks have agreed on those of the run already.
+    Handlers are attached again, with new numbers, since ranks have already agreed on those of the run.
     """
     for entry in run.book:
         if entry.name.startswith(ALONE):

@@ -1,4 +1,4 @@
-"""What every dataset must hold, as tests that its author inherits.
+"""Tests that every dataset must pass; the tests of a plugin inherit them.
 
     class TestReviews(DatasetContract):
         data = {"use": "reviews.jsonl", "files": ["*.jsonl"], "sequence": 32}
@@ -6,8 +6,8 @@
         def write_files(self, folder):
             (folder / "a.jsonl").write_text(...)
 
-Every rank opens the data for itself, and a restarted run opens it again: they must all see the same samples under the same
-numbers. All in this process, through the feed that a run reads.
+Every rank opens the data itself, and a restarted run opens it again: they must all see the same samples under the same numbers.
+The tests run in this process, through the feed that a run reads.
 
 Since core 0.1.
 """
@@ -42,9 +42,9 @@ SEED = 7
 
 
 class DatasetContract:
-    """Inherit, set `data` to the table `[data]`, and pytest does the rest.
+    """Tests a dataset: inherit, set `data` to the table `[data]`, and pytest does the rest.
 
-    num_samples: how many samples are looked at, at most. holds_out: whether it has held-out samples.
+    num_samples: the most samples that are checked. holds_out: whether it has held-out samples.
     """
 
     data: ClassVar[dict[str, Any]]
@@ -52,7 +52,7 @@ class DatasetContract:
     holds_out: ClassVar[bool] = False
 
     def write_files(self, folder: Path) -> None:
-        """Writes what the table names into the folder of the plan, where there is anything."""
+        """Writes the files that the table names, if any, into the folder of the plan."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -73,7 +73,7 @@ class DatasetContract:
         check_tokens(batch, dataset.info, range(len(samples)))
 
     def test_a_number_names_one_sample(self, folder: Path) -> None:
-        """Whenever it is read, in any order, by another rank's data set, and in another thread."""
+        """Whenever it is read, in any order, by another rank's dataset, and in another thread."""
         dataset, other = self._open(folder), self._open(folder)
         lengths = [] if is_stream(dataset) else [len(cast(Dataset, one)) for one in (dataset, other)]
         assert len(set(lengths)) <= 1, f"two data sets of one table have different lengths: {lengths}"
@@ -95,7 +95,7 @@ class DatasetContract:
             )
 
     def test_a_sample_stays_as_it_is(self, folder: Path) -> None:
-        """While others are read: they become a batch together."""
+        """While others are read, since they become one batch."""
         dataset = self._open(folder)
         held = self._numbered(dataset)
         kept = self._kept(self._open(folder))
@@ -103,14 +103,14 @@ class DatasetContract:
             assert _same(sample, kept[index]), f"sample {index} changes while others are read: its memory is used again"
 
     def test_it_leaves_the_default_generator_alone(self, folder: Path) -> None:
-        """Which belongs to the forward that runs at the same time."""
+        """The generator belongs to the forward that runs at the same time."""
         before = torch.default_generator.get_state()
         self._samples(self._open(folder))
         same = torch.equal(before, torch.default_generator.get_state())
         assert same, "reading samples draws from torch's default generator, or seeds it: use one of your own"
 
     def test_ranks_share_one_sequence(self, folder: Path) -> None:
-        """Two ranks' rows are disjoint and make up the batches of one, over the end of an epoch too."""
+        """Two ranks' rows are disjoint and make up the batches of one process, across the end of an epoch too."""
         whole = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
         halves = [list(islice(self._fed(folder, rows), NUM_BATCHES)) for rows in (range(2), range(2, BATCH))]
         has_rows = not hasattr(self._open(folder), "collate")  # which may pad a batch as its longest row needs
@@ -126,7 +126,7 @@ class DatasetContract:
                 assert _same(both, all_rows.batch), f"batch {number}: the samples of two ranks are not those of one"
 
     def test_a_restart_goes_on_where_it_was(self, folder: Path) -> None:
-        """From the position that a checkpoint has, by a data set that is opened anew."""
+        """From the position that a checkpoint stores, with a dataset that is opened again."""
         undisturbed = list(islice(self._fed(folder, range(BATCH)), NUM_BATCHES))
         for done in (1, NUM_BATCHES - 2):
             state = from_json(json.loads(json.dumps(to_json(undisturbed[done - 1].state))))
@@ -137,7 +137,7 @@ class DatasetContract:
                 )
 
     def test_held_out_samples_are_others(self, folder: Path) -> None:
-        """No sample is trained on and evaluated on."""
+        """No sample is used both for training and for evaluation."""
         if not self.holds_out:
             pytest.skip("it holds nothing out (`holds_out`)")
         trained = self._samples(self._open(folder))

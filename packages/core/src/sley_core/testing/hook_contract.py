@@ -1,10 +1,10 @@
-"""What every scheduler hook must hold, as tests that its author inherits.
+"""Tests that every scheduler hook must pass; the tests of a plugin inherit them.
 
     class TestWatch(SchedulerHookContract):
         hook = {"use": "watch.outputs"}
 
-Two ranks train a small decoder in several micro-batches, with half of its layers recomputed, and evaluate it; the same without
-the hook is what everything is compared with.
+Two ranks train a small decoder in several micro-batches, with half of its layers recomputed, and evaluate it; everything is
+compared with the same run without the hook.
 
 Since core 0.1.
 """
@@ -115,7 +115,7 @@ def call_bare(hooks: Sequence[Table], folder: Path) -> list[str]:
 
 
 class SchedulerHookContract:
-    """Inherit, set `hook` to a table of `[[scheduler_hooks]]`, and pytest does the rest."""
+    """Tests a scheduler hook: inherit, set `hook` to a table of `[[scheduler_hooks]]`, and pytest does the rest."""
 
     hook: ClassVar[Table]
 

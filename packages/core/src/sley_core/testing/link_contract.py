@@ -1,11 +1,11 @@
-"""What every stage link must hold, as tests that its author inherits.
+"""Tests that every stage link must pass; the tests of a plugin inherit them.
 
     class TestMine(StageLinkContract):
         link = {"use": "mine.link"}
 
-Each rank is a stage, on which messages that are known in advance stand for layers (`link_walks`): drawn lists of actions,
-several chunks per stage, neighbours in either direction and on one's own stage; messages of several dtypes, with an empty
-tensor, one that stands in two places, two that overlap, and gradients for some, for others or for none.
+Each rank is a stage, on which known messages stand in for layers (`link_walks`): random lists of actions, several chunks per
+stage, neighbours in either direction and on the same stage; messages of several dtypes, with an empty tensor, one that occurs
+twice, two that overlap in memory, and gradients for some, for others or for none.
 
 Since core 0.1.
 """
@@ -82,7 +82,7 @@ def abandon(link: Table) -> float:
 
 
 class StageLinkContract:
-    """Inherit, set `link` to the table `[link]` of your link, and pytest does the rest. num_walks: over each placement."""
+    """Tests a stage link: inherit, set `link` to its table, and pytest does the rest. num_walks: over each placement."""
 
     link: ClassVar[Table]
     num_walks: ClassVar[int] = 4

@@ -1,4 +1,4 @@
-"""What every loss must hold, as tests that its author inherits.
+"""Tests that every loss must pass; the tests of a plugin inherit them.
 
     class TestHuber(LossContract):
         loss = {"use": "robust.huber"}
@@ -6,8 +6,8 @@
         def batch(self):
             return torch.randn(4, 6, dtype=torch.float64), {"y": torch.randn(4, 6)}
 
-A layout cuts a batch wherever it likes, so a loss is a sum and its weight counts what is summed. All in this process: whole
-batches beside their micro-batches, gradients beside differences, half precision beside double.
+A layout may cut a batch anywhere, so a loss is a sum and its weight counts what is summed. The tests run in this process: whole
+batches are compared with their micro-batches, gradients with finite differences, half precision with fp64.
 
 Since core 0.1.
 """
@@ -34,20 +34,20 @@ EXACT = 1e-10
 
 
 class LossContract:
-    """Inherit, set `loss` to the table `[loss]`, write `batch`, and pytest does the rest.
+    """Tests a loss: inherit, set `loss` to the table `[loss]`, write `batch`, and pytest does the rest.
 
-    half_tolerance: how far the loss of a half-precision output may be from that of the same values in fp64, relative.
+    half_tolerance: the largest relative error of the loss of a half-precision output, compared with the same values in fp64.
     """
 
     loss: ClassVar[dict[str, Any]]
     half_tolerance: ClassVar[float] = 2**-6
 
     def batch(self) -> tuple[Tensor, Batch]:
-        """Returns a model's output, fp64, and the batch: four samples, or more by twos, along dim 0 of all tensors."""
+        """Returns a model's output, fp64, and the batch: at least four samples, an even number, along dim 0 of all tensors."""
         raise NotImplementedError("a loss's tests say what it is called with: write `batch`")
 
     def nothing(self) -> Batch | None:
-        """Returns a batch of as many samples as `batch` in which nothing counts, as where every label is ignored; or None."""
+        """Returns a batch of as many samples as `batch` in which nothing counts, as if every label is ignored; or None."""
         return None
 
     def test_its_weight_is_a_sum_over_samples(self) -> None:
@@ -77,7 +77,7 @@ class LossContract:
             assert error <= EXACT, f"gradients of micro-batches of {size} differ from the batch's, relative {error:.3g}"
 
     def test_its_gradient_is_its_derivative(self) -> None:
-        """Compared with differences, in fp64."""
+        """Compared with finite differences, in fp64."""
         output, batch = self.batch()
         loss = self._loss()
         try:
@@ -87,7 +87,7 @@ class LossContract:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_it_sums_in_fp32_at_least(self, dtype: torch.dtype) -> None:
-        """Whatever the model's output is: sums of thousands of terms have no digits left in half precision."""
+        """Whatever the dtype of the output: sums of thousands of terms have no digits left in half precision."""
         output, batch = self.batch()
         given = output.to(dtype)
         leaf = given.detach().requires_grad_()
@@ -127,7 +127,7 @@ class LossContract:
         assert again == first, f"weight and loss of one batch are {first}, and {again} after another batch"
 
     def test_it_reads_the_fields_that_it_names(self) -> None:
-        """Where it has `fields`: only those are moved to the device."""
+        """If it has `fields`: only those are moved to the device."""
         loss, (output, batch) = self._loss(), self.batch()
         fields = getattr(loss, "fields", None)
         if fields is None:

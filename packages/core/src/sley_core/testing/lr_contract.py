@@ -1,10 +1,10 @@
-"""What every schedule of the learning rate must hold, as tests that its author inherits.
+"""Tests that every learning-rate schedule must pass; the tests of a plugin inherit them.
 
     class TestRoot(LRScheduleContract):
         learning_rate = {"use": "root.schedule", "warmup_steps": 10}
 
-A schedule is a pure function of the step: a run that goes on from a checkpoint asks it for the steps that are left, and must
-get the rates that an undisturbed run has.
+A schedule is a pure function of the step: a resumed run asks it for the remaining steps, and must get the rates that an
+uninterrupted run has.
 
 Since core 0.1.
 """
@@ -30,7 +30,9 @@ LR = 0.01
 
 
 class LRScheduleContract:
-    """Inherit, set `learning_rate` to the table, and pytest does the rest. num_steps: of the run that it is made for."""
+    """Tests a learning-rate schedule: inherit, set `learning_rate` to its table, and pytest does the rest. num_steps: of the
+    run.
+    """
 
     learning_rate: ClassVar[dict[str, Any]]
     num_steps: ClassVar[int] = 100
@@ -46,7 +48,7 @@ class LRScheduleContract:
         assert max(rates[: self.num_steps]) > 0, "no step of the run has a rate above 0: nothing is learnt"
 
     def test_a_rate_depends_on_its_step_alone(self) -> None:
-        """Not on what was asked before: asked backwards, and of a schedule made anew, as after a restart."""
+        """Not on earlier calls: the steps are asked backwards, and of a new schedule, as after a restart."""
         rates = self._rates(self.num_steps)
         backwards = self._factor(self.num_steps)
         for step in reversed(range(self.num_steps)):

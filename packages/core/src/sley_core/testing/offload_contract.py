@@ -1,10 +1,10 @@
-"""What every offload manager must hold, as tests that its author inherits.
+"""Tests that every offload manager must pass; the tests of a plugin inherit them.
 
     class TestMine(OffloadManagerContract):
         offload = {"use": "mine.manager"}
 
-A small decoder in bf16, with masters, is trained in one process on a device that draws when copies happen (`drawn_copies`):
-memory that nobody has copied yet is NaN, and a wait that is missing is an error, whether or not it did harm.
+A small decoder in bf16, with masters, is trained in one process on a device that chooses at random when copies happen
+(`drawn_copies`): memory that has not been copied yet is NaN, and a missing wait is an error, whether or not it did harm.
 
 Since core 0.1.
 """
@@ -40,9 +40,9 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest.
+    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest.
 
-    plan: what else the plan must have, as `small_plan` takes it. orders: in how many orders copies happen.
+    plan: what else the plan must have, as `small_plan` takes it. orders: the number of random orders of copies.
     """
 
     offload: ClassVar[dict[str, Any]]
@@ -50,7 +50,7 @@ class OffloadManagerContract:
     orders: ClassVar[int] = 2
 
     def test_what_leaves_comes_back(self, texts: Path) -> None:
-        """Between all steps, with copies in drawn orders: on the host as it was, and no bit of the training is another."""
+        """Between all steps, with copies in random orders: the host's copies are right, and no bit of the training changes."""
         with _running(changed(PLAN, **self.plan), texts) as run:
             rows = [run.step() for _ in range(NUM_STEPS)]
             wanted = _bits(run, COPIED)
@@ -65,7 +65,7 @@ class OffloadManagerContract:
                 _assert_same(wanted, _bits(run, COPIED), f"order {order}, after {NUM_STEPS} steps")
 
     def test_what_is_away_is_refused(self, texts: Path) -> None:
-        """A step says by its name which part is away, and goes on when that is back."""
+        """A step names the part that is away, and succeeds once it is back."""
         with self._running(texts) as run:
             run.step()
             for part in self._by_call(run):
@@ -80,7 +80,7 @@ class OffloadManagerContract:
             run.step()
 
     def test_a_second_call_does_nothing(self, texts: Path) -> None:
-        """Of what is away to leave, or of what is here to come; it is counted as one that had nothing to do."""
+        """Offloading what is away, or onloading what is here, is counted as a call that had nothing to do."""
         with self._running(texts) as run:
             run.step()
             (manager,) = run.memory.managers
@@ -95,7 +95,7 @@ class OffloadManagerContract:
                 _assert_same(before, _bits(run, [part]) if part in COPIED else {}, "after two calls of each kind")
 
     def test_it_says_what_it_moves(self, texts: Path) -> None:
-        """Where a part is, what was copied, and how much the device has got back."""
+        """It reports where a part is, what was copied, and how much memory the device has got back."""
         with self._running(texts) as run:
             run.step()
             (manager,) = run.memory.managers
@@ -127,7 +127,7 @@ class OffloadManagerContract:
             assert not other, f"after the run these weights have other bits: {other[:3]}"
 
     def test_memory_may_leave_after_a_failed_step(self, texts: Path) -> None:
-        """And the next step has the numbers that it had without."""
+        """The next step then has the numbers that it has without a failure."""
         rows = []
         for tables in (PLAN, changed(PLAN, offload=[self.offload])):
             with _running(changed(tables, **self.plan), texts, None if tables is PLAN else 3) as run:

@@ -1,10 +1,10 @@
-"""What every memory pool must hold, as tests that its author inherits.
+"""Tests that every memory pool must pass; the tests of a plugin inherit them.
 
     class TestSlabs(MemoryPoolContract):
         pool = {"use": "slabs.pool"}
 
-All in this process, on the CPU: buffers of several shapes and dtypes are lent at a time, filled, and given back in drawn
-orders.
+The tests run in this process, on the CPU: buffers of several shapes and dtypes are lent at the same time, filled, and returned
+in random orders.
 
 Since core 0.1.
 """
@@ -44,7 +44,9 @@ SIZES: tuple[Size, ...] = (
 
 
 class MemoryPoolContract:
-    """Inherit, set `pool` to a table of `[pools.NAME]`, and pytest does the rest. num_draws: leases and returns of a test."""
+    """Tests a memory pool: inherit, set `pool` to a table of `[pools.NAME]`, and pytest does the rest. num_draws: leases and
+    returns of a test.
+    """
 
     pool: ClassVar[dict[str, Any]]
     num_draws: ClassVar[int] = 300
@@ -62,7 +64,7 @@ class MemoryPoolContract:
                     assert not buffer.requires_grad, f"the buffer of {shape} {dtype} requires a gradient"
 
     def test_what_is_lent_is_nobody_elses(self) -> None:
-        """Whatever is lent and given back meanwhile, in any order."""
+        """Whatever is lent and returned meanwhile, in any order."""
         pool, draw = self._pool(), Random(7)
         held: list[tuple[int, Size, Lease, Tensor]] = []
         for number in range(self.num_draws):
@@ -81,7 +83,7 @@ class MemoryPoolContract:
             lease.__exit__(None, None, None)
 
     def test_a_lease_that_is_over_gives_no_ones_buffer(self) -> None:
-        """A second `with` of one lease is refused, or gets a buffer that nobody has."""
+        """A second `with` of one lease is refused, or gets a buffer that nothing else has."""
         pool = self._pool()
         lease = pool.lease((64,), torch.float32, CPU)
         with lease:
@@ -105,7 +107,7 @@ class MemoryPoolContract:
         assert after[-1] == after[0], f"the same leases, four times: the pool holds {after} bytes after each"
 
     def test_trim_frees_what_is_not_lent(self) -> None:
-        """And nothing else; what it returns is what it has freed."""
+        """It frees nothing else, and returns the number of bytes freed."""
         pool = self._pool()
         self._lend_all(pool)
         with pool.lease((100,), torch.float32, CPU) as lent:
@@ -122,7 +124,7 @@ class MemoryPoolContract:
         assert not _num_bytes(pool), f"nothing is lent, and after trim the pool holds {_num_bytes(pool)} bytes"
 
     def test_what_is_trimmed_is_free(self) -> None:
-        """Nothing keeps its memory once the pool says that it is gone."""
+        """Nothing keeps the memory once the pool reports it as freed."""
         pool = self._pool()
         references = []
         for shape, dtype in SIZES:
@@ -134,7 +136,7 @@ class MemoryPoolContract:
         assert not kept, f"after trim {kept} of {len(references)} buffers still have their memory"
 
     def test_it_says_what_it_holds(self) -> None:
-        """`held` has what is lent too: reports and offload managers know a run's memory by it."""
+        """`held` includes what is lent: reports and offload managers use it to find a run's memory."""
         pool = self._pool()
         with ExitStack() as leases:
             for shape, dtype in SIZES:

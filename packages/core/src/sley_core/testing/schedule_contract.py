@@ -1,4 +1,4 @@
-"""What every pipeline schedule must hold, as tests that its author inherits.
+"""Tests that every pipeline schedule must pass; the tests of a plugin inherit them.
 
     class TestHanayo(ScheduleContract):
         pipeline = {"use": "mine.hanayo", "waves": 2}
@@ -6,9 +6,9 @@
         def most_held(self, stage, stages, micros):
             return 4 * min(stages, micros)
 
-Lists are pure integers, so most of it starts no process: numbers of stages and micro-batches are drawn, the lists written,
-lowered, and simulated with drawn times of actions and transfers. A small decoder is then trained on two stages and compared
-with one process.
+Lists are pure integers, so most tests start no process: numbers of stages and micro-batches are drawn at random, and their
+lists are generated, lowered, and simulated with random times of actions and transfers. Then a small decoder is trained on two
+stages and compared with one process.
 
 Since core 0.1.
 """
@@ -41,10 +41,10 @@ NUM_STEPS = 2
 
 
 class ScheduleContract:
-    """Inherit, set `pipeline` to the table `[pipeline]` of your schedule, say `most_held`, and pytest does the rest.
+    """Tests a pipeline schedule: inherit, set `pipeline` to its table, write `most_held`, and pytest does the rest.
 
-    tables: further tables of the plan, as `link` and `partition` where the schedule's record names none. stages, micros:
-    numbers that the schedule can have, from which sizes are drawn. num_draws: how many sizes.
+    tables: further tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros:
+    numbers that the schedule supports, from which sizes are drawn. num_draws: how many sizes.
     """
 
     pipeline: ClassVar[Table]
@@ -54,13 +54,13 @@ class ScheduleContract:
     num_draws: ClassVar[int] = 24
 
     def most_held(self, stage: int, stages: int, micros: int) -> int:
-        """Returns the most micro-batches that `stage` holds at a time, each counted once per chunk: forwards whose
-        gradients, those of weights included, are not all computed.
+        """Returns the most micro-batches that `stage` holds at a time, each counted once per chunk: those whose forward has run
+        and whose gradients, weight gradients included, are not complete.
         """
         raise NotImplementedError("say how many micro-batches a stage holds: it decides the memory of activations")
 
     def test_lists_of_any_size_run_to_their_end(self) -> None:
-        """Whatever actions and transfers take, in a step and in an evaluation: no stage waits for ever for another."""
+        """Whatever time actions and transfers take, in a step and in an evaluation: no stage waits forever for another."""
         for stages, micros, chance in self._sizes():
             schedule = self._schedule()
             placement = schedule.placement(stages)
@@ -80,7 +80,7 @@ class ScheduleContract:
                 _assert_once_in_order(actions, schedule.chunks, micros, f"stage {stage} of {stages}")
 
     def test_a_stage_holds_what_it_says(self) -> None:
-        """No more micro-batches than `most_held`, at any size, and as many somewhere."""
+        """No more micro-batches than `most_held` at any size, and as many at one of them."""
         reached = False
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
@@ -95,7 +95,7 @@ class ScheduleContract:
         assert reached, "`most_held` says more than any stage of any size holds"
 
     def test_lists_are_the_same_on_all_ranks(self) -> None:
-        """Every rank makes all lists for itself: nothing that was asked for before, and no chance, changes them."""
+        """Every rank generates all lists itself: they must depend neither on earlier calls nor on chance."""
         for stages, micros, _ in self._sizes():
             schedule = self._schedule()
             first = schedule.lists(stages, micros)
@@ -133,7 +133,8 @@ class ScheduleContract:
 
 
 class TieContract:
-    """For a handler of ties: inherit, set `pipeline`, and `tables` to those that name the handler and what the schedule lacks.
+    """Tests a handler of ties: inherit, set `pipeline`, and `tables` to those that name the handler and what the schedule
+    lacks.
 
     The schedule has one chunk per stage, so that the decoder's embedding and its head, one weight, are on two stages.
     """

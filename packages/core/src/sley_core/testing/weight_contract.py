@@ -1,13 +1,13 @@
-"""What every weight communicator must hold, as tests that its author inherits.
+"""Tests that every weight communicator must pass; the tests of a plugin inherit them.
 
     class TestRing(WeightCommunicatorContract):
         weights = {"use": "ring.communicator"}
 
-A small model in fp64 has an embedding tied to the head, linears that are used twice or never, a frozen one, and sizes that
-divide by no number of ranks. Its runs over `wp` are compared with one process that holds all weights, in the first step and
-after several: whatever is gathered too early, kept too long, summed over the wrong ranks or not at all gives other numbers.
+A small model in fp64 has an embedding tied to the head, linears that are used twice or never, a frozen one, and sizes that are
+not divisible by the number of ranks. Its runs over `wp` are compared with one process that holds all weights, in the first step
+and after several: whatever is gathered too early, kept too long, summed over the wrong ranks or not at all changes the numbers.
 
-Which parameters are sharded is the communicator's to say (`cuts`); at least one of the model must be.
+The communicator decides which parameters are sharded (`cuts`); at least one of the model must be.
 
 Since core 0.1.
 """
@@ -48,10 +48,10 @@ SAMPLES = 2
 
 @dataclass
 class Seen:
-    """What one rank saw. calls: its collectives, by step and then of an evaluation.
+    """Records what one rank saw. calls: its collectives, by step and then of an evaluation.
 
-    counts: what the communicator counts, asked for after each step. sharded: names of the parameters that are. read, closed:
-    what reading weights between two steps, and calling layers after the run, came to.
+    counts: what the communicator counts, asked after each step. sharded: names of the sharded parameters. read, closed: the
+    results of reading weights between two steps, and of calling layers after the run.
     """
 
     recorded: Recorded = field(default_factory=Recorded)
@@ -87,7 +87,7 @@ def observe(plan: Table, change: Change | None = None) -> Seen:
 
 
 def rewrite(run: Run, number: int) -> None:
-    """Between steps: evaluates, writes to weights, freezes a trained one and trains it again."""
+    """Between steps: evaluates, writes to weights, freezes a trained one and unfreezes it."""
     if number == 1:
         run.evaluate()
         with torch.no_grad():
@@ -98,13 +98,13 @@ def rewrite(run: Run, number: int) -> None:
 
 
 def load(run: Run, number: int) -> None:
-    """Other weights, whole, as a checkpoint has them."""
+    """Loads other weights, unsharded, as from a checkpoint."""
     if number == 1:
         run.load_weights({name: value * 0.5 for name, value in weights(run).items()})
 
 
 def late(run: Run, number: int) -> None:
-    """Weights are zeros when a step begins, until somebody waits for their layer."""
+    """Sets weights to zero when a step begins, until something waits for their layer."""
     if number == 0:
         return
     kept = {entry: entry.parameter.detach().clone() for entry in run.book}
@@ -122,7 +122,7 @@ def late(run: Run, number: int) -> None:
 
 
 def fail(run: Run, number: int) -> None:
-    """A step ends half-way through a forward, and another half-way through a backward; the samples are those of before."""
+    """Fails the first step within a forward and the second within a backward, and gives their samples back."""
     if number in (0, 1):
         assert run.feed is not None
         before = run.feed.state()
@@ -134,7 +134,9 @@ def fail(run: Run, number: int) -> None:
 
 
 class WeightCommunicatorContract:
-    """Inherit, set `weights` to the table of your communicator, and pytest does the rest. timeout_s: of each run on ranks."""
+    """Tests a weight communicator: inherit, set `weights` to its table, and pytest does the rest. timeout_s: of each run on
+    ranks.
+    """
 
     weights: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
@@ -167,20 +169,23 @@ class WeightCommunicatorContract:
         _assert_parity(_of_whole_weights(4 * SAMPLES, change), found)
 
     def test_weights_are_waited_for(self, ranks: Callable[..., Ranks]) -> None:
-        """What `parts.waits` has for a layer is called before any of its weights is read or gathered, ahead too."""
+        """The waits that `parts.waits` has for a layer are called before any of its weights is read or gathered, prefetched or
+        not.
+        """
         plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
         _assert_same(self._seen(ranks, 2, plan), self._seen(ranks, 2, plan, late), "weights that come late")
 
     def test_a_step_that_failed_leaves_nothing(self, ranks: Callable[..., Ranks]) -> None:
-        """`begin` forgets whatever was under way."""
+        """`begin` discards everything in flight."""
         plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
         _assert_same(self._seen(ranks, 2, plan), self._seen(ranks, 2, plan, fail), "after a failed step")
 
     def test_exchanges_counts_reads_and_what_the_run_leaves(self, ranks: Callable[..., Ranks]) -> None:
         """What else a run shows: its exchanges, its counts, reads of weights, and what is left when it has closed.
 
-        Ranks exchange in one order. Gradients that the store holds have their shard's shape. Counts are finite numbers. A
-        weight that is read without its module is refused by name, or right, and so is a layer that is called after the run.
+        Ranks must exchange in one order. Gradients in the store must have their shard's shape. Counts must be finite numbers. A
+        weight that is read without its module must be refused by name, or be right, and so must a layer that is called after
+        the run.
         """
         found = self._seen(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES))
         for calls in zip(*(seen.calls for seen in found), strict=True):
@@ -200,7 +205,7 @@ class WeightCommunicatorContract:
 
 @cache
 def _of_whole_weights(global_size: int, change: Change | None = None) -> Seen:
-    """What one process sees that holds all weights; nobody writes to it."""
+    """Returns what one process sees that holds all weights; must not be modified."""
     return observe(tables(None, 1, global_size, SAMPLES), change)
 
 
@@ -222,7 +227,7 @@ def _assert_same(wanted: Sequence[Seen], found: Sequence[Seen], when: str) -> No
 
 
 def _counts(run: Run) -> dict[str, float]:
-    """What the communicator counts, asked twice: that costs no exchange and changes nothing."""
+    """Returns what the communicator counts, asked twice: that must cost no exchange and change nothing."""
     communicator = run.stepper.executor.weights
     if not isinstance(communicator, Counts):
         return {}
@@ -234,7 +239,7 @@ def _counts(run: Run) -> dict[str, float]:
 
 
 def _read(run: Run) -> list[str]:
-    """Parameters whose module gives a shard, or anything else, for the whole weight, instead of refusing to be read."""
+    """Returns the parameters whose module gives anything but the full weight instead of refusing to be read."""
     found = []
     parts = {entry: entry.parameter for entry in run.book if entry.shard is not None}
     for entry, whole in wholes(parts, run.groups).items():
@@ -252,7 +257,7 @@ def _read(run: Run) -> list[str]:
 
 
 def _called_after(run: Run) -> list[str]:
-    """Layers with shards that are called after the run, and neither refuse it nor leave the other ranks alone."""
+    """Describes each sharded layer that, called after the run, gives a result or communicates instead of refusing the call."""
     found = []
     sharded = {id(holder.module) for entry in run.book if entry.shard is not None for holder in entry.holders}
     given: Tensor = torch.zeros(1, SEQUENCE, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What every metrics writer must hold, as tests that its author inherits.
+"""Tests that every metrics writer must pass; the tests of a plugin inherit them.
 
     class TestCsv(MetricsWriterContract):
         writer = {"use": "csv.writer"}
@@ -6,8 +6,8 @@
         def read(self, folder):
             return [(step, name, value), ...]
 
-All in this process: rows of a run, rows of two runs into one folder, rows that are taken again after a checkpoint, a disk
-that is full, and a process that ends without a word.
+The tests run in this process: rows of a run, rows of two runs into one folder, rows that are taken again after a checkpoint, a
+full disk, and a process that is killed.
 
 Since core 0.1.
 """
@@ -38,10 +38,10 @@ MOST_BYTES = 4096
 
 
 class MetricsWriterContract:
-    """Inherit, set `writer` to a table of `[[metrics]]`, write `read`, and pytest does the rest.
+    """Tests a metrics writer: inherit, set `writer` to a table of `[[metrics]]`, write `read`, and pytest does the rest.
 
-    writes_at_once: whether a row is there when `write` returns, so that a run that is killed keeps it. goes_on: whether a run
-    that begins again at a checkpoint drops the rows of later steps (`rewind`). on_disk: whether it writes into its folder.
+    writes_at_once: whether a row is there when `write` returns, so that a killed run keeps it. goes_on: whether a run that
+    resumes from a checkpoint drops the rows of later steps (`rewind`). on_disk: whether it writes into its folder.
     """
 
     writer: ClassVar[dict[str, Any]]
@@ -50,7 +50,7 @@ class MetricsWriterContract:
     on_disk: ClassVar[bool] = True
 
     def read(self, folder: Path) -> Iterable[Point]:
-        """Returns every number that the writer has written into `folder`, as somebody who looks at it finds it."""
+        """Returns every number that the writer has written into `folder`, as a reader of the files would find it."""
         raise NotImplementedError("a writer's tests say how its output is read: write `read`")
 
     def test_a_run_is_there_whole(self, texts: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ class MetricsWriterContract:
         self._assert_rows(tmp_path, rows)
 
     def test_rows_may_differ(self, tmp_path: Path) -> None:
-        """In their names: some numbers come in some steps alone; and in what they count: integers, negative, tiny."""
+        """In their names: some numbers occur only in some steps; and in their values: integers, negative, tiny."""
         rows: list[dict[str, float | int]] = [
             {"step": 1, "loss": 2.5},
             {"step": 2, "loss": -1e-30, "held_out_loss": 3.0, "tokens": 10**9},
@@ -72,7 +72,7 @@ class MetricsWriterContract:
         self._assert_rows(tmp_path, rows)
 
     def test_numbers_that_are_not_finite_do_no_harm(self, tmp_path: Path) -> None:
-        """Nor hide the numbers beside and after them."""
+        """They must not hide the numbers beside and after them."""
         rows = [{"step": 1, "loss": math.nan, "lr": 0.5}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}]
         self._write(tmp_path, rows)
         found = {(step, name): value for step, name, value in self.read(tmp_path)}
@@ -83,14 +83,14 @@ class MetricsWriterContract:
         assert odd is None or not math.isfinite(odd), f"a loss that is no number is written as {odd}"
 
     def test_a_folder_that_is_written_to_again_keeps_its_rows(self, tmp_path: Path) -> None:
-        """As when a run goes on."""
+        """As when a run is resumed."""
         rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3, 4)]
         self._write(tmp_path, rows[:2])
         self._write(tmp_path, rows[2:])
         self._assert_rows(tmp_path, rows)
 
     def test_steps_that_are_taken_again_stand_once(self, tmp_path: Path) -> None:
-        """After `rewind`, which a run calls that goes on from a checkpoint; in the same writer and in another."""
+        """After `rewind`, which a resumed run calls; in the same writer and in another."""
         if not self.goes_on:
             pytest.skip("it does not go on (`goes_on`)")
         for number, again in enumerate((False, True)):
@@ -132,7 +132,7 @@ class MetricsWriterContract:
         assert found == [(1, "loss", 1.0)], f"a run that is killed now would leave {found}"
 
     def test_a_full_disk_is_an_error(self, tmp_path: Path) -> None:
-        """Of `write` or `close`: rows that are lost are never lost in silence."""
+        """Raised by `write` or `close`: rows must not be lost silently."""
         if not self.on_disk:
             pytest.skip("it writes into no folder (`on_disk`)")
         writer, num_rows = self._writer(tmp_path), MOST_BYTES // 8

@@ -3,7 +3,7 @@
     tail of the backward    update of 0      update of 1                  update of 2      next forward
     0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
 
-At most two buckets are here at once, one that is stepped and one that comes or goes; so the device needs memory for two.
+At most two buckets are on the device at once, one that is stepped and one in flight; so the device needs memory for two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BetweenSteps:
-    """Steps the optimizer bucket by bucket, each with its states here; registers itself with the run's step.
+    """Steps the optimizer bucket by bucket, with only the bucket's states on the device; registers itself with the run's step.
 
     bucket_bytes: of the parameters that are stepped together; AdamW's states are twice as large.
     """

@@ -45,7 +45,8 @@ class Mover(Protocol):
 class Manager(OffloadManager):
     """Moves the parts that its table names to host memory and back.
 
-    With `when = "between_steps"` optimizer states are away but in the update, whatever is called; other parts move by call.
+    With `when = "between_steps"` optimizer states are away except during the update, whatever is called; other parts move by
+    call.
     """
 
     def __init__(self, config: OffloadConfig) -> None:

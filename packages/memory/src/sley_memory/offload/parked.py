@@ -25,13 +25,13 @@ Pieces = Callable[[], Sequence[Holding]]
 
 
 MOST_RESTS = 15
-"""Offloads in a row in which memory that used to change is copied without a look at its words."""
+"""Offloads in a row in which memory that used to change is copied without checking its words."""
 
 
 class HostCopy:
-    """Where one piece lies on the host, and what is known of the piece since it was copied there.
+    """Records where one piece lies on the host, and what is known of the piece since it was copied there.
 
-    seen: versions when it came back; None before that. print: the fingerprint of what the host has; None if nobody looked.
+    seen: versions when it came back; None before that. print: the fingerprint of the host copy; None if it was not computed.
     """
 
     def __init__(self, host: Tensor) -> None:
@@ -83,8 +83,8 @@ class Streams:
 class Parked:
     """Moves what `pieces` returns when an offload begins. bucket_bytes: how much is freed, or allocated, at a time.
 
-    The first offload makes places on the host in `arena`; pieces that appear later get theirs then. compares: whether to
-    look, and wait for the device, if they have changed since; else each offload copies everything.
+    The first offload makes places on the host in `arena`; pieces that appear later get theirs then. compares: whether to check,
+    waiting for the device, if pieces have changed since; otherwise each offload copies everything.
     """
 
     def __init__(

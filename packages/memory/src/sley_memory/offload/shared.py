@@ -1,10 +1,10 @@
-"""Memory that ranks hold alike, of which each keeps a part on its host.
+"""Memory that several ranks have in common, of which each keeps a part on its host.
 
     rank 0   a a a a b b b c c   ── offload ──>  host of rank 0:  a a a a b     what is equal, end to end, in even parts
     rank 1   a a a a b b b c c                   host of rank 1:  b b c c
                                  <── onload ───  each copies its own part to the device, and they gather the rest
 
-What differs, as masters of which each rank steps a part, is kept whole. All ranks of the run must offload and onload alike.
+What differs, such as masters of which each rank steps a part, is kept in full. All ranks of the run must make the same calls.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Told = list[tuple[str, int, int]]
 class SharedCopies:
     """Moves what `pieces` returns when an offload begins, one `part` of a run.
 
-    group: the ranks that may hold the same. control: all ranks, which say what they are about to do before anything is freed.
-    bucket_bytes: how much more of the device is needed while memory comes back.
+    group: the ranks that may have memory in common. control: all ranks, which compare their calls before anything is freed.
+    bucket_bytes: how much more device memory is needed while memory comes back.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class SharedCopies:
         return Where.AWAY if self._is_away and rest is Where.HERE else rest
 
     def offload(self) -> None:
-        """Copies this rank's part of what all ranks of the group have, and the whole of what they have not; frees all.
+        """Copies this rank's part of what all ranks of the group have in common, and everything else in full; frees all of it.
 
-        All ranks of the run call it. Raises RunError `ranks-differ` on all of them, and frees nothing, where one does not.
+        All ranks of the run call it. Raises RunError `ranks-differ` on all of them, and frees nothing, if one makes another
+        call.
         """
         here: dict[str, Holding] = {}
         if not self._is_away:
@@ -138,8 +139,8 @@ class SharedCopies:
     def onload(self) -> None:
         """Brings everything back: this rank's part from its host, the others from their ranks, bucket by bucket.
 
-        All ranks of the run call it. Raises RunError `ranks-differ` where one does not, and `collective-failed` where a peer
-        has died; the memory is away then.
+        All ranks of the run call it. Raises RunError `ranks-differ` if one makes another call, and `collective-failed` if a
+        peer has died; the memory is away then.
         """
         self._agree("onload", [])
         if not self._is_away:

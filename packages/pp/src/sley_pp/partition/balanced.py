@@ -1,11 +1,11 @@
-"""The heaviest position as light as can be: exact, by dynamic programming over where the last position begins.
+"""Makes the heaviest position as light as possible: exact, by dynamic programming over where the last position begins.
 
-For k positions over the first n layers, lightest(k, n) = min over m of max(lightest(k - 1, m), cost of layers m .. n - 1).
-As m grows the one term rises and the other falls, so the best m is where they cross, and only moves on as n does: the whole
-table takes O(layers x positions).
+For k positions over the first n layers, lightest(k, n) = min over m of max(lightest(k - 1, m), cost of layers m .. n - 1). As m
+grows one term rises and the other falls, so the best m is where they cross, and it only moves on as n grows: the whole table
+takes O(layers x positions).
 
-Many cuts share the lightest maximum. Among them this takes one with the least sum of squares, so that the other positions
-are even too: a second table, over cuts in which no position is heavier than the first one found.
+Many cuts share the lightest maximum. Among them this takes one with the least sum of squares, so that the other positions are
+even too: a second table, over cuts in which no position is heavier than the first table allows.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def fake_run(
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Gives the run of rank `rank` of `size`, on tensors without values, what notes their memory, and what makes them.
 
-    runs_ahead: whether copies to the host run beside the device's work; None: as on the plan's device. Raises PlanError for all that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
+    runs_ahead: whether copies to the host run beside the device's work; None: as on the plan's device. Raises PlanError for all
+    that the plan's checks find, RunError `estimate-late` in what is done with it once that has lasted
     `limits.estimate_timeout_s`.
     """
     standing = _Standing()
@@ -218,7 +219,7 @@ def _told(run: Run, ledger: Ledger, batch: int, num_micros: int, of_micros: int,
 
 
 def _own(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Notes which part of the run has each piece of memory that is there between two steps. Pieces of `on_host` do not count."""
+    """Notes which part of the run has each piece of memory that is there between two steps; parts `on_host` do not count."""
     for part in PARTS:
         for _, tensor in run.memory.holdings.everything(part):
             if part in on_host:

@@ -1,4 +1,4 @@
-"""Measures a device: products by dtype and size, bytes moved, what starting an operator costs, copies to the host."""
+"""Measures a device: products by dtype and size, bytes moved, what starting an operator costs."""
 
 from __future__ import annotations
 
@@ -38,25 +38,13 @@ def measure_device(device: Device) -> dict[str, Any]:
     table: dict[str, Any] = {
         "name": torch.cuda.get_device_name(device.torch_device) if kind == "cuda" else platform.processor() or "CPU",
         "kind": kind,
-        "memory_bandwidth": _bandwidth(device, MOVED_BYTES[kind]),
+        "memory_bandwidth": bandwidth(device, MOVED_BYTES[kind]),
         "launch_s": _launch_s(device),
         "matmul": matmul,
     }
     if kind == "cuda":
         table["memory"] = torch.cuda.get_device_properties(device.torch_device).total_memory
     return table
-
-
-def measure_host(device: Device) -> dict[str, Any] | None:
-    """Returns the table `[host]`: copies from and to pinned memory; None for a CPU, whose memory is the host's."""
-    if device.type != "cuda":
-        return None
-    num_bytes = MOVED_BYTES["cuda"] // 4
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    to_host = num_bytes / _shortest(device, lambda: here.copy_(there, non_blocking=True))
-    to_device = num_bytes / _shortest(device, lambda: there.copy_(here, non_blocking=True))
-    return {"to_host": to_host, "to_device": to_device}
 
 
 def saturation(found: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -83,8 +71,8 @@ def _product_s(device: Device, size: int, dtype: torch.dtype) -> float:
     return _shortest(device, lambda: torch.mm(one, other))
 
 
-def _bandwidth(device: Device, num_bytes: int) -> float:
-    """Bytes per second of an addition: two tensors are read and one is written."""
+def bandwidth(device: Device, num_bytes: int) -> float:
+    """Returns the bytes per second of an addition: two tensors are read and one is written, of `num_bytes` each."""
     one = torch.ones(num_bytes // 4, device=device.torch_device)
     other, result = torch.ones_like(one), torch.empty_like(one)
     return 3 * num_bytes / _shortest(device, lambda: torch.add(one, other, out=result))

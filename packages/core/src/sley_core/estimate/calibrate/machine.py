@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sley_core.estimate.calibrate.device import measure_device, measure_host
+from sley_core.comm.malloc import keep_freed_memory
+from sley_core.estimate.calibrate.device import measure_device
+from sley_core.estimate.calibrate.host import measure_host
 from sley_core.estimate.calibrate.layers import measure_variants
 from sley_core.estimate.calibrate.links import measure_links
 from sley_core.estimate.machine.read import machine_from_dict
@@ -36,11 +38,13 @@ def measure(
     each that was left out.
     """
     until_s = time.monotonic() + budget_s
+    if world.device.type == "cpu" and (plan is None or plan.run.keep_freed_memory):
+        keep_freed_memory()  # as a run does: else layers and copies pay for pages that a run has
     links = measure_links(world, timeout_s) if world.size > 1 else None
     together = world.size > 1 and world.device.type == "cpu"
 
     def alone() -> dict[str, Any]:
-        found: dict[str, Any] = {"device": measure_device(world.device)}
+        found: dict[str, Any] = {"device": measure_device(world.device), "host": measure_host(world.device)}
         if plan is not None:
             found["layers"], found["left out"] = measure_variants(plan, world.device, until_s)
         return found
@@ -53,6 +57,4 @@ def measure(
     leave_out(tables.pop("left out", ()))
     if links is not None:
         tables["links"] = links
-    if (host := measure_host(world.device)) is not None:
-        tables["host"] = host
     return machine_from_dict(tables)

@@ -55,8 +55,8 @@ def trace(
     """Returns the layer's work on one micro-batch, and its output on meta for the layer after it.
 
     value: the output of the layer before; None for the first. fields: the micro-batch. loss: behind the last layer. working,
-    gradients: dtypes of the weights and of their accumulated gradients. by_steps: as of `FusedKernels`. Raises PlanError "estimate-layer" for a layer that
-    cannot run on meta.
+    gradients: dtypes of the weights and of their accumulated gradients. by_steps: as of `FusedKernels`. Raises
+    PlanError "estimate-layer" for a layer that cannot run on meta.
     """
     with _on_meta(layer.module, working):
         whole, output = _run(layer, value, fields, policy, loss, gradients, split=False, by_steps=by_steps)

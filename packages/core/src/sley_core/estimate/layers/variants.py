@@ -70,6 +70,10 @@ class LayerVariants:
         self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
         self._grown: dict[tuple[int, float, bool], LayerWork] = {}
 
+    def policy(self, policy: Choice) -> ActivationPolicy:
+        """Returns a policy, built. Raises PlanError for one that cannot be."""
+        return self._plan(policy)[1]
+
     def keys(self, variant: Variant, attention: Attention | None = None) -> list[str]:
         """Returns the key of each layer, as `layer_keys` gives it. attention: of slices.
 
@@ -102,7 +106,9 @@ class LayerVariants:
         def traced() -> list[LayerWork]:
             plan, _ = self._plan(policy)
             keys = self.keys(Variant(policy, micro_size))
-            return layer_works(plan, self.model, self._fields(micro_size), keys, self._traced)
+            # Tensors of its own: what layers make of those that they saw before, as tables of positions, they do not make again.
+            fields = meta_micro_batch(with_variant(plan, micro_size=micro_size), self.dataset)
+            return layer_works(plan, self.model, fields, keys, self._traced)
 
         return once(self._works, (str(policy), micro_size), traced)
 
@@ -123,7 +129,7 @@ class LayerVariants:
         return once(self._plans, str(policy), made)
 
     def _fields(self, micro_size: int) -> dict[str, Tensor]:
-        """Returns a micro-batch of whole sequences on meta."""
+        """Returns a micro-batch of whole sequences on meta, for its shapes."""
         if micro_size not in self._batches:
             plan = with_variant(self.plan, micro_size=micro_size, sp=1)
             self._batches[micro_size] = meta_micro_batch(plan, self.dataset)

@@ -73,9 +73,9 @@ class _Copies:
             self._queues[word.queue].append(number)
             return Began(number, word.kind, word.axis, word.lane, word.num_bytes, after)
         if isinstance(word, Awaited):
-            number = self._at_distance(id(word))
-            assert number is not None, word
-            return Awaited(number)
+            known = self._at_distance(id(word))
+            assert known is not None, word
+            return Awaited(known)
         return word
 
     def _at_distance(self, word: int) -> int | None:

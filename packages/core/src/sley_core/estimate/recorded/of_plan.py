@@ -32,7 +32,8 @@ Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]
 def records_of(plan: Plan, size: int, *, runs_ahead: bool = False) -> list[RankRecord]:
     """Returns a recorded step of the first rank of each stage of a world of `size`. Needs neither devices nor peers.
 
-    runs_ahead: as `record` takes it. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a layer that needs values.
+    runs_ahead: as `record` takes it. Raises PlanError for all that the plan's checks find, RunError `estimate-layer` for a
+    layer that needs values.
     """
     topology = plan.topology(size)
     firsts = [stage * topology.ranks_per_stage for stage in range(topology.pp)]

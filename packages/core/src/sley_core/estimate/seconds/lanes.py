@@ -151,7 +151,7 @@ class Lanes:
         self._start_if_due(exchange.key, now_s)
 
     def _start_if_due(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange that all members have begun and that is first of its lane at each, once what is before it ended."""
+        """Starts an exchange that all members have begun and that is first of its lane at each, once what it follows ended."""
         moving = self._moving[key]
         exchange = moving.exchange
         if len(moving.begun) < len(exchange.members) or moving.start_s >= 0:

@@ -1,0 +1,73 @@
+"""What optimizer states that are not on the device cost a layout at a glance: bytes that it does not hold, seconds of copies.
+
+swapped      bucket 0 comes │ update │ bucket 1 comes while 0 leaves │ update │ ...       the slower way counts
+on the host  gradients go   │ the host updates                      │ weights come        the slowest of the three counts
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from sley_core.draft import DTYPES, dtypes
+from sley_core.estimate.layers.operators import Operator
+from sley_core.estimate.seconds.host_copies import copy_cost, on_host_s
+from sley_core.estimate.stage_facts import moved_by_update
+from sley_core.records import OffloadManagerRecord
+
+if TYPE_CHECKING:
+    from sley_core.estimate.machine.tables import MachineFile
+    from sley_core.plan.plan import Plan
+    from sley_core.search.choices import Choice
+
+Stepping = Literal["here", "swapped", "on_host"]
+"""Where optimizer states are: on the device, there only while their weights are stepped, or on the host, which steps them."""
+
+ELEMENTS = 1 << 24
+"""Of which seconds are asked, so that what starting a copy takes does not count."""
+
+
+def stepping(offload: Choice | None) -> Stepping:
+    """Returns where a manager that works within steps leaves optimizer states."""
+    if offload is None:
+        return "here"
+    record = offload.record
+    return "on_host" if isinstance(record, OffloadManagerRecord) and record.steps_on_host else "swapped"
+
+
+class StepCosts:
+    """What an element costs that a rank steps, for a plan's optimizer on a machine. num_states: tensors like the weight."""
+
+    def __init__(self, plan: Plan, machine: MachineFile, num_states: int) -> None:
+        working, stepped = dtypes(plan)
+        self._machine = machine
+        self._working, self._gradient = working.itemsize, DTYPES[plan.precision.gradients].itemsize
+        self._master = stepped.itemsize if stepped != working else 0
+        self._states = num_states * stepped.itemsize
+        self._moved = moved_by_update(plan, num_states)
+
+    def state_bytes(self, where: Stepping) -> int:
+        """Returns the bytes that a device holds of master and states between two steps. A CPU's memory is its host's."""
+        if where == "swapped":
+            return self._master
+        on_cuda = self._machine.device.kind == "cuda"
+        return 0 if where == "on_host" and on_cuda else self._master + self._states
+
+    def update_s(self, where: Stepping) -> float:
+        """Returns the seconds of norm and update.
+
+        Raises PlanError "machine-host" for a machine file that does not say what they need.
+        """
+        here = self._moved / self._machine.device.memory_bandwidth
+        if where == "here":
+            return here
+        each = [self._copied_s("to_host", self._states), self._copied_s("to_device", self._states)]
+        if where == "on_host":
+            there = on_host_s([Operator("update", self._moved * ELEMENTS)], self._machine) / ELEMENTS
+            each = [self._copied_s("to_host", self._gradient), self._copied_s("to_device", self._working), there]
+        if self._machine.device.kind == "cpu":  # copies are work of its own
+            return sum(each) + (here if where == "swapped" else 0.0)
+        return here + max(each) if where == "swapped" else max(each)
+
+    def _copied_s(self, kind: Literal["to_host", "to_device"], num_bytes: int) -> float:
+        cost = copy_cost(kind, num_bytes * ELEMENTS, self._machine)
+        return (cost.latency_s + cost.work_s) / ELEMENTS
