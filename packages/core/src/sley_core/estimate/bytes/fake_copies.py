@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class FakeCopies:
         self.runs_ahead = runs_ahead
         self.listener: CopyListener = _Nobody()
         self._tensors = tensors
-        self._memory: WeakSet[FakeHostMemory] = WeakSet()
+        self._places: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._num_streams = 0
 
     def stream(self) -> FakeStream:
@@ -68,13 +68,14 @@ class FakeCopies:
     def memory(self, num_bytes: int) -> FakeHostMemory:
         """Returns memory of the host, which is none of the device's."""
         made = FakeHostMemory(self._tensors.uncounted(num_bytes, torch.uint8))
-        self._memory.add(made)
+        storage = made.data.untyped_storage()
+        place = storage._cdata
+        self._places[place] = weakref.ref(storage, lambda _: self._places.pop(place, None))
         return made
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Returns whether `tensor` lies in memory that `memory` returned."""
-        place = tensor.untyped_storage()._cdata
-        return any(one.data.untyped_storage()._cdata == place for one in self._memory)
+        return tensor.untyped_storage()._cdata in self._places
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
