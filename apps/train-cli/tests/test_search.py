@@ -76,7 +76,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
 
 
 def test_a_layout_that_does_not_fit_by_its_own_steps_is_replaced_by_the_next(searched: Callable[..., Any]) -> None:
-    """At a glance bytes leave out buckets, and what an operator needs for a moment."""
+    """Bytes at a glance are a lower figure."""
     kept = [word for axis in ("pp", "sp", "wp", "micro_size") for word in ("--keep", axis)]
     glance = searched("--world", "2", "--top", "1", "--at-a-glance", *kept)
     exact = searched("--world", "2", "--top", "1", *kept)

@@ -1,6 +1,7 @@
 """What every layer of a model takes in a layout: seconds of its actions and bytes, as arrays over the layers.
 
-    traced on one sample and on two, once per policy ──> any micro-batch, any slice ──> seconds, kept bytes
+    traced on one sample and on two, once per policy ──> any micro-batch, any slice ──> seconds, bytes
+    measured, in some variants                       ──> its own, or the measure of the nearest
                                                          swaps of an attention      ──> added
                                                          gathers and reductions     ──> the longer of both
 

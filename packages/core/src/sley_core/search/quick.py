@@ -5,7 +5,7 @@
     parameters of each stage ──> a sum per layer, update, states ─┘
 
 It is not the estimate of the layout, which its own steps give (`exact.py`); what a search names has been through that. Left out
-are gradient handlers beside the reducer, ties, and of bytes what an operator needs for a moment, buckets and messages.
+are gradient handlers beside the reducer, ties, and some of the bytes: theirs is a lower figure, and drops nothing that fits.
 """
 
 from __future__ import annotations

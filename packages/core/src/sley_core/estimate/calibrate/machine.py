@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sley_core.estimate.machine.tables import MachineFile
     from sley_core.plan.plan import Plan
 
-BUDGET_S = 60.0
-"""Of a calibration, unless the plan's own layers alone take longer."""
+BUDGET_S = 50.0
+"""Of a calibration, so that the command takes a minute, unless the plan's own layers alone take longer."""
 
 
 def measure(

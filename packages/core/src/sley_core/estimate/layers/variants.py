@@ -106,7 +106,7 @@ class LayerVariants:
         def traced() -> list[LayerWork]:
             plan, _ = self._plan(policy)
             keys = self.keys(Variant(policy, micro_size))
-            # Tensors of its own: what layers make of those that they saw before, as tables of positions, they do not make again.
+            # Tensors of its own: of those seen before, layers do not make again what they keep, as tables of positions.
             fields = meta_micro_batch(with_variant(plan, micro_size=micro_size), self.dataset)
             return layer_works(plan, self.model, fields, keys, self._traced)
 
