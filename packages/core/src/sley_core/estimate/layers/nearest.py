@@ -14,7 +14,7 @@ from math import log2
 from typing import TYPE_CHECKING, Literal
 
 from sley_core.errors import SleyError
-from sley_core.estimate.layers.variants import Attention, LayerVariants, Variant
+from sley_core.estimate.layers.variants import SlicedAttention, LayerVariants, Variant
 from sley_core.estimate.seconds.layer_seconds import LayerSeconds
 from sley_core.records import ActivationPolicyRecord
 
@@ -45,18 +45,18 @@ class NearestLayers:
         self.variants = variants
         self.machine = machine
         self.policies = choices.policies
-        self.attention: Attention | None = choices.attention[0] if choices.attention else None
+        self.attention: SlicedAttention | None = choices.attention[0] if choices.attention else None
         self._known = {table.key: LayerSeconds.measured(table) for table in machine.layers}
         self._there: list[tuple[Near, ...]] | None = None
 
-    def measured(self, variant: Variant, attention: Attention | None = None) -> list[LayerSeconds | None]:
+    def measured(self, variant: Variant, attention: SlicedAttention | None = None) -> list[LayerSeconds | None]:
         """Returns what the machine file says of each layer as it is in `variant`. attention: of slices."""
         if not self._known:
             return [None] * len(self.variants.model.layers)
         return [self._known.get(key) for key in self.variants.keys(variant, attention)]
 
     def priced(
-        self, variant: Variant, works: Sequence[LayerWork], attention: Attention | None = None
+        self, variant: Variant, works: Sequence[LayerWork], attention: SlicedAttention | None = None
     ) -> list[tuple[LayerSeconds, Source]]:
         """Returns the seconds of each layer, without what slices exchange, and where they come from. works: of the layers in
         this variant; one object for layers that are alike.

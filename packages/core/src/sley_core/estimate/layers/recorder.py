@@ -35,7 +35,7 @@ LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll
 """Operators that read of their first input no more than they write."""
 
 
-class LiveBytes:
+class SeenBytes:
     """Counts the bytes of tensors that were seen and are still there, each storage once. most: since `begin`."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.kept: dict[int, int] = {}
-        self.live = LiveBytes()
+        self.live = SeenBytes()
         self.phase: PhaseName = "forward"
         self._found: dict[PhaseName, list[Operator]] = {}
         self.last = ""

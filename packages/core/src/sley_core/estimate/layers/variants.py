@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sley_core.search.choices import Choice
 
 
-class Attention(Protocol):
+class SlicedAttention(Protocol):
     """What attends over slices, as a plan's component or a search's choice has it."""
 
     @property
@@ -74,7 +74,7 @@ class LayerVariants:
         """Returns a policy, built. Raises PlanError for one that cannot be."""
         return self._plan(policy)[1]
 
-    def keys(self, variant: Variant, attention: Attention | None = None) -> list[str]:
+    def keys(self, variant: Variant, attention: SlicedAttention | None = None) -> list[str]:
         """Returns the key of each layer, as `layer_keys` gives it. attention: of slices.
 
         Raises PlanError for a policy that cannot be built.
