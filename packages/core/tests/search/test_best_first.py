@@ -21,7 +21,7 @@ AWAY = Choice("away", {})
 
 
 class Rows:
-    """Layouts and their estimates from a list, a few to a shape; bounds are the seconds less a slack. away: the seconds more and
+    """Layouts and their estimates from a list, a few to a shape; bounds are the seconds less a slack. away: seconds more and
     bytes less of the same layouts when their states leave the device.
     """
 
@@ -42,7 +42,7 @@ class Rows:
 
     def moved(self, row):
         more_s, less_bytes = self.away
-        return Estimate(row.seconds + more_s, row.num_bytes - less_bytes)
+        return Estimate(row.seconds + more_s, max(1, row.num_bytes - less_bytes))
 
     def shapes(self):
         for number in range(0, len(self.rows), WITHIN):
