@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +17,32 @@ WITHIN = 3
 """Layouts of each shape."""
 
 
-class Rows:
-    """Layouts and their estimates from a list, a few to a shape; bounds are the seconds less a slack."""
+AWAY = Choice("away", {})
 
-    def __init__(self, rows, slack=0.0):
+
+class Rows:
+    """Layouts and their estimates from a list, a few to a shape; bounds are the seconds less a slack. away: seconds more and
+    bytes less of the same layouts when their states leave the device.
+    """
+
+    def __init__(self, rows, slack=0.0, away=None):
         self.rows = rows
         self.slack = slack
+        self.away = away
         self.asked = 0
+
+    def offloading(self, shape):
+        if self.away is not None:
+            yield replace(shape, offload=AWAY)
+
+    @property
+    def everything(self):
+        moved = [] if self.away is None else [self.moved(row) for row in self.rows if row is not None]
+        return [row for row in self.rows if row is not None] + moved
+
+    def moved(self, row):
+        more_s, less_bytes = self.away
+        return Estimate(row.seconds + more_s, max(1, row.num_bytes - less_bytes))
 
     def shapes(self):
         for number in range(0, len(self.rows), WITHIN):
@@ -39,11 +60,12 @@ class Rows:
         found = self.rows[layout.schedule.options["number"]]
         if found is None:
             raise PlanError("layout", "does not divide")
-        return found
+        return found if layout.shape.offload is None else self.moved(found)
 
     def least(self, shape):
         first = shape.activations.options["number"]
         some = [row for row in self.rows[first : first + WITHIN] if row is not None]
+        some = some if shape.offload is None else [self.moved(row) for row in some]
         if not some:
             raise PlanError("layout", "none divides")
         return Estimate(min(row.seconds for row in some) - 2 * self.slack, min(row.num_bytes for row in some))
@@ -63,16 +85,19 @@ class Rows:
 rows = st.lists(st.none() | st.builds(Estimate, st.integers(5, 30), st.integers(1, 30)), min_size=1, max_size=30)
 
 
-@given(rows, st.none() | st.integers(1, 30), st.integers(1, 4), st.sampled_from([0.0, 2.0]))
-def test_it_gives_what_looking_at_all_of_them_finds(rows, memory, top, slack):
-    known = Rows(rows, slack)
+away = st.none() | st.tuples(st.integers(0, 5), st.integers(0, 10))
+
+
+@given(rows, st.none() | st.integers(1, 30), st.integers(1, 4), st.sampled_from([0.0, 2.0]), away)
+def test_it_gives_what_looking_at_all_of_them_finds(rows, memory, top, slack, away):
+    known = Rows(rows, slack, away)
     order = InOrder(known, known, memory)
     given = [found for _ in range(top) if (found := order.next())]
 
-    everything = [row for row in rows if row is not None]
+    everything = known.everything
     fitting = sorted(row.seconds for row in everything if memory is None or row.num_bytes <= memory)
     assert [seen.estimate.seconds for seen in given] == fitting[:top]
-    assert order.tally.num_layouts == len(rows)
+    assert order.tally.num_layouts == len(rows) * (1 if away is None else 2)
     front = [seen.estimate for seen in order.front(given)]
     before = [seen.estimate for seen in given]
     for one in front:

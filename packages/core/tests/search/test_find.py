@@ -17,6 +17,7 @@ SPACE = SimpleNamespace(
     shapes=lambda: [SHAPE],
     within=lambda shape: [Candidate(shape, Choice("none", {"number": number}), None) for number in range(3)],
     num_within=lambda shape: 3,
+    offloading=lambda shape: (),
 )
 
 

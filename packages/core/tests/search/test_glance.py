@@ -139,11 +139,10 @@ def test_what_layers_save_is_copied_beside_the_next_layer_or_on_a_cpu_before_it(
 def test_states_that_are_swapped_cost_the_slower_way_and_no_bytes() -> None:
     plan = plan_of()
     quick = Quick(plan, 1, machine_from_dict(small_machine(host=COPIES | {"to_host": 5e8})))
-    found = {
-        str(shape.offload): shape
-        for shape in Layouts(plan, 1, choices_of(plan), ["micro_size", "activations"]).shapes()
-    }
-    here, swapped = (Candidate(found[name], None, None) for name in ("None", "out.swap"))
+    space = Layouts(plan, 1, choices_of(plan), ["micro_size", "activations"])
+    shape = next(iter(space.shapes()))
+    (away,) = (one for one in space.offloading(shape) if one.offload.name == "out.swap")
+    here, swapped = (Candidate(one, None, None) for one in (shape, away))
     num_bytes = 2 * 8 * int(quick.tables.numel.sum())  # AdamW's states, in fp64
     assert quick.seconds(swapped) - quick.seconds(here) == pytest.approx(num_bytes / 5e8)
     assert quick.num_bytes(here) - quick.num_bytes(swapped) == num_bytes

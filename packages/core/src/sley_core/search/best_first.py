@@ -3,7 +3,8 @@
     shapes ──least──> | heap by seconds | ──bound──> its layouts ──> | heap | ──estimate──> | heap | ──> the next fastest
 
 Nothing undercuts the seconds with which it lies on the heap: when its turn comes, a shape is opened, a layout is estimated and
-put back, and one that was estimated is the fastest of all that are left. What does not fit is dropped on the way.
+put back, and one that was estimated is the fastest of all that are left. What does not fit is dropped on the way. Shapes whose
+optimizer states leave the device lie on the heap once the same shape with its states on the device was opened, or does not fit.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ class Estimator(Protocol):
 
 
 class Space(Protocol):
-    """What there is to search: shapes, and the layouts within each."""
+    """What there is to search: shapes, the shapes that offload from them, none of which is faster, and the layouts of each."""
 
     def shapes(self) -> Iterable[Shape]: ...
+    def offloading(self, shape: Shape) -> Iterable[Shape]: ...
     def within(self, shape: Shape) -> Iterable[Candidate]: ...
     def num_within(self, shape: Shape) -> int: ...
 
@@ -101,6 +103,7 @@ class InOrder:
         self._numbers = count()
         self._heap: list[tuple[float, int, Shape | Candidate, int, bool]] = []
         for shape in space.shapes():
+            self.tally.num_layouts += space.num_within(shape) * (1 + len(list(space.offloading(shape))))
             self._put_shape(shape)
 
     def next(self, below: int | None = None, slowest_s: float = inf) -> Seen | None:
@@ -111,6 +114,8 @@ class InOrder:
         while self._heap and self._heap[0][0] <= slowest_s:
             seconds, _, what, num_bytes, is_estimated = heapq.heappop(self._heap)
             if below is not None and num_bytes >= below:
+                if isinstance(what, Shape):
+                    self._offload(what)
                 continue
             if isinstance(what, Shape):
                 self._open(what)
@@ -135,16 +140,24 @@ class InOrder:
 
     def _put_shape(self, shape: Shape) -> None:
         number = self._space.num_within(shape)
-        self.tally.num_layouts += number
         try:
             least = self._estimator.least(shape)
         except SleyError as error:
             self.tally.refuse(error, number)
+            self._offload(shape)
             return
         if self._fits(least.num_bytes, number):
             self._put(shape, least.seconds, least.num_bytes)
+        else:
+            self._offload(shape)
+
+    def _offload(self, shape: Shape) -> None:
+        """Puts the shapes on the heap that differ from `shape` in what leaves the device."""
+        for other in self._space.offloading(shape) if shape.offload is None else ():
+            self._put_shape(other)
 
     def _open(self, shape: Shape) -> None:
+        self._offload(shape)
         for layout in self._space.within(shape):
             try:
                 bound = self._estimator.bound(layout)
@@ -175,7 +188,8 @@ class InOrder:
 def smallest(space: Space, estimator: Estimator) -> Seen | None:
     """Returns the layout that needs the least memory, with the bound of its seconds; None if none can be assembled."""
     least: list[tuple[int, int, Shape]] = []
-    for number, shape in enumerate(space.shapes()):
+    every = (one for shape in space.shapes() for one in (shape, *space.offloading(shape)))
+    for number, shape in enumerate(every):
         try:
             least.append((estimator.least(shape).num_bytes, number, shape))
         except SleyError:

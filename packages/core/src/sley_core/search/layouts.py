@@ -9,9 +9,9 @@ A layout is a change of the plan's tables, no more; `Candidate.plan` makes it, a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from sley_core.errors import UsageError
 from sley_core.plan.load import with_tables
@@ -26,9 +26,6 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 MOST_SLICES = 64
 """The most ranks that share a sequence; attention has no more heads than that, as a rule."""
-
-
-Offered = TypeVar("Offered", Choice, "Choice | None")
 
 
 @dataclass(frozen=True)
@@ -129,13 +126,22 @@ class Layouts:
         self.keep = keep
 
     def shapes(self) -> Iterator[Shape]:
-        """Yields all shapes."""
+        """Yields all shapes whose optimizer states stay on the device; if `keep` says so, all shapes."""
         policies = self._of("activations", self.choices.policies)
         for sizes in self.sizes():
             weights: tuple[Choice | None, ...] = self._of("wp", self.choices.weights) if sizes.wp > 1 else (None,)
             attention = self.choices.attention[0] if sizes.sp > 1 else None
-            for policy, communicator, offload in product(policies, weights, self._of("offload", self.choices.offload)):
-                yield Shape(sizes, policy, communicator, attention, offload)
+            for policy, communicator in product(policies, weights):
+                yield Shape(sizes, policy, communicator, attention, self._first)
+
+    def offloading(self, shape: Shape) -> Iterator[Shape]:
+        """Yields the shapes which differ from one of `shapes` in that optimizer states leave the device: none is faster."""
+        if "offload" not in self.keep:
+            yield from (replace(shape, offload=one) for one in self.choices.offload if one is not None)
+
+    @property
+    def _first(self) -> Choice | None:
+        return self.choices.offload[0] if "offload" in self.keep else None
 
     def sizes(self) -> Iterator[Sizes]:
         """Yields every division of the ranks and of the plan's batch that is whole."""
@@ -174,7 +180,7 @@ class Layouts:
         """Returns how many layouts a shape has."""
         return len(self.schedules(shape.sizes)) * len(self.reducers(shape.sizes))
 
-    def _of(self, axis: Axis, offered: tuple[Offered, ...]) -> tuple[Offered, ...]:
+    def _of(self, axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
         return offered[:1] if axis in self.keep else offered
 
 
