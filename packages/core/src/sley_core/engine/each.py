@@ -1,4 +1,4 @@
-"""`core.each`: one sum over ranks per parameter. Slow, plain, and the oracle of every faster reducer."""
+"""`core.each`: one all-reduce per parameter. Slow and simple; faster reducers are tested against it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Each(GradientHandler):
-    """Sums each entry over its reduce group, in the store's order; entries of a group of one are left alone.
+    """Sums each entry over its reduce group, in the store's order; entries whose group has one rank are left alone.
 
-    By an all-reduce; where sums are canonical, each has a buffer of its own, and `TreeSums` sums that.
+    Uses an all-reduce; if sums are canonical, each entry has a buffer of its own, which `TreeSums` sums.
     """
 
     def __init__(self, config: EachConfig) -> None:
@@ -51,7 +51,7 @@ class Each(GradientHandler):
             self._trees.start(next(one for one in self._store.buffers if one.entries == [entry]), group)
             return
         gradient = self._store.gradient(entry)
-        # The entry's reduce group; the store reports entries in one order on all of its ranks.
+        # Over the entry's reduce group; the store reports entries in the same order on all of its ranks.
         self._pending.append(all_reduce(gradient, group, what=entry.name))
         self._sent.add(gradient, group, passes=2)
 
@@ -66,7 +66,7 @@ class Each(GradientHandler):
         return self._sent.counts()
 
     def exchanges(self) -> list[HandlerExchange] | None:
-        """Returns one sum for each entry, the last in the book first; None where sums are canonical."""
+        """Returns one sum for each entry, the last in the book first; None if sums are canonical."""
         if self._trees is not None:
             return None
         size = self._store.dtype.itemsize
@@ -74,7 +74,7 @@ class Each(GradientHandler):
         return [HandlerExchange("sum", one.reduce_group, one.numel * size, (one,)) for one in reversed(summed)]
 
     def _one_by_one(self, entries: list[Entry]) -> Layout:
-        """The store's `Planner` for canonical sums: a buffer for each entry that is reduced."""
+        """Lays out canonical sums, as the store's `Planner`: a buffer for each entry that is reduced."""
         loose = [entry for entry in entries if entry.reduce_group in self._alone]
         return Layout([[entry] for entry in entries if entry.reduce_group not in self._alone], entries, loose)
 
