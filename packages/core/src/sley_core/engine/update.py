@@ -221,8 +221,8 @@ class Update:
         the device.
         """
         if isinstance(norm, Tensor):
-            # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one.
-            # `full_like / norm` divides as the host does: torch computes `number / tensor` with the reciprocal: other last bits.
+            # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one
+            # `full_like / norm` divides as the host does; torch computes `number / tensor` with the reciprocal: other last bits
             factor = torch.clamp(torch.full_like(norm, clip_norm) / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         elif norm + CLIP_EPSILON > clip_norm:
             factor = torch.full(
