@@ -57,6 +57,7 @@ def _code(fault: Fault, has_told: bool) -> int:
 
 
 def _of_rank(fault: Fault, rank: int) -> Fault:
+    """Returns the fault with the rank named in each message; rank 0's unchanged."""
     if rank == 0:
         return fault
     diagnostics = (replace(each, message=f"rank {rank}: {each.message}") for each in fault.diagnostics)

@@ -57,6 +57,7 @@ def put_beside(found: Foresight, folder: Path) -> list[str]:
 
 
 def _lines(found: Foresight, summary: Mapping[str, Any]) -> list[str]:
+    """Returns the lines that compare the estimated memory and seconds with those of the run."""
     from train_cli.commands.estimate import shown
 
     held = sum(summary["memory_bytes"].values())

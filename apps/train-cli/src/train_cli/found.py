@@ -106,6 +106,7 @@ def _row(seconds: float, num_bytes: int, layout: Candidate) -> str:
 
 
 def _none(found: SearchFound, limit: int | None) -> str:
+    """Returns the sentence for a search without a result."""
     if found.smallest is None or limit is None:
         return "no layout of this plan can be assembled in this world"
     need = shown(found.smallest.estimate.num_bytes)

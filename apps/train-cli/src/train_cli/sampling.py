@@ -44,6 +44,7 @@ class Utf8(TextIds):
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yields the text of token ids that are bytes of UTF-8, as far as each completes characters."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for one in ids:
             yield decoder.decode(bytes([one]))
@@ -62,6 +63,7 @@ class Tokenized(TextIds):
         return list(ids)[: -1 if self.end is not None else None]
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yields the text that each token id adds, once its characters are complete."""
         so_far: list[int] = []
         told = ""
         for one in ids:
@@ -109,6 +111,7 @@ def generate(
 
 
 def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """Draws the next token id from `logits`: the largest if `temperature` is 0; with `top_k`, from the k largest only."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):

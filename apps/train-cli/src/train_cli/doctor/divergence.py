@@ -221,6 +221,7 @@ def _circle_of_messages(found: Sequence[_Late]) -> list[_Late]:
 
 
 def _lates(by_rank: Mapping[int, FaultReport]) -> Iterator[_Late]:
+    """Yields, for each rank that waits, the members of its exchange that wait in another one."""
     for rank, report in by_rank.items():
         if report.wait is not None:
             exchange = report.wait.exchange

@@ -98,6 +98,9 @@ def in_words(entry: str) -> str:
 
 
 def _raised(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for ranks that raised an error of their own, not one about other ranks; the first one's. None if none
+    did.
+    """
     own = [one for one in by_rank.values() if one.kind != _STUCK and one.code not in _BETWEEN]
     if not own:
         return None
@@ -110,6 +113,7 @@ def _raised(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _killed(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
+    """Returns the verdict for a rank that ended without a report, by its exit code; None if none did."""
     if launch is None:
         return None
     gone = {
@@ -125,6 +129,7 @@ def _killed(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> 
 
 
 def _ended(code: int) -> str:
+    """Returns in words how a process ended. code: its exit code."""
     if code >= 0:
         return f"left with exit code {code} and said nothing"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -132,6 +137,7 @@ def _ended(code: int) -> str:
 
 
 def _stopped(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
+    """Returns the verdict for a rank that did not answer its launcher; None if there is none."""
     for rank, state in sorted(launch.silent.items()) if launch is not None else ():
         if rank not in by_rank:
             cause = f"rank {rank} did not answer{f': {state}' if state else ''}"
@@ -140,6 +146,7 @@ def _stopped(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) ->
 
 
 def _busy(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for a rank that was stuck outside of any exchange; None if there is none."""
     busy = [one for one in by_rank.values() if one.kind == _STUCK and one.wait is None]
     if not busy:
         return None
@@ -151,6 +158,7 @@ def _busy(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _apart(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for ranks that ran different exchanges; None if they did not."""
     found: Divergence | None = divergence(list(by_rank.values()))
     if found is None:
         return None
@@ -164,6 +172,7 @@ def _apart(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _missing(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+    """Returns the verdict for a rank that others waited for and that left no report; None if there is none."""
     for report in by_rank.values():
         if report.wait is None:
             continue
@@ -175,6 +184,7 @@ def _missing(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _said(by_rank: Mapping[int, FaultReport]) -> Verdict:
+    """Returns the verdict that only repeats the first report, if no other fits."""
     if not by_rank:
         return Verdict("unknown", "no rank has said anything", (), _UNKNOWN)
     first = min(by_rank.values(), key=lambda one: one.time)
@@ -216,6 +226,7 @@ def evidence(reports: Sequence[FaultReport]) -> list[str]:
 
 
 def _line(report: FaultReport) -> str:
+    """Returns one line of text about a report: where the rank was, for what it waited, and its error."""
     stage = "" if report.stage is None else f" (stage {report.stage})"
     parts = [f"step {report.step}" if report.step else "before the first step"]
     if report.finished:

@@ -102,6 +102,7 @@ class _Post:
             connection.close()
 
     def _connection(self, to: SplitResult) -> HTTPConnection:
+        """Returns a connection to the host of the URL; over TLS with the given certificate for https."""
         # Imported in a TrainJob alone.
         import ssl
         from http.client import HTTPConnection, HTTPSConnection
@@ -153,6 +154,7 @@ class _Status:
         self._thread.join(LAST_S)
 
     def _run(self) -> None:
+        """Runs in the thread: posts each new status, at most once per interval; failures are ignored."""
         while (status := self._next()) is not None:
             with suppress(Exception):  # it is away, or does not want it: training is none of its business
                 self._post({"trainerStatus": status})

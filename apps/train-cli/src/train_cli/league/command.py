@@ -72,6 +72,7 @@ def play_as_rank(rows: Sequence[LeagueRow], folder: Path, settings: Settings) ->
 
 
 def _on_rank(rows: Sequence[LeagueRow], folder: Path) -> int:
+    """Measures the rows as one rank of several; returns the exit code."""
     from sley_core.comm.world import World
     from train_cli.league.measure import take
 

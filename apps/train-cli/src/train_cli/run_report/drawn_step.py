@@ -82,6 +82,10 @@ def times_of_stages(measured: Timeline, placement: Placement) -> list[StageTimes
 
 
 def _times(measured: Timeline, stage: int, placement: Placement, made: Mapping[Any, TimedAction]) -> StageTimes:
+    """Returns how long a stage computed and waited in a drawn step: for other stages, for messages, and for itself.
+
+    made: the action that made each delivery.
+    """
     computing_s = way_s = other_s = now_s = 0.0
     waiting_s: dict[int, float] = {}
     for span in measured.of_stage(stage):

@@ -56,6 +56,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 
 
 def _plan(folder: Path) -> dict[str, Any]:
+    """Returns the plan in a run's folder as plain data; raises an error if there is none."""
     try:
         return tomli.loads((folder / PLAN).read_text("utf-8"))
     except FileNotFoundError:

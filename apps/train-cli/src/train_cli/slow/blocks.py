@@ -123,6 +123,7 @@ def _joined(inside: Sequence[tuple[Window, int]], of: Callable[[Window], Mapping
 
 
 def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
+    """Returns the mean of spreads, weighted by their numbers of steps."""
     total = sum(steps for _, steps in found)
     if not total:
         return NOTHING

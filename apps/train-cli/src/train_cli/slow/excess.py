@@ -46,6 +46,7 @@ def excesses(block: Block, rank: int) -> list[Excess]:
 
 
 def _excess(own: RankWork, peers: list[RankWork], others: list[RankWork], place: str, block: Block) -> Excess | None:
+    """Returns by how much a rank's time at `place` exceeds that of comparable ranks or chunks; None if it does not."""
     spent = own.work[place]
     if peers or place in _EVERYONES:
         likes = others if place in _EVERYONES else peers

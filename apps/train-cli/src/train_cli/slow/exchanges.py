@@ -45,6 +45,7 @@ def slow_exchanges(records: Sequence[WorkRecord], block: Block) -> list[SlowExch
 
 
 def _collectives(block: Block) -> Iterator[SlowExchange]:
+    """Yields each collective queue, with the shortest wait of any member: what the exchange itself takes."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for rank in block.ranks.values():
         for name, queue in rank.queues.items():
@@ -59,6 +60,7 @@ def _collectives(block: Block) -> Iterator[SlowExchange]:
 
 
 def _messages(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExchange]:
+    """Yields each message queue, with the median time from the sender's action to the receiver's."""
     sent = {
         (record.start.rank, name): some for record in records for name, some in _of_block(record, block, "sent").items()
     }
@@ -75,6 +77,7 @@ def _messages(records: Sequence[WorkRecord], block: Block) -> Iterator[SlowExcha
 
 
 def _of_block(record: WorkRecord, block: Block, end: str) -> dict[str, list[SeenMessage]]:
+    """Returns a rank's messages in the block by queue. end: "sent" or "taken"."""
     found: dict[str, list[SeenMessage]] = {}
     for window in record.within(block.first, block.last):
         for name, messages in getattr(window, end).items():

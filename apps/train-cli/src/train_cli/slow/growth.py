@@ -33,6 +33,7 @@ def growths(records: Sequence[WorkRecord]) -> list[Growth]:
 
 
 def _growth(record: WorkRecord, where: str) -> Growth | None:
+    """Returns the growth of a rank's memory if it is large and steady until the end; else None. where: "host" or "device"."""
     windows = record.windows[1:]
     if len(windows) < LEAST_WINDOWS:
         return None

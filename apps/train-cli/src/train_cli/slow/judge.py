@@ -204,6 +204,7 @@ def _data(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _links(records: Sequence[WorkRecord], blocks: Sequence[Block]) -> list[Cause]:
+    """Returns a cause for each queue that was slow in most of the blocks."""
     seen: dict[tuple[str, tuple[int, ...]], list[tuple[Block, SlowExchange]]] = {}
     for block in blocks:
         for one in slow_exchanges(records, block):

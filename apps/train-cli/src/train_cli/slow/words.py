@@ -161,6 +161,7 @@ def waits_of(rank: int, blocks: Sequence[Block]) -> list[tuple[float, str]]:
 
 
 def _for_whom(rank: int, name: str, queue: Queue, blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Returns the ranks for which a rank waits in a queue: the peer of messages, or the member that itself waits least."""
     if queue.peer is not None:
         return (queue.peer,)
     others = [one for one in queue.ranks if one != rank and one in blocks[-1].ranks]

@@ -136,6 +136,7 @@ class _Quiet:
         self.floor = 0.0
 
     def look(self, file: str) -> None:
+        """Adds the parameters whose gradient norm in `file` is above 0 but below `floor`, a share of the largest norm."""
         with _opened(file) as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
         self.floor = self._share * max(norms.values(), default=0.0)
@@ -152,6 +153,7 @@ def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | in
 
 
 def _numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Compared]:
+    """Yields the comparison of each number of a row with the reference's, as a relative error."""
     for key, kind in _NUMBERS.items():
         if key in reference:
             expected, found = float(reference[key]), float(row[key])

@@ -121,6 +121,7 @@ class Machine:
         return f"{where} waits for {awaited} of stage {source.stage}"
 
     def _arrive(self, delivery: Delivery, at_s: float) -> None:
+        """Records that `delivery` is available from `at_s` on; a stage that waits for it is ready again."""
         self._arrived_s[delivery] = at_s
         waiting = self._waiting.pop(delivery, None)
         if waiting is not None:

@@ -61,6 +61,7 @@ class Background:
                 self.writing.is_cancelled = True
 
     def _run(self) -> None:
+        """Runs in the thread: copies ahead if wanted, and writes the files; keeps an error's text in `failed`."""
         try:
             if self.copies_ahead:
                 self.live.copy_ahead()

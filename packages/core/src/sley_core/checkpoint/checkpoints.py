@@ -122,6 +122,7 @@ class Checkpoints:
             self.save(None, step)
 
     def _save_last(self, step: int) -> None:
+        """Saves the run after its last step; notes why if there is no folder or the save fails."""
         if self.folder is None:
             self.notes.append("the run has no folder, so there is no checkpoint of its last step")
             return

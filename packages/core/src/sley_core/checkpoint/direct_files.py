@@ -67,6 +67,7 @@ class _File(AbstractContextManager["_File"]):
         os.close(self._descriptor)
 
     def add(self, chunk: memoryview) -> None:
+        """Copies `chunk` into the aligned buffer, and writes the buffer each time that it is full."""
         while chunk:
             part = chunk[: BUFFER_BYTES - self._filled]
             _copy(self.memory[self._filled :], part)
@@ -90,6 +91,7 @@ class _File(AbstractContextManager["_File"]):
         return got
 
     def _write(self) -> None:
+        """Writes the filled part of the buffer to the file."""
         written = 0
         while written < self._filled:
             rest = self.memory[written : self._filled]
@@ -108,6 +110,7 @@ class _File(AbstractContextManager["_File"]):
             return call()
 
     def _go_through_cache(self) -> None:
+        """Turns off direct I/O for the rest of the file, whose length is no multiple of a block."""
         if self._is_direct:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)

@@ -54,6 +54,11 @@ class CheckpointLoader:
             return self._load(wanted, resolved, reads)
 
     def _load(self, wanted: Wanted, resolved: str, reads: TimedReads) -> Restored | None:
+        """Chooses a checkpoint, checks that it fits the plan and the model, and restores the run from it; None if there is
+        none.
+
+        resolved: this run's plan as TOML. Raises RunError or PlanError on all ranks alike, before anything is changed.
+        """
         found, passed_over, origin = choose(wanted, self.tensors.parts, reads)
         if found is None:
             return None
@@ -76,6 +81,9 @@ class CheckpointLoader:
         return Restored(path, found.step, passed_over, restoring.notes, origin)
 
     def _restore_state(self, found: Checkpoint, notes: list[str]) -> None:
+        """Restores the rest of a run's state: loss scale, skips, position in the data, generators. Appends to `notes` what it
+        cannot.
+        """
         update, state, world = self.tensors.update, found.index.state, self.tensors.parts.world
         self.tensors.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:

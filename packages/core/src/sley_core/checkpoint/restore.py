@@ -45,6 +45,7 @@ class Restoring:
         self._kept()
 
     def _weights(self) -> None:
+        """Sets weights and masters from the checkpoint; notes if it has other dtypes."""
         masters = self.tensors.update.masters
         types = set()
         for entry in self.tensors.parts.book:
@@ -58,6 +59,7 @@ class Restoring:
 
     @torch.no_grad()
     def _buffers(self) -> None:
+        """Sets buffers: this rank's own value of one that differs per rank, if the layout is the same, else the common one."""
         for name, buffer, differs in self.tensors.buffers():
             own = self.tensors.own_name(BUFFERS + name)
             is_own = differs and self.is_same_layout and own in self.found
@@ -83,6 +85,7 @@ class Restoring:
             self._keep_types(one)
 
     def _kept(self) -> None:
+        """Restores what handlers keep, if the layout is the same; else they start anew, with a note."""
         for place, keeper in self.tensors.keepers.items():
             prefix = self.tensors.own_name(f"{place}/")
             found = [name for name in self.found if name.startswith(prefix)] if self.is_same_layout else []
@@ -103,6 +106,9 @@ class Restoring:
             state[stepped.parameter] = joined(kept)
 
     def _in_own_type(self, stepped: Stepped, leaf: StateLeaf) -> Any:
+        """Returns the value of a state leaf: in the checkpoint's dtype, if that is neither the weight's nor the leaf's, else as
+        it is.
+        """
         name = state_name(stepped.name, leaf.name)
         if not isinstance(leaf.value, Tensor) or name not in self.found:
             return leaf.value
@@ -113,6 +119,7 @@ class Restoring:
         return self._leaf(stepped, name).to(leaf.value.device)
 
     def _leaf(self, stepped: Stepped, name: str) -> Any:
+        """Reads one state leaf of `stepped` from the checkpoint: a plain value, a whole tensor, or this rank's part of one."""
         if name in self.found.index.values:
             return from_json(self.found.index.values[name])
         shape = self.found.facts(name).shape

@@ -118,6 +118,9 @@ class RunTensors:
             raise is_away("weights", "a checkpoint after a program has written weights")
 
     def _weights(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of weights that this rank saves: masters of what it steps, and whole weights that no rank has
+        cut.
+        """
         stepped = {one.entry: one for one in self.update.masters.stepped}
         for entry in self.parts.book:
             if entry in stepped:
@@ -127,6 +130,7 @@ class RunTensors:
                 yield from self._cut(WEIGHTS + entry.name, region_of(entry), entry.parameter)
 
     def _states(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of optimizer states that this rank saves."""
         for stepped in self.update.masters.stepped:
             for leaf in leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 if isinstance(leaf.value, Tensor):
@@ -134,6 +138,7 @@ class RunTensors:
                     yield from self._cut(name, state_region(stepped, tuple(leaf.value.shape)), leaf.value)
 
     def _all_buffers(self) -> Iterator[TensorPiece]:
+        """Yields the pieces of buffers; one that differs per rank is saved under this rank's own name, too."""
         for name, buffer, differs in self.buffers():
             yield from self._cut(BUFFERS + name, Region(tuple(buffer.shape)), buffer)
             if differs:

@@ -180,6 +180,7 @@ def _raise_first(problems: list[str], ranks: tuple[int, ...]) -> None:
 
 
 def _same(values: list[str], what: str, ranks: tuple[int, ...]) -> None:
+    """Raises RunError "ranks-differ" if the ranks' `values` are not all equal. what: names them in the error."""
     for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
             message = f"ranks {ranks[0]} and {rank} are about to save with another {what}"

@@ -60,6 +60,7 @@ class TimedReads(AbstractContextManager["TimedReads"]):
         raise StalledError("checkpoint-load", self._stalled, hint="its file system does not answer on this rank")
 
     def _run(self) -> None:
+        """Runs in the thread: calls each task, and puts its result or its error into the queue."""
         while (read := self._tasks.get()) is not None:
             try:
                 self._results.put((read(), None))

@@ -51,6 +51,7 @@ def joined(found: Iterable[StateLeaf]) -> Any:
 
 
 def _built(node: Any, place: tuple[str | int, ...], kinds: Mapping[tuple[str | int, ...], str]) -> Any:
+    """Returns `node` with dicts turned back into lists and tuples where `kinds` says so. place: the path of `node`."""
     if place not in kinds:
         return node if place else {}
     inside = {key: _built(value, (*place, key), kinds) for key, value in node.items()}

@@ -103,6 +103,7 @@ def examined(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple
 
 
 def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
+    """Returns what is wrong with a file of a checkpoint, None if nothing is; reads all of it."""
     facts = index.files[name]
     try:
         num_bytes = folder.num_bytes(name)
@@ -118,6 +119,7 @@ def _damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage
 
 
 def _how(num_bytes: int, facts: FileFacts) -> str:
+    """Returns in words how a file's size or content differs from what was written."""
     if num_bytes < facts.num_bytes:
         return f"is cut short: it has {num_bytes} bytes of {facts.num_bytes}"
     if num_bytes > facts.num_bytes:

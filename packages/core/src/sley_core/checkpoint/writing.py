@@ -64,6 +64,7 @@ class Writing:
             raise _failed(self.target, self.rank, said(error)) from error
 
     def _write(self) -> None:
+        """Writes this rank's files, reads each back to compare checksums, and leaves a note with their sizes and checksums."""
         written: dict[str, Written] = {}
         for number, pieces in enumerate(self.files):
             name = file_name(self.rank, number)
@@ -74,6 +75,7 @@ class Writing:
         self.staging.write(_note(self.rank), [note])
 
     def _content(self, number: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
+        """Yields the bytes of a file: the header, then each piece. Raises if the save is no longer wanted."""
         yield header_of(pieces, {**self.facts, "rank": self.rank, "file": number})
         for piece in pieces:
             self._check_wanted()

@@ -46,6 +46,7 @@ class DirectLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink, bias_sink: BiasSink | None
     ) -> Tensor:
+        """Computes the linear, and saves its input and weight for the backward."""
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         ctx.bias_sink = bias_sink

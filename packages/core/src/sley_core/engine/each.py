@@ -29,6 +29,7 @@ class Each(GradientHandler):
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
+        """Takes store, book and groups; if sums are canonical, lays the store out with one buffer per reduced entry."""
         self._store = parts.store
         self._book = parts.book
         self._groups = parts.groups
@@ -38,12 +39,14 @@ class Each(GradientHandler):
             parts.store.lay_out(self._one_by_one)
 
     def begin_step(self, step: StepState) -> None:
+        """Waits for reductions of a failed step, which could still write into the slots."""
         if self._trees is not None:
             self._trees.forget()
         self._wait()  # reductions of a failed step may still be in flight, and write into the slots
         self._sent.begin_step()
 
     def gradient_ready(self, entry: Entry, step: StepState) -> None:
+        """Starts the sum of the entry's gradient over its reduce group, if that has several ranks."""
         if entry.reduce_group in self._alone:
             return
         group = self._groups[entry.reduce_group]
@@ -56,6 +59,7 @@ class Each(GradientHandler):
         self._sent.add(gradient, group, passes=2)
 
     def finish_step(self, step: StepState) -> None:
+        """Blocks until all sums of the step are complete."""
         if self._trees is not None:
             self._trees.finish()
         self._wait()

@@ -103,6 +103,7 @@ def _joined(own: dict[str, Any], base: dict[str, Any], path: KeyPath, taken: lis
 
 
 def _refused(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
+    """Returns a PlanError placed at the key `extends`."""
     found: Diagnostic = document.diagnostic(code, message, (KEY,), hint)
     error = PlanError.many([found])
     assert isinstance(error, PlanError), error

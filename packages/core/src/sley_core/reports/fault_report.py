@@ -148,6 +148,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _attempt(folder: Path, attempt: int) -> FoundReports:
+    """Reads all reports of one attempt in `folder`; lists the names of files that cannot be read."""
     ranks: list[FaultReport] = []
     launch, unreadable = None, []
     for path in sorted(folder.glob("*.json")):
@@ -171,6 +172,7 @@ def _launch(content: dict[str, Any]) -> LaunchReport:
 
 
 def _report(content: dict[str, Any]) -> FaultReport:
+    """Returns the fault report with the `content` of its JSON file."""
     wait = content.pop("wait")
     if wait is not None:
         wait = SeenWait(**{**wait, "exchange": _exchange(wait["exchange"])})

@@ -46,6 +46,8 @@ def report_stuck(folder: Path, world: World, what: Diagnostic) -> None:
 
 
 def _report(folder: Path, world: World, kind: str, what: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> None:
+    """Writes a fault report in a thread, waiting at most MOST_S; failures are ignored, since the error itself matters more."""
+
     def tell() -> None:
         # A report is worth less than the error that it tells of.
         with suppress(Exception):
@@ -92,6 +94,7 @@ def _with_progress(known: FaultReport, progress: Progress) -> FaultReport:
 
 
 def _wait(progress: Progress) -> SeenWait | None:
+    """Returns the wait in which this rank is or has failed, as a report has it; None if there is none."""
     wait = progress.wait
     if wait is None:
         return None

@@ -112,6 +112,7 @@ class WorkFile:
             done.set_exception(error)
 
     def _open(self, *, with_start: bool = False) -> None:
+        """Opens the file for appending. with_start: the start of this run is written with the first line."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         no_link = getattr(os, "O_NOFOLLOW", 0)  # which could say where this writes
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | no_link, 0o644)

@@ -61,6 +61,7 @@ def merged(windows: Sequence[Window]) -> Window:
 def _by_name(
     windows: Sequence[Window], of: Callable[[Window], Mapping[str, _Value]]
 ) -> dict[str, list[tuple[Window, _Value]]]:
+    """Collects the values that `of` gives for each window, by name, each with its window."""
     found: dict[str, list[tuple[Window, _Value]]] = {}
     for one in windows:
         for name, value in of(one).items():
@@ -79,6 +80,7 @@ def _over(found: Sequence[tuple[Window, Mapping[str, Spread]]]) -> dict[str, Spr
 
 
 def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
+    """Returns the mean of spreads, weighted by their numbers of steps."""
     total = sum(steps for _, steps in found)
     if not total:
         return NOTHING
@@ -86,6 +88,7 @@ def _mean(found: Sequence[tuple[Spread, int]]) -> Spread:
 
 
 def _queue(found: Sequence[tuple[Window, Queue]]) -> Queue:
+    """Returns the last queue, with numbers of exchanges and bytes per step averaged over all windows."""
     steps = sum(one.num_steps for one, _ in found)
     queue = found[-1][1]
     exchanges = sum(one.exchanges * window.num_steps for window, one in found) / steps
@@ -96,6 +99,7 @@ def _queue(found: Sequence[tuple[Window, Queue]]) -> Queue:
 def _messages(
     windows: Sequence[Window], of: Callable[[Window], Mapping[str, Sequence[SeenMessage]]]
 ) -> dict[str, list[SeenMessage]]:
+    """Collects messages of all windows by queue, keeping those of the roundest steps."""
     found: dict[str, list[SeenMessage]] = {}
     for one in windows:
         for queue, some in of(one).items():

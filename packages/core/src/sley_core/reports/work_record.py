@@ -187,6 +187,10 @@ def record_in(path: Path) -> WorkRecord | None:
 
 
 def _record_of(lines: Iterable[bytes]) -> WorkRecord | None:
+    """Builds the record from the lines of a file: windows that a resumed run repeats are replaced, old ones lose details.
+
+    Returns None if no start was recorded.
+    """
     start: Start | None = None
     windows: list[Window] = []
     for one in _parsed(lines):
@@ -225,6 +229,7 @@ def roundness(step: int) -> int:
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
+    """Yields the starts and windows in `lines`; skips lines that cannot be read."""
     for one in lines:
         try:
             content = json.loads(one)
@@ -238,6 +243,8 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[Start | Window]:
 
 
 def _window(content: dict[str, Any]) -> Window:
+    """Returns the window with the `content` of its JSON line."""
+
     def spreads(found: Mapping[str, Any]) -> dict[str, Spread]:
         return {name: Spread(*value) for name, value in found.items()}
 

@@ -237,6 +237,7 @@ class WorkRecorder:
 
 
 def _place_of(entry: object) -> str:
+    """Returns the place to which the time of a list's entry is counted: an action's kind and chunk, messages, or a phase."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
     if isinstance(entry, Transfer):
