@@ -77,8 +77,7 @@ class Site:
     def use(self, *, pins: int = 0, launches: bool | None = None) -> Gathered:
         """Returns the unit's weights, which may still be in flight; call `Gathered.wait` before reading them.
 
-        pins: +1 keeps them for the backward after a recomputation, -1 ends that. launches: whether prefetches may
-        start.
+        pins: +1 keeps them for the backward after a recomputation, -1 ends that. launches: whether prefetches may start.
         """
         return self.host.use(
             self.unit, self.entries, pins=pins, launches=self.launches if launches is None else launches

@@ -35,7 +35,7 @@ class Restored(NamedTuple):
 
 
 class CheckpointLoader:
-    """Of one rank of a run."""
+    """Loads checkpoints into one rank of a run."""
 
     def __init__(self, plan: Plan, tensors: RunTensors, feed: Feed | None) -> None:
         self.plan = plan
@@ -44,10 +44,11 @@ class CheckpointLoader:
         self._control = tensors.parts.groups["control"]
 
     def load(self, wanted: Wanted, resolved: str) -> Restored | None:
-        """Loads the checkpoint that `wanted` leads to, and returns it. All ranks call it.
+        """Loads the checkpoint to which `wanted` leads, and returns what was loaded. All ranks call it.
 
-        resolved: the run's own plan. None comes back where the newest of the run's own is wanted and there is none; another
-        run's is refused there. Raises PlanError `resume-differs`, for what makes other numbers.
+        resolved: the run's own plan. Returns None if the newest of the run's own is wanted and there is none; a checkpoint of
+        another run is refused then. Raises PlanError `resume-differs` for changes with which the run would compute other
+        numbers.
         """
         # Half, so that a rank says what it cannot read before the others stop waiting for it.
         with TimedReads(self.plan.limits.collective_timeout_s / 2) as reads:
@@ -104,7 +105,7 @@ class CheckpointLoader:
             )
 
     def _check(self, restoring: Restoring) -> None:
-        """Raises RunError `checkpoint-mismatch`, on all ranks alike, if it is not one of this model and optimizer."""
+        """Raises RunError `checkpoint-mismatch`, on all ranks alike, if the checkpoint is of another model or optimizer."""
         found, index = restoring.found, restoring.found.index
         expected = restoring.expected()
         said = [list(expected), list(mismatches(expected, found))]
@@ -128,7 +129,7 @@ class CheckpointLoader:
             )
 
     def _alike(self, what: Callable[[], None], words: str) -> None:
-        """Calls `what`, and raises on all ranks if it raised on one."""
+        """Calls `what`, and raises on all ranks if it raised on one. words: describe it in the error."""
         failed = ""
         try:
             what()

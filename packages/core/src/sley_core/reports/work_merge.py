@@ -1,6 +1,7 @@
-"""Makes fewer windows of many: neighbours become one, of the same steps.
+"""Merges windows: neighbours become one window of the same steps.
 
-It says what a reader makes of both (`train_cli.slow.blocks`): numbers are means over steps, of the windows that have them.
+The result is what a reader would compute from both (`train_cli.slow.blocks`): numbers are means over steps, of the windows that
+have them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _Value = TypeVar("_Value")
 
 
 def fewer(windows: Sequence[Window], most: int) -> list[Window]:
-    """Returns `most` windows at most, of the same steps: the newest as they are, and older ones of about as many steps each."""
+    """Returns at most `most` windows of the same steps: the newest unchanged, older ones merged into about equal numbers of
+    steps.
+    """
     if len(windows) <= most:
         return list(windows)
     num_newest = int(most * NEWEST)
@@ -32,7 +35,7 @@ def fewer(windows: Sequence[Window], most: int) -> list[Window]:
 
 
 def merged(windows: Sequence[Window]) -> Window:
-    """Returns the window of all steps of `windows`, which ascend."""
+    """Returns one window with all steps of `windows`, which are in ascending order."""
     last = windows[-1]
     usage = [one.usage for one in windows]
     return Window(
@@ -74,7 +77,7 @@ def _means(windows: Sequence[Window], of: Callable[[Window], Mapping[str, Spread
 
 
 def _over(found: Sequence[tuple[Window, Mapping[str, Spread]]]) -> dict[str, Spread]:
-    """Returns the means of what windows have, by name."""
+    """Returns the means of the windows' spreads, by name."""
     names = dict.fromkeys(name for _, some in found for name in some)
     return {name: _mean([(some[name], one.num_steps) for one, some in found if name in some]) for name in names}
 
