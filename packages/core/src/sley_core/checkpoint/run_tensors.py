@@ -2,7 +2,7 @@
 
 weights/<parameter>              what is stepped: the master if there is one, else the weight
 optimizer/<parameter>/<state>    under the optimizer's own key
-buffers/<name>                   of modules; only persistent ones
+buffers/<name>                   of modules: persistent ones, and those that may differ from rank to rank
 ranks/<rank>/<name>              what one rank keeps for itself
 """
 
