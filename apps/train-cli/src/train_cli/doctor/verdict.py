@@ -1,4 +1,4 @@
-"""What went wrong in a run, from the reports of its ranks and of its launcher: cause, rank, layer, action, remedy.
+"""Decides what went wrong in a run, from the reports of its ranks and of its launcher: cause, rank, layer, action, remedy.
 
 In this order, since each may have those below it for a consequence:
 
@@ -59,8 +59,10 @@ _ACTIONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What went wrong. kind: a word for it. cause: a sentence. ranks: whom it names; empty where two ranks differ and nobody
-    can say which is wrong. exchanges: collectives or transfers that it is about, the likeliest first. step: 0 where unknown.
+    """Describes what went wrong.
+
+    kind: a word for it. cause: a sentence. ranks: those at fault; empty if two ranks differ and it cannot be decided which is
+    wrong. exchanges: collectives or transfers concerned, the likeliest first. step: 0 if unknown.
     """
 
     kind: str
@@ -74,7 +76,7 @@ class Verdict:
 
 
 def verdict(found: FoundReports) -> Verdict:
-    """Returns what the reports of one attempt say together."""
+    """Returns the verdict on one attempt from all of its reports."""
     by_rank = {report.rank: report for report in found.ranks}
     return (
         _raised(by_rank)
@@ -193,7 +195,7 @@ def _said(by_rank: Mapping[int, FaultReport]) -> Verdict:
 
 
 def _waited_for(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
-    """Returns the verdict on a rank that does not speak for itself: others say what they waited for."""
+    """Returns the verdict on a rank without a report of its own, with the exchanges in which others waited for it."""
     waiting = [one for one in by_rank.values() if one.wait is not None and rank in one.wait.exchange.ranks]
     # Whoever waits for it and nobody else says most: what all wait for at last has all ranks in it.
     waiting.sort(key=lambda one: (len(one.wait.exchange.ranks) if one.wait else 0, one.time))
@@ -221,7 +223,7 @@ def _at(report: FaultReport, found: Verdict) -> Verdict:
 
 
 def evidence(reports: Sequence[FaultReport]) -> list[str]:
-    """Returns a line for each rank that has reported: where it was, what it waited in, and what it said."""
+    """Returns a line for each rank that has reported: where it was, what it waited in, and its error."""
     return [_line(report) for report in reports]
 
 

@@ -1,4 +1,4 @@
-"""Who waited for whom over a run: what each rank worked at, what it waited in, and who is named as slow."""
+"""Tabulates who waited for whom over a run: each rank's work and waits, and the ranks that are named as slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a rank holds more of with every step, on the host for itself alone or on its device."""
+"""Finds ranks whose memory grows with every step, on the host (not shared with other processes) or on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEADY = 0.8
 
 
 class Growth(NamedTuple):
-    """What a rank holds more at step `last` than at step `first`. where: "host" or "device"."""
+    """Memory that a rank holds at step `last` beyond what it held at step `first`. where: "host" or "device"."""
 
     rank: int
     where: str
